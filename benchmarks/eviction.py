@@ -8,6 +8,9 @@ those before it. The first tenth of the requests is served and not counted. `our
 (`engine.cache.eviction`), `ours alone` the same without its duel against LRU; Belady knows the future. Traces: Mooncake
 (kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
 (LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
+
+`--state-blocks 12` plays a hybrid model's cache too, the engine's own (`hybrid_play`): a prompt is resumed only at
+states that were kept, each in the room of 12 blocks. `present` is GreedyDual, and Belady's order has no states to keep.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from typing import Any, Protocol
 import _path  # noqa: F401
 from harness.belady import belady, leading
 from harness.figures import machine, markdown, write_json
+from hybrid_play import HybridCache
 
 from engine.cache.eviction import Adaptive
-from engine.cache.habits import Habits
+from engine.cache.habits import Habits, Turn
 
 BLOCK = 512
 Trace = list[list[int]]
@@ -173,6 +177,13 @@ class Ours:
         self.order: Adaptive[Node] = Adaptive(capacity, BLOCK, duel=duel)
 
     def serve(self, names: list[int]) -> int:
+        found, turn = self.take(names)
+        self.leave(names, turn)
+        self.trim()
+        return found
+
+    def take(self, names: list[int]) -> tuple[int, Turn]:
+        """A request begins and holds its blocks: how many were found."""
         found = leading(names, self.nodes)
         turn = self.order.begin(names, found)
         last = self.nodes[names[found - 1]] if found else None
@@ -183,16 +194,18 @@ class Ours:
             if last is not None:
                 last.branches += 1
             last = node
-        self.order.end(turn, names)
-        if last is not None and not last.branches:
-            self.order.cached(last)
-        while len(self.nodes) > self.capacity:
-            self.evict()
-        return found
+        return found, turn
 
-    def evict(self) -> None:
-        leaf = self.order.victim()
-        assert leaf is not None
+    def leave(self, names: list[int], turn: Turn) -> None:
+        self.order.end(turn, names)
+        self.order.cached(self.nodes[names[-1]])
+
+    def trim(self) -> None:
+        """Evict what does not fit, of what nobody holds."""
+        while len(self.nodes) > self.capacity and (leaf := self.order.victim()) is not None:
+            self.evict(leaf)
+
+    def evict(self, leaf: Node) -> None:
         assert not leaf.branches
         del self.nodes[leaf.hash]
         parent = leaf.parent
@@ -298,6 +311,26 @@ def play(trace: Trace, percents: Sequence[int], warm: int) -> dict[str, dict[str
     return rows
 
 
+def play_hybrid(trace: Trace, percents: Sequence[int], warm: int, state_blocks: int) -> dict[str, dict[str, float]]:
+    """Share of prompt blocks resumed from, by size; the cache has the room of a share of the distinct blocks."""
+    distinct = len({name for names in trace for name in names})
+    asked = sum(map(len, trace[warm:]))
+    rows: dict[str, dict[str, float]] = {}
+    for percent in percents:
+        capacity = max(1, distinct * percent // 100)
+        row = rows[f"{percent} %"] = {}
+        for order in ("present", "adaptive"):
+            cache = HybridCache(capacity, BLOCK, state_blocks, adaptive=order == "adaptive")
+            start_s = time.process_time()
+            found = [cache.serve(names) for names in trace]
+            row[order] = sum(found[warm:]) / asked
+            row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
+            row[f"{order}, refused"] = cache.refused
+        row["Belady, no states"] = sum(belady(trace, capacity)[warm:]) / asked
+        print(f"    {percent} %: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), file=sys.stderr)
+    return rows
+
+
 def predictability(trace: Trace) -> dict[str, dict[str, Any]]:
     """How turns of conversations come back, by what is known of them when they end; gaps in blocks of prompts."""
     distinct = len({name for names in trace for name in names})
@@ -333,7 +366,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--requests", type=int, default=6000, help="of each trace (default 6000)")
     parser.add_argument("--percents", type=int, nargs="+", default=[2, 5, 10, 20, 30, 50], help="sizes of the cache")
+    parser.add_argument(
+        "--state-blocks", type=int, nargs="+", default=[], metavar="BLOCKS",
+        help="play caches of hybrid models too, a state of which takes the room of so many blocks (none by default; "
+        "Qwen3.5-4B 3, Nemotron-H-8B 12)",
+    )  # fmt: skip
     args = parser.parse_args()
+    if any(blocks < 1 for blocks in args.state_blocks):
+        parser.error(f"argument --state-blocks: expected at least 1, got {min(args.state_blocks)}")
     figures: dict[str, Any] = {}
     for path in (*args.traces, None):
         name = "contrary" if path is None else path.name.split(".")[0]
@@ -344,6 +384,11 @@ def main() -> None:
         figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "kinds": kinds, "rows": rows}
         columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
         print(f"\n{name}\n\n{markdown(rows, columns, 'cache')}\n")
+        for blocks in args.state_blocks:
+            hybrid = play_hybrid(trace, args.percents, len(trace) // 10, blocks)
+            figures[name][f"a state as {blocks} blocks"] = hybrid
+            columns = {title: (title, "{:.3f}") for title in ("present", "adaptive", "Belady, no states")}
+            print(f"{name}, a state as {blocks} blocks\n\n{markdown(hybrid, columns, 'cache')}\n")
         titles = {"turns": "{}", "come back": "{:.2f}", "gap 10 %": "{}", "gap 50 %": "{}", "gap 90 %": "{}"}
         print(markdown(kinds, {title: (title, form) for title, form in titles.items()}, "kind of turn"))
     write_json(args.json, {"machine": machine(), "requests": args.requests, "traces": figures})

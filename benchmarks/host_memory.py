@@ -10,7 +10,8 @@ with nothing below, with either order of eviction, with host memory under either
 and without host memory, by the CPU time of the thread that computes; and the speed of the copies beside memcpy.
 `loads`: decode steps of one engine that bring back blocks of requests that wait for them, `--load-tokens` each, with
 the engine's own bound, and copy down what was evicted for them; in turn with steps that are kept from it, compared in
-pairs. The step that admits such a request stands beside the one before it.
+pairs: the mean of the steps while requests wait, and of those alone that copy (small steps do not all). The step that
+admits such a request stands beside the one before it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ STEP_COLUMNS = {
 }  # fmt: skip
 LOAD_COLUMNS = {
     "steps with loads": ("with_loads", "{:,}"), "without": ("without_ms", "{:.3f} ms"),
-    "with": ("with_ms", "{:.3f} ms"), "slower": ("slower", "{:.1%}"), "blocks a step": ("blocks_a_step", "{:.1f}"),
+    "slower": ("slower", "{:.1%}"), "of them copy": ("copying_share", "{:.0%}"), "these": ("copying_slower", "{:.1%}"),
+    "blocks a step": ("blocks_a_step", "{:.1f}"),
     "step that admits": ("admitting_slower", "{:.1%}"), "copied": ("bytes_per_s", "{:,.0f} B/s"),
     "of memcpy": ("memcpy_share", "{:.0%}"),
 }  # fmt: skip
@@ -165,7 +167,8 @@ def loads(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
     rng = random.Random(sequences)
     count = 3 * engine.units * BLOCK // (2 * o.load_tokens)
     texts = [[rng.randrange(engine.vocabulary) for _ in range(o.load_tokens)] for _ in range(count)]
-    pairs: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float, int]] = []
+    """CPU seconds without and with, and bytes copied."""
     admits: list[tuple[float, float]] = []
     moved, copy_s = [0, 0], 0.0
     for turn in range(o.load_rounds):
@@ -183,20 +186,23 @@ def loads(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
                 after = core.stats()
                 if not cache.loads:  # the step that brings the last of it computes the rest of the prompt
                     break
-                pairs.append((times[True], times[False]))
-                moved[0] += after.host_loaded_bytes - before.host_loaded_bytes
-                moved[1] += after.host_stored_bytes - before.host_stored_bytes
+                changes = (after.host_loaded_bytes - before.host_loaded_bytes,
+                           after.host_stored_bytes - before.host_stored_bytes)  # fmt: skip
+                pairs.append((times[True], times[False], sum(changes)))
+                moved = [total + change for total, change in zip(moved, changes)]
                 copy_s += engine.moves.copy_s - copied_s
             while core.stats().finished_requests == waits.finished_requests:
                 engine.steps_s(1)
     assert pairs, "nothing was loaded beside decodes"
     assert moved[1], "nothing was stored beside decodes"
     block_bytes = engine.spec.block_bytes(0)
+    copying = [b / a - 1 for a, b, copied in pairs if copied]
+    others = [b / a - 1 for a, b, copied in pairs if not copied]
+    slower = sum(len(some) * statistics.median(some) for some in (copying, others) if some) / len(pairs)
     return {
         "sequences": sequences, "with_loads": len(pairs),
-        "without_ms": statistics.median(a for a, _ in pairs) * 1e3,
-        "with_ms": statistics.median(b for _, b in pairs) * 1e3,
-        "slower": statistics.median(b / a for a, b in pairs) - 1,
+        "without_ms": statistics.median(a for a, _, _ in pairs) * 1e3,
+        "copying_share": len(copying) / len(pairs), "copying_slower": statistics.median(copying), "slower": slower,
         "admitting_slower": statistics.median(b / a for a, b in admits) - 1,
         "loaded_bytes": moved[0], "stored_bytes": moved[1], "block_bytes": block_bytes,
         "blocks_a_step": sum(moved) / block_bytes / len(pairs), "bytes_per_s": sum(moved) / copy_s,

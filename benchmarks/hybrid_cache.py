@@ -1,4 +1,4 @@
-"""How much of its prompts a hybrid model takes from the cache, by three rules: vLLM's, SGLang's, ours.
+"""How much of its prompts a hybrid model takes from the cache, by the rules of vLLM, SGLang and ours.
 
     python benchmarks/hybrid_cache.py --json out.json --trace claude_code_agentic.jsonl.gz
 
@@ -37,7 +37,7 @@ from events import block_hashes
 PREFILL_TOKENS_MAX = 8192
 """Budget of a prefill step, the same for every rule."""
 COLUMNS = {title: (key, "{:.3f}") for title, key in (
-    ("vLLM's rule", "vllm"), ("SGLang's rule", "sglang"), ("ours", "blockcast"),
+    ("vLLM's rule", "vllm"), ("SGLang's rule", "sglang"), ("ours", "blockcast"), ("ours, adaptive", "adaptive"),
     ("infinite, attention only", "infinite"))}  # fmt: skip
 
 
@@ -61,9 +61,9 @@ class Rule(Protocol):
 class OurRule:
     """The engine's cache itself."""
 
-    def __init__(self, pages: Pages, memory_bytes: int) -> None:
-        spec = pages.spec
-        self.cache = KVCache(spec, memory_bytes // spec.unit_bytes, step_tokens_max=PREFILL_TOKENS_MAX)
+    def __init__(self, pages: Pages, memory_bytes: int, *, adaptive: bool = False) -> None:
+        spec, units = pages.spec, memory_bytes // pages.spec.unit_bytes
+        self.cache = KVCache(spec, units, step_tokens_max=PREFILL_TOKENS_MAX, adaptive_eviction=adaptive)
         self.refused = 0
         self.hole_share: list[float] = []
 
@@ -292,7 +292,9 @@ def _expand(runs: list[int], session: int) -> list[int]:
 # ---------------------------------------------------------------------- the table
 
 
-RULES: dict[str, Callable[[Pages, int], Rule]] = {"vllm": VllmRule, "sglang": SglangRule, "blockcast": OurRule}
+RULES: dict[str, Callable[[Pages, int], Rule]] = {
+    "vllm": VllmRule, "sglang": SglangRule, "blockcast": OurRule,
+    "adaptive": lambda pages, memory_bytes: OurRule(pages, memory_bytes, adaptive=True)}  # fmt: skip
 
 
 def run(requests: list[Served], pages: Pages, sizes_gb: list[int]) -> dict[str, Any]:
@@ -305,8 +307,8 @@ def run(requests: list[Served], pages: Pages, sizes_gb: list[int]) -> dict[str, 
             row[name] = sum(rule.serve(request) for request in requests) / prompt_tokens
             print(f"    {size} GB {name}: {row[name]:.3f} ({time.perf_counter() - start:.1f} s)", file=sys.stderr)
             if isinstance(rule, OurRule):
-                row["blockcast_holes"] = sum(rule.hole_share) / max(1, len(rule.hole_share))
-                row["blockcast_refused"] = rule.refused
+                row[f"{name}_holes"] = sum(rule.hole_share) / max(1, len(rule.hole_share))
+                row[f"{name}_refused"] = rule.refused
     return {
         "requests": len(requests), "prompt_tokens": prompt_tokens,
         "infinite_cache": _unbounded(requests) / prompt_tokens, "hit_fraction": rows,

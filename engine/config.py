@@ -65,8 +65,8 @@ class EngineConfig:
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),
         "Reuse what earlier prompts computed."] = True
     eviction_policy: Annotated[Literal["lru", "adaptive"], Flag(),
-        "What leaves a full cache first: the oldest, or what conversations like it are seen to need least "
-        "(docs/eviction.md; models of full attention alone, others take lru)."] = "lru"
+        "What leaves a full cache first: the oldest, or what conversations like it are seen to need least, attention's "
+        "blocks and recurrent states alike (docs/eviction.md; models with sliding windows take lru)."] = "lru"
     kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
         default_factory=KVEventsConfig
     )

@@ -1,10 +1,11 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 Pairs = tuple[list[int], list[int], list[int], list[int]]
 Row = tuple[int, int, int, int, int, bool, list[int], int]
 
 def count_openings(text: bytes, end: int = ...) -> int: ...
 def digests(body: bytes, first: int, seed: int, end: int = ...) -> list[int]: ...
+def digests_among(body: bytes, first: int, seed: int, among: Mapping[int, object], most: int) -> list[int]: ...
 
 class Words:
     def __init__(

@@ -8,7 +8,7 @@ can say of such a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -16,9 +16,9 @@ from prompts.chat_template import ChatTemplate, ContentFormat, Message
 from prompts.sampled import as_generated
 from prompts.schemas import TEXT_PARTS, is_media
 
-MEDIA_MARKER = "\ue000\ue0ffmedia\ue0ff\ue000"
+MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
 """Private-use characters that no tokenizer and no sensible text holds; the prompt's text ends where it begins."""
-BILLING_LINE = "x-anthropic-billing-header"
+BILLING_LINE: Final = "x-anthropic-billing-header"
 """A line at the head of a coding agent's system text that changes with every request. vLLM drops it, so that the prompt
 behind it is found in the cache."""
 
@@ -59,10 +59,21 @@ def render_chat(
 ) -> str:
     """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. `told`: a digest of what
     else than messages the request tells the template. Raises RequestError where the template cannot render it."""
-    tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
-    form = template.content_format(request.chat_template, has_tools=tools is not None)
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    if told is None and not (request.tools is not None or request.documents is not None
+                             or request.chat_template_kwargs or request.reasoning_effort is not None):  # fmt: skip
+        told = b""
+    skeletons = None
+    if told is not None and request.chat_template is None and not continues:
+        skeletons = template.skeletons(has_tools=request.tools is not None)
+    sent = request.messages or []
+    if skeletons is not None and not any(_is_billed(message) for message in sent):
+        known = skeletons.known(sent, told, generation, behind)
+        if known is not None:
+            return known.partition(MEDIA_MARKER)[0]
+    tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
+    form = template.content_format(request.chat_template, has_tools=tools is not None)
     # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
     documents = variables.pop("documents", None)
@@ -72,15 +83,13 @@ def render_chat(
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    messages = [_message(message, form, generated) for message in request.messages or []]
+    messages = [_message(message, form, generated) for message in sent]
     if "developer" in [message["role"] for message in messages]:
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
             messages = _developer_as_system(messages)
     if request.documents is not None:
         documents = request.documents
-    if told is None and tools is None and documents is None and not variables:
-        told = b""
 
     def render(chat: list[Message]) -> str:
         return template.render(
@@ -94,13 +103,14 @@ def render_chat(
             **variables,
         )
 
-    key, skeletons = None, None
-    if told is not None and request.chat_template is None and not continues and messages:
-        skeletons = template.skeletons(has_tools=tools is not None)
-    if skeletons is not None:
-        key = skeletons.key(messages, told, generation, behind)
+    key = None if skeletons is None or not messages else skeletons.key(messages, told, generation, behind)
     text = render(messages) if skeletons is None or key is None else skeletons.text(key, messages, render)
     return text.partition(MEDIA_MARKER)[0]
+
+
+def _is_billed(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and content.startswith(BILLING_LINE)
 
 
 def _message(message: Message, form: ContentFormat, generated: Generated | None) -> Message:

@@ -89,6 +89,7 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt: Any = None
+    conversation: Any = None
     # vLLM's
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -123,6 +124,9 @@ def parse_response(data: bytes) -> ResponsesRequest:
     request = decode_json(_decoder, data)
     if request.prompt is not None:
         raise RequestError("prompt: templates of prompts are not supported", param="prompt")
+    if request.conversation is not None:
+        message = "conversation: none is kept here; expected previous_response_id, or all of it in input"
+        raise RequestError(message, param="conversation")
     if request.background and request.store is False:
         raise RequestError("background: expected only where store is true", param="background")
     choice = request.tool_choice

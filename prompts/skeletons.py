@@ -69,6 +69,12 @@ class Skeletons:
             key.append(role)
         return tuple(key)
 
+    def known(self, messages: Sequence[Message], *told: object) -> str | None:
+        """The text of a chat as it was sent, where its contents are strings and it has a kept skeleton."""
+        key = self.key(messages, *told) if self._form is str else None
+        skeleton = None if key is None else self._kept.get(key)
+        return None if skeleton is None else skeleton.fill(messages)
+
     def _copied(self, text: str | None) -> bool:
         if not text or text.isspace():
             return False

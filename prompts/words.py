@@ -17,7 +17,7 @@ import re
 import secrets
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -34,6 +34,7 @@ try:
     from prompts._words import Words
     from prompts._words import count_openings as count_openings
     from prompts._words import digests as digests
+    from prompts._words import digests_among as digests_among
 except ImportError:
     _FOUND = False
 
@@ -53,6 +54,10 @@ except ImportError:
             length += step
         return found
 
+    def digests_among(body: bytes, first: int, seed: int, among: Mapping[int, object], most: int) -> list[int]:
+        """Of the `digests` of the whole body the last ones that `among` has, `most` at most, the last first."""
+        return [digest for digest in reversed(digests(body, first, seed)) if digest in among][:most]
+
 else:
     _FOUND = True
 
@@ -62,7 +67,7 @@ if TYPE_CHECKING:
 TEXT_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
 WORDS_MAX = 65_536
-"""Words remembered, of 64 characters at most; when there are more, all are forgotten."""
+"""Words remembered, of 128 characters at most; when there are more, all are forgotten."""
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _NEVER = r"\x80-\xff"
 """Inside a class: no ASCII character."""

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any, TypeVar
 from harness.figures import rank, resident_tree_mib
 from harness.load import Client, post
 from harness.peers import before_mocks
-from harness.programs import ROOT, Program, await_true, call, free_port
+from harness.programs import ROOT, Program, await_true, call, free_port, metric
+from harness.workers import BLOCK, FakeWorker, Publisher, removed, stored
 
 T = TypeVar("T")
 CLOSED_S_MAX = 10.0
@@ -33,6 +35,9 @@ TABLES = ("--segment-cache-mb", "1", "--known-bodies-mb", "1", "--sampled-mb", "
 """What the router remembers of whoever asks, bounded so that all of it is full before the first attack: memory that
 grows beside them is then no memory of theirs or the victim's."""
 TALKS = 5_000
+BLOCKS_HELD, BLOCKS_GONE = 1 << 16, 9 << 15
+"""More than the mocks hold at a time, or an attack stores, and than are remembered of those that are held no more
+(kDepartedMax)."""
 NOBODY = (0.0, 0.0, 0, "", 0.0, 0.0)
 TRACEBACK = "Traceback (most recent call last)"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
@@ -72,6 +77,7 @@ class World:
                 before_mocks(self._folder, self._checkout, mocks, *flags)
             )
             await self._warm()
+            await self._grow()
             self._file = self._folder / "victim"
             self._file.touch()
             command = [sys.executable, "-m", "harness.victim", self.url, urls[0], str(self._file), str(self.router.pid)]
@@ -103,6 +109,28 @@ class World:
                 if answer.status != 200:
                     await asyncio.sleep(0.02)
         raise RuntimeError(f"the router does not serve:\n{self.router.text()[-2000:]}")
+
+    async def _grow(self) -> None:
+        """The index has held as much as it will beside the mocks, whose caches come and go, and remembers all that it
+        may of what went: it is a matter of minutes until theirs have."""
+        worker, window = FakeWorker("grown", Publisher()), deque[list[int]]()
+        added = await self.add(worker.url)
+        if not await self.up(added) or not await asyncio.to_thread(worker.publisher.await_subscriber):
+            raise RuntimeError("the router does not hear a sound worker")
+        for first in range(0, BLOCKS_GONE // (8 if self.short else 1), 1 << 12):
+            names = list(range(first, first + (1 << 12)))
+            ids = [name * 7919 % 4096 for name in names for _ in range(BLOCK)]
+            window.append(names)
+            gone = window.popleft() if len(window) > BLOCKS_HELD >> 12 else []
+            worker.publisher.publish(stored(names, ids), *([removed(gone)] if gone else []))
+            await asyncio.sleep(0.02)
+        worker.publisher.publish(removed([name for names in window for name in names]))
+        name = f'blockcast_router_events_removed_total{{worker="{added}"}}'
+        count = first + (1 << 12)
+        if not await asyncio.to_thread(await_true, lambda: metric(self.url, name) >= count, 30.0, 0.2):
+            raise RuntimeError(f"of {count} removed blocks the router knows {metric(self.url, name):.0f}")
+        await self.remove(added)
+        await asyncio.to_thread(worker.close)
 
     async def _sample(self) -> None:
         while True:

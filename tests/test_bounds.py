@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (client|worker|list|peer) \| (.+) \| `([^`]+)` \| ([\d.]+
 ROWS = ROW.findall((ROOT / "docs" / "security.md").read_text())
 METRICS = (ROOT / "docs" / "operations.md").read_text()
 BOUNDS = re.compile(
-    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY|STREAMS|STORED|IDS)_MAX$"
+    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY|STREAMS|STORED|IDS|INTERIM)_MAX$"
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
@@ -49,9 +49,9 @@ def constants(file: Path) -> dict[str, float]:
         return {name: eval(value) for name, value in number.items() if re.fullmatch(r"[\d <]+", value)}
     values: dict[str, float] = {}
     for node in ast.parse(text).body:
-        if not isinstance(node, ast.Assign):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
-        target, value = node.targets[0], node.value
+        target, value = node.target if isinstance(node, ast.AnnAssign) else node.targets[0], node.value
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         parts = value.elts if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple) else [value]
         for name, part in zip(names, parts):

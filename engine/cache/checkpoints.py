@@ -28,14 +28,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from engine.cache.nodes import HashBlock, Node
-from engine.cache.pool import Block, UnitPool
+from engine.cache.pool import Block, UnitPool, state_worth
 from engine.cache.prefix import PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end on a block boundary; from half of it on a checkpoint of their end pays."""
-_SUPERSEDED_SHARE = 16
-"""A superseded checkpoint counts for one part in so many of what it saves."""
 
 
 @dataclass(slots=True)
@@ -233,7 +231,7 @@ class Checkpoints:
         while before is not None and not superseded and self._is_superseded(before):
             before = self._checkpoint_before(before)
         saved = node.depth + 1 if before is None else node.depth - before.depth
-        self._pool.release(checkpoint, -(-saved // _SUPERSEDED_SHARE) if superseded else saved)
+        self._pool.release(checkpoint, state_worth(saved, superseded=superseded))
 
     def _is_superseded(self, node: Node) -> bool:
         block = node.blocks[self._kind]

@@ -24,6 +24,9 @@ _TURNS_MAX = 4
 """Turns from this number on are one class."""
 _HALVED_AT = 1024
 """Turns of a class that are counted before its counts are halved, so that what was long ago is forgotten."""
+_OVERDUE = 2
+"""Caches' worth of blocks after which a turn counts as one that does not come back. Until then it counts as nothing:
+most turns are young, and would make what returns quickly look rare."""
 _PRIOR = 10.0
 """Turns of a class that are taken to have been seen before the first: half of them came back."""
 
@@ -90,9 +93,13 @@ class Habits:
         self._scale = max(1, 256 // block_tokens)
         self._conversations: OrderedDict[int, Turn] = OrderedDict()
         """Last turn of each by the mark of its prompt, oldest first."""
+        self._waiting: OrderedDict[Turn, None] = OrderedDict()
+        """Turns that are not counted yet, oldest first."""
         self._shared: OrderedDict[int, Turn] = OrderedDict()
         """Shared beginnings by the hash of their last block."""
         self._counts: dict[tuple[bool, int, int], ReturnCounts] = {}
+        self._mean = (-1, (0.5, math.log2(capacity)))
+        """Of all classes, and when."""
 
     def begin(self, names: Sequence[int], hit: int) -> Turn:
         """A request came whose prompt has the blocks `names`, of which `hit` were found."""
@@ -115,6 +122,7 @@ class Habits:
             turn.before = before
             before.before = None
             self.of(before).came_back(turn.gap)
+            self._count(before)
         if length > turn.base:  # the last block but one, since a template may end a prompt otherwise than it goes on
             turn.mark = names[max(turn.base, length - 2)]
         return turn
@@ -136,12 +144,22 @@ class Habits:
     def end(self, turn: Turn) -> None:
         """The request is over: from now on its continuation is waited for."""
         turn.last = self.now
-        self.of(turn).left()
-        if turn.mark is not None:
-            self._conversations[turn.mark] = turn
-            self._conversations.move_to_end(turn.mark)
-            if len(self._conversations) > self._capacity:
-                self._conversations.popitem(last=False)
+        if turn.mark is None:
+            self.of(turn).left()
+            return
+        self._waiting[turn] = None
+        while (oldest := next(iter(self._waiting))).last < self.now - _OVERDUE * self._capacity:
+            self._count(oldest)
+        self._conversations[turn.mark] = turn
+        self._conversations.move_to_end(turn.mark)
+        if len(self._conversations) > self._capacity:
+            self._conversations.popitem(last=False)
+
+    def _count(self, turn: Turn) -> None:
+        """It has come back, or it is overdue; once only."""
+        if turn in self._waiting:
+            del self._waiting[turn]
+            self.of(turn).left()
 
     def shared_at(self, name: int, last: int) -> Turn | None:
         """What is known of the shared beginning that ends with this block, which was last used at `last`."""
@@ -160,6 +178,16 @@ class Habits:
         if counts is None:
             counts = self._counts[kind] = ReturnCounts(self._capacity)
         return counts
+
+    def mean(self) -> tuple[float, float]:
+        """(share of turns that come back, log2 of the gap after which they do), of all classes when the last began."""
+        at, mean = self._mean
+        if at != self.now and self._counts:
+            counts = self._counts.values()
+            returned = sum(count.returned for count in counts)
+            mean = min(1.0, returned / sum(count.turns for count in counts)), sum(c.gaps for c in counts) / returned
+            self._mean = self.now, mean
+        return mean
 
     def due(self, turn: Turn) -> float:
         """log2 of the gap after which this turn is due."""

@@ -41,7 +41,11 @@ class HostTier:
         """`order`: another one than by age, the device's too."""
         assert unit_count > 0
         self.pool: UnitPool[Node] = UnitPool(
-            unit_count, blocks_per_unit, self.forget, state_kind, None if order is None else HostOrder(order)
+            unit_count,
+            blocks_per_unit,
+            self.forget,
+            state_kind,
+            None if order is None else HostOrder(order, blocks_per_unit[FULL]),
         )
         self._order = order
         self._tree = tree
@@ -222,6 +226,8 @@ class HostTier:
         assert node is not None
         self._unname(own, node)
         self._give_up(own)
+        if self._order is not None and kind != FULL:
+            self._order.state_gone(node)
         if any(node.blocks):
             if self._order is not None and kind == FULL:
                 self._order.gone_below(node, None)

@@ -23,6 +23,7 @@ from engine.cache.event_log import StepEvents
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Turn
 from engine.cache.host import HostTier
+from engine.cache.leaves import States
 from engine.cache.loads import Load, Loads
 from engine.cache.naming import BlockNames
 from engine.cache.nodes import Node
@@ -66,7 +67,7 @@ class KVCache:
     ) -> None:
         """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
 
-        `adaptive_eviction` takes effect where full attention is all that the model has. `host_units`: of host memory
+        `adaptive_eviction` takes effect where no window slides. `host_units`: of host memory
         under the device's, none without prefix caching. `load_bytes_max`: that a step with decodes brings back from it.
         """
         self.spec = spec
@@ -77,12 +78,13 @@ class KVCache:
         self._windows = Windows(spec, step_tokens_max)
         host_units *= enable_prefix_caching
         self._order: Adaptive[Node] | None = None
-        if adaptive_eviction and enable_prefix_caching and len(per_unit) == 1 and not self._windows:
-            self._order = Adaptive((unit_count + host_units) * per_unit[FULL], spec.block_size)
+        if adaptive_eviction and enable_prefix_caching and not self._windows:
+            states = None if spec.state is None else States(per_unit[FULL], Node.saved)
+            self._order = Adaptive((unit_count + host_units) * per_unit[FULL], spec.block_size, states=states)
         self._turns: dict[Sequence, Turn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
         state_kind = None if spec.state is None else len(spec.groups)
-        order = None if self._order is None else BlockOrder(self._order)
+        order = None if self._order is None else BlockOrder(self._order, per_unit[FULL])
         self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind, order)
         self._checkpoints: Checkpoints | None = None
         if state_kind is not None:
@@ -211,7 +213,7 @@ class KVCache:
         self._matched.pop(seq, None)
         if self._order is not None:
             names = self._names.of(seq, count := len(seq.token_ids) // self.block_size)
-            self._turns[seq] = self._order.begin([name.hash for name in names[:count]], len(nodes))
+            self._turns[seq] = self._order.begin([name.hash for name in names[:count]], len(known))
         return True
 
     def plan_common(self, seq: Sequence, other: Sequence) -> None:

@@ -24,12 +24,14 @@ from engine.cache.pool import Block
 from engine.cache.prefix import PrefixTree
 from engine.types import Sequence
 
+STEPS_BETWEEN_MAX = 3
+"""Beside decodes, without a copy for those who wait, where one block takes more than the bound."""
 Load = tuple[Sequence, Block[Node], Block[Node]]
 """(whom it is for, the device's block, the host's that it is read from, held)."""
 
 
 class Loads:
-    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, or one block.
+    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, in a step's mean.
 
     Counted is what comes up, and what goes down to make room for it.
     """
@@ -61,8 +63,12 @@ class Loads:
         return bool(self.blocks) and any(block in self.blocks for node in nodes for block in node.blocks)
 
     def begin(self, *, beside_decodes: bool) -> None:
-        """A step is planned: give those who wait what it may copy, those who came first before the others."""
-        self._left = self._step_bytes_max if beside_decodes else math.inf
+        """A step is planned: give those who wait what it may copy, those who came first before the others.
+
+        What a block takes beyond the bound the next steps copy less.
+        """
+        bound = self._step_bytes_max
+        self._left = max(min(self._left, 0), -STEPS_BETWEEN_MAX * bound) + bound if beside_decodes else math.inf
         for seq in list(self._ahead):
             self._plan(seq)
 
@@ -125,16 +131,13 @@ class Loads:
     def _plan(self, seq: Sequence, *, hurry: bool = False) -> None:
         ahead = self._ahead[seq]
         while ahead:
-            load = ahead[-1]
-            _, block, own = load
-            size = self._sizes[block.kind]
-            for kind in self._host.vacating(block):
-                size += self._sizes[kind]
-            if self._left < min(size, self._step_bytes_max) and not hurry:  # one block at least
+            if self._left <= 0 and not hurry:
                 return
-            ahead.pop()
+            load = ahead.pop()
+            _, block, own = load
+            if not hurry:
+                self._left -= sum(self._sizes[kind] for kind in (block.kind, *self._host.vacating(block)))
             self._host.fetch(own, block)
-            self._left -= size
             self.blocks.discard(block)
             self.planned.append(load)
         del self._ahead[seq]

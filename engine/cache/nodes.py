@@ -70,3 +70,25 @@ class Node:
     def on_host(self, kind: int) -> bool:
         """Whether the host has one."""
         return self.host is not None and self.host[kind] is not None
+
+    def holds(self, kind: int) -> bool:
+        """Whether the device or the host has one, or a step computes it."""
+        return self.blocks[kind] is not None or self.on_host(kind)
+
+    def saved(self, room: int) -> int | None:
+        """Blocks that the state here saves over the one before it; None where none is.
+
+        One that is superseded counts where so many blocks hang from it as a state takes the `room` of.
+        """
+        if not self.holds(-1):
+            return None
+        before = self.parent
+        while before is not None and (
+            not before.holds(-1) or (self.depth - before.depth < room and before._superseded())
+        ):
+            before = before.parent
+        return self.depth - (-1 if before is None else before.depth)
+
+    def _superseded(self) -> bool:
+        block = self.blocks[-1] or (None if self.host is None else self.host[-1])
+        return block is not None and block.superseded and not block.refs

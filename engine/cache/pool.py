@@ -9,7 +9,7 @@ hashes, sequences, tensors and events: what a cached block means is the business
 asked to give up a cached block (and whatever hangs from it) and answers by calling `drop`.
 
 Invariants (`check_invariants`): a unit is free or of one kind; every block of it is a hole, live or cached, and a unit
-whose blocks are all holes is free; the age lists hold exactly the cached blocks and the units without live blocks.
+whose blocks are all holes is free; the age lists hold exactly the cached blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ NodeT = TypeVar("NodeT")
 
 _CLOCK_BITS = 40
 """Low bits of a stamp: the order of releases, which decides among equals."""
+
+
+_SUPERSEDED_SHARE = 16
+"""A superseded state counts for one part in so many of what it saves."""
+
+
+def state_worth(saved: int, *, superseded: bool) -> int:
+    """What a state is worth, in blocks of full attention, that saves so many over the one before it."""
+    return -(-saved // _SUPERSEDED_SHARE) if superseded else saved
 
 
 class Block(Generic[NodeT]):
@@ -74,11 +83,12 @@ class Unit(Generic[NodeT]):
 
 
 class Order(Protocol[NodeT]):
-    """Another order of eviction than by age, for a pool of one kind: hears of blocks that are cached or used again."""
+    """Another order of eviction than by age and worth: hears of blocks that are cached or used again."""
 
     def cached(self, block: Block[NodeT]) -> None: ...
     def used(self, block: Block[NodeT]) -> None: ...
-    def victim(self) -> Block[NodeT] | None: ...
+    def victim(self) -> Block[NodeT] | None:
+        """None: the pool is to say."""
 
 
 class UnitPool(Generic[NodeT]):
@@ -93,7 +103,6 @@ class UnitPool(Generic[NodeT]):
         order: Order[NodeT] | None = None,
     ) -> None:
         """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks say their worth."""
-        assert order is None or len(blocks_per_unit) == 1
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:
@@ -111,8 +120,8 @@ class UnitPool(Generic[NodeT]):
         self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
         # Cached blocks of each kind, oldest first.
         self._cached: list[OrderedDict[Block[NodeT], None]] = [OrderedDict() for _ in kinds]
-        # Units of each kind that hold no live block but a cached one, ordered by their newest block, oldest first.
-        self._idle: list[OrderedDict[Unit[NodeT], None]] = [OrderedDict() for _ in kinds]
+        # How many units of each kind of attention hold no live block but a cached one.
+        self._idle = [0] * len(blocks_per_unit)
         # Cached states by stamp; entries that no longer hold are skipped when they come up.
         self._states: list[tuple[int, int, Block[NodeT]]] = []
         self._state_entries = itertools.count()
@@ -140,11 +149,10 @@ class UnitPool(Generic[NodeT]):
     def allocate(self, kind: int) -> Block[NodeT] | None:
         """A block of `kind` with one reference, or None when only compaction or nothing could give one.
 
-        Order: a hole in the fullest unit of the kind, a free unit, the oldest of what is cached: a block of the own
-        kind or a whole unit of another.
+        Order: a hole in the fullest unit of the kind, a free unit, what is cached, oldest first, until there is one.
         """
         block = self._take_hole(kind)
-        if block is None and not self._free:
+        while block is None and not self._free:
             if not self._evict_for(kind):
                 return None
             block = self._take_hole(kind)
@@ -168,7 +176,7 @@ class UnitPool(Generic[NodeT]):
             unit = block.unit
             del self._cached[block.kind][block]
             if unit.live == 0 and block.kind != self._state_kind:
-                del self._idle[block.kind][unit]
+                self._idle[block.kind] -= 1
             self._add_live(unit, block.kind)
             if self._order is not None:
                 self._order.used(block)
@@ -190,8 +198,7 @@ class UnitPool(Generic[NodeT]):
         unit.live -= 1
         if block.node is None:
             self._make_hole(block)
-            if unit.kind is not None and unit.live == 0:
-                self._insert_idle(unit)
+            self._idle[kind] += unit.kind is not None and unit.live == 0
             return
         assert not block.pending, f"{block!r}: the last reference to a block being computed was released"
         self._clock += 1
@@ -207,7 +214,7 @@ class UnitPool(Generic[NodeT]):
                 self._states = [entry for entry in self._states if _is_current(entry)]
                 heapq.heapify(self._states)
         elif unit.live == 0:
-            self._idle[kind][unit] = None
+            self._idle[kind] += 1
         if self._order is not None:
             self._order.cached(block)
 
@@ -218,9 +225,8 @@ class UnitPool(Generic[NodeT]):
         kind, unit = block.kind, block.unit
         del self._cached[kind][block]
         self._make_hole(block)
-        if unit in self._idle[kind] and _newest(unit) < block.stamp:
-            del self._idle[kind][unit]
-            self._insert_idle(unit)
+        if unit.kind is None and kind != self._state_kind:
+            self._idle[kind] -= 1
 
     # ------------------------------------------------------------------ inside
 
@@ -242,8 +248,7 @@ class UnitPool(Generic[NodeT]):
                 block = unit.holes.pop()
                 if holes > 1:
                     self._with_holes[kind][holes - 1][unit] = None
-                if unit.live == 0:
-                    self._idle[kind].pop(unit, None)
+                self._idle[kind] -= unit.live == 0
                 return block
         return None
 
@@ -256,7 +261,6 @@ class UnitPool(Generic[NodeT]):
         if holes + 1 < self.blocks_per_unit[kind]:
             self._with_holes[kind][holes + 1][unit] = None
             return
-        self._idle[kind].pop(unit, None)
         self._free_unit(unit)
 
     def _free_unit(self, unit: Unit[NodeT]) -> None:
@@ -264,45 +268,26 @@ class UnitPool(Generic[NodeT]):
         unit.blocks, unit.holes = [], []
         self._free.append(unit)
 
-    def _insert_idle(self, unit: Unit[NodeT]) -> None:
-        """Put a unit whose last live block became a hole where its newest cached block belongs by age."""
-        assert unit.kind is not None
-        idle = self._idle[unit.kind]
-        stamp = _newest(unit)
-        younger = []
-        for other in reversed(idle):
-            if _newest(other) < stamp:
-                break
-            younger.append(other)
-        idle[unit] = None
-        for other in reversed(younger):
-            idle.move_to_end(other)
-
     def _evict_for(self, kind: int) -> bool:
-        """Give up the oldest cached thing that makes room for a block of `kind`; False when there is none."""
-        if self._order is not None:
-            victim = self._order.victim()
-            if victim is not None:
-                self._forget(victim)
-            return victim is not None
-        victims: list[Block[NodeT]] = []
-        age = 0
-        if kind != self._state_kind and self._cached[kind]:
-            victims = [next(iter(self._cached[kind]))]
-            age = victims[0].stamp
+        """Give up what goes first of all that helps to make room for a block of `kind`; False when nothing would.
+
+        Of another kind of attention that is its oldest block, as often as it takes until one of its units is free.
+        """
         state = self._oldest_state()
-        if state is not None and (not victims or state.stamp < age):
-            victims, age = [state], state.stamp
-        for other, idle in enumerate(self._idle):
-            if other != kind and idle:
-                unit = next(iter(idle))
-                if not victims or _newest(unit) < age:
-                    victims, age = unit.blocks, _newest(unit)
-        self._inflation = max(self._inflation, age >> _CLOCK_BITS)
-        for block in list(victims):
-            if block.node is not None:  # not yet gone with another victim
-                self._forget(block)
-        return bool(victims)
+        if not (self._cached[kind] or state is not None or any(self._idle)):
+            return False
+        victim = None if self._order is None else self._order.victim()
+        if victim is None:
+            victim = state
+            for other, cached in enumerate(self._cached):
+                if other != self._state_kind and cached and (other == kind or self._idle[other]):
+                    block = next(iter(cached))
+                    if victim is None or block.stamp < victim.stamp:
+                        victim = block
+            assert victim is not None
+            self._inflation = max(self._inflation, victim.stamp >> _CLOCK_BITS)
+        self._forget(victim)
+        return True
 
     def _oldest_state(self) -> Block[NodeT] | None:
         while self._states:
@@ -396,14 +381,10 @@ class UnitPool(Generic[NodeT]):
                 assert len(self._states) <= 2 * len(self.units) + 64
                 continue
             assert [b.stamp for b in blocks] == sorted(b.stamp for b in blocks)
-            assert list(self._idle[kind]) == sorted(idle[kind], key=_newest)
+            assert self._idle[kind] == len(idle[kind])
 
 
 def _is_current(entry: tuple[int, int, Block[NodeT]]) -> bool:
     """Whether a queued state is cached, and not used since it was queued."""
     stamp, _, block = entry
     return block.refs == 0 and block.node is not None and block.stamp == stamp
-
-
-def _newest(unit: Unit[NodeT]) -> int:
-    return max((block.stamp for block in unit.blocks if block.node is not None), default=0)

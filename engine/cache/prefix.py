@@ -29,20 +29,31 @@ FULL = 0
 
 
 class BlockOrder:
-    """The order of the tree's nodes as one of their blocks on the device."""
+    """The order of the tree's nodes as one of their blocks on the device. `room`: blocks whose room a state takes."""
 
-    def __init__(self, order: Adaptive[Node]) -> None:
+    def __init__(self, order: Adaptive[Node], room: int) -> None:
         self._order = order
+        self._room = room
 
     def cached(self, block: Block[Node]) -> None:
         assert block.node is not None
-        self._order.cached(block.node)
+        if block.kind == FULL:
+            self._order.cached(block.node)
+        elif block.superseded:
+            assert block.worth is not None
+            self._order.superseded(block.node, block.worth / self._room)
 
     def used(self, block: Block[Node]) -> None:
         assert block.node is not None
-        self._order.used(block.node)
+        if block.kind == FULL:
+            self._order.used(block.node)
+        else:
+            self._order.state_used(block.node)
 
     def victim(self) -> Block[Node] | None:
+        node = self._order.victim_state()
+        if node is not None:
+            return node.blocks[-1]
         node = self._order.victim()
         return None if node is None else node.blocks[FULL]
 
@@ -50,19 +61,31 @@ class BlockOrder:
 class HostOrder:
     """The same, as one of their blocks in host memory."""
 
-    def __init__(self, order: Adaptive[Node]) -> None:
+    def __init__(self, order: Adaptive[Node], room: int) -> None:
         self._order = order
+        self._room = room
 
     def cached(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        if not block.node.children:
-            self._order.moved(block.node)
+        node = block.node
+        assert node is not None
+        if block.kind != FULL:
+            assert block.worth is not None
+            if block.superseded or node.blocks[FULL] is not None:
+                self._order.superseded_below(node, block.worth / self._room)
+        elif not node.children:
+            self._order.moved(node)
 
     def used(self, block: Block[Node]) -> None:
         assert block.node is not None
-        self._order.gone_below(block.node, None)
+        if block.kind == FULL:
+            self._order.gone_below(block.node, None)
+        else:
+            self._order.state_used(block.node)
 
     def victim(self) -> Block[Node] | None:
+        node = self._order.victim_state_below()
+        if node is not None and node.host is not None:
+            return node.host[-1]
         node = self._order.victim_below()
         return None if node is None or node.host is None else node.host[FULL]
 
@@ -186,9 +209,12 @@ class PrefixTree:
                 self.log.removed(victim.kind, node)
             else:
                 self.host.leave(victim, keep=keep)
+            kind = victim.kind
             self._unname(victim)
             self._drop(victim)
-            if self._order is not None:
+            if self._order is not None and kind != FULL:
+                self._order.state_gone(node)
+            elif self._order is not None:
                 above = None if node.parent is None else node.parent.blocks[FULL]
                 self._order.gone(node, node.parent if above is not None and not above.refs else None)
 
@@ -241,6 +267,10 @@ class PrefixTree:
             cached = [node for node in self._nodes.values() if (full := node.blocks[FULL]) and not full.refs]
             below = [n for n in self._nodes.values() if n.host and (own := n.host[FULL]) and not own.refs]
             self._order.check_invariants(cached, [n for n in below if not n.children])
+            self._order.check_states(
+                {node for node in self._nodes.values() if (own := node.blocks[-1]) and not own.refs},
+                {node for node in self._nodes.values() if node.host and (own := node.host[-1]) and not own.refs},
+            )
         for hash_, node in self._nodes.items():
             assert node.hash == hash_ == node.name.hash
             assert any(node.blocks) or any(node.host or ()), "a node that names nothing"

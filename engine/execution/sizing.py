@@ -35,12 +35,14 @@ CPU_STEP_PRODUCTS = 4e11
 CPU_STEP_TOKENS_MIN = 256
 """With fewer, reading the weights takes a good part of a step."""
 MASK_THREADS_MAX = 8
-LOAD_SHARE = 0.03
-"""Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room."""
+LOAD_SHARE = 0.025
+"""Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room: they may take
+3 %, and not all of it is counted."""
 COPY_COST = 2
 """What a copied byte costs, read and written, in bytes of weights that are only read."""
-BLOCK_COST_BYTES = 220_000
-"""What a block that is copied costs besides, planned and announced: some 17 us (benchmarks/host_memory.py)."""
+BLOCK_COST_BYTES = 1_200_000
+"""What a block that is copied costs besides, planned and announced: some 50 us beside a small model
+(benchmarks/host_memory.py)."""
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -81,6 +83,7 @@ def size_cache(
         log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
     try:
         count = count_units(config, spec, device, step_bytes)
+        check_fits(config, count * unit_stride_bytes(spec), device)
     except ConfigError:
         if agree is not None:
             agree(0, device)  # the others wait for it
@@ -174,6 +177,22 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
     return count
 
 
+def check_fits(config: EngineConfig, cache_bytes: int, device: torch.device) -> None:
+    """Raises ConfigError where a flag asks for a cache that a device like this cannot hold, before somebody tries."""
+    if config.num_gpu_blocks_override is not None:
+        _check_memory(f"--num-gpu-blocks-override {config.num_gpu_blocks_override}", cache_bytes, device)
+    elif config.kv_cache_memory_bytes is not None:
+        _check_memory(f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", cache_bytes, device)
+
+
+def _check_memory(flag: str, wanted: int, device: torch.device) -> None:
+    whose, physical = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        whose, physical = str(device), torch.cuda.mem_get_info(device)[1]
+    if wanted > physical:
+        raise ConfigError(f"{flag}: takes {wanted} bytes; expected at most the memory of {whose}, {physical} bytes")
+
+
 def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     """Units of host memory under each rank's cache. Raises ConfigError where they are none, or too many."""
     memory = config.host_cache_memory
@@ -182,8 +201,7 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     flag = f"--host-cache-memory {memory}"
     if not config.enable_prefix_caching:
         raise ConfigError(f"{flag} means nothing with --no-enable-prefix-caching")
-    if memory > (physical := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        raise ConfigError(f"{flag}: expected at most the memory of this machine, {physical} bytes")
+    _check_memory(flag, memory, torch.device("cpu"))
     count = units_for_memory(spec, memory // config.tensor_parallel_size)
     if count < 1:
         raise ConfigError(f"{flag}: holds no unit of the cache ({unit_stride_bytes(spec)} bytes) on each rank")

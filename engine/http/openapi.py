@@ -170,6 +170,7 @@ _COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)
 _RESPONSE_BODY = _narrowed(
     ResponsesRequest,
     {"input": str, "previous_response_id": None, "background": Literal[False, None], "prompt": None,
+     "conversation": None,
      "tools": Annotated[list[FunctionTool] | None, Meta()], "tool_choice": Literal["auto", "none", None], "text": None},
 )  # fmt: skip
 _TOKENIZE = (TokenizePrompt, _narrowed(TokenizeChat, _MESSAGES))

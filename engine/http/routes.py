@@ -46,6 +46,8 @@ def _card(request: web.Request, name: str) -> ModelCard:
 
 async def response(request: web.Request) -> web.Response:
     stored = request.app[STATE].stored.get(request.match_info["response_id"], "response_id")
+    if request.query.get("stream", "false") != "false":
+        raise RequestError("stream: a stored response is not streamed, ask for it whole", param="stream")
     return json_response(stored.response)
 
 

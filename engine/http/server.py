@@ -281,12 +281,13 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
     elif engine_config.model is None:
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
     print(f"answers   tool calls: {state.limits.calls or 'none'}, reasoning: {state.limits.thought or 'none'}")
-    print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens")
+    host_memory = f", and {info.num_host_blocks} in host memory" if info.num_host_blocks else ""
+    print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}")
     for source in info.event_sources:
         replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
         print(f"events    {source.endpoint}{replay}")
     if not info.event_sources:
-        print("events    off")
+        print("events    off (--kv-events-config without enable_kv_cache_events: true)")
     if is_loopback(host):
         print("reach     from this machine only (--host 0.0.0.0 opens the API and the events)")
     elif not config.api_keys:

@@ -20,6 +20,8 @@ from prompts import Tokenizer
 WORDS = 256
 _WORD = re.compile(r" [a-z]{3,12}")
 _PROBED_MAX = 20_000
+BLOCKS_MAX = 10_000_000
+"""Of the cache, and of host memory: nothing lies in one, but what is known of it takes 250 bytes and 7 us."""
 
 
 def tokenizer_folder(model: str | None) -> tuple[str, Path]:
@@ -54,6 +56,10 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     blocks = config.num_gpu_blocks_override or spec.kv_tokens // config.block_size
     if blocks < 1:
         raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
+    if blocks > BLOCKS_MAX:
+        given = config.num_gpu_blocks_override
+        flag = f"--simulate: kv_tokens {spec.kv_tokens}" if given is None else f"--num-gpu-blocks-override {given}"
+        raise ConfigError(f"{flag}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation")
     # Any head size does: nothing lies in the blocks. With this one a unit is a block.
     group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
@@ -90,6 +96,10 @@ def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
     blocks = memory // (spec.kv_bytes_per_token * config.block_size)
     if blocks < 1:
         raise ConfigError(f"--host-cache-memory {memory}: holds no block of {config.block_size} tokens of KV")
+    if blocks > BLOCKS_MAX:
+        raise ConfigError(
+            f"--host-cache-memory {memory}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation"
+        )
     return blocks
 
 

@@ -14,6 +14,8 @@ from msgspec import Meta
 
 from options import ConfigError
 from options.steps import StepTimes
+from prompts.errors import RequestError
+from prompts.schemas import decode_json
 
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
@@ -85,6 +87,7 @@ MODELS = {
     "qwen3-8b": Model(8.19e9, 36, 4096, 147_456, 40_960),
     "qwen3-32b": Model(32.8e9, 64, 8192, 262_144, 40_960),
 }
+_decoder = msgspec.json.Decoder(SimulationSpec)
 PRESETS = tuple(f"{gpu}:{model}" for gpu in GPUS for model in MODELS)
 
 
@@ -103,9 +106,10 @@ def read_spec(given: str) -> SimulationSpec:
                 f"one, or GPU:MODEL of {', '.join(GPUS)} and {', '.join(MODELS)}"
             ) from None
     try:
-        return msgspec.json.decode(text, type=SimulationSpec)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--simulate {given if text is not given else 'SPEC'}: {error}") from None
+        return decode_json(_decoder, text.encode())
+    except RequestError as error:
+        told = error.message.removeprefix("the body: ").replace("the body is", "this is")
+        raise ConfigError(f"--simulate {given if text is not given else 'SPEC'}: {told}") from None
 
 
 def _preset(gpu_name: str, model_name: str) -> SimulationSpec:

@@ -80,21 +80,26 @@ public:
 
     // The end of its match at `at`, or kNone; `at` is then behind what was looked at, behind the text if its end was.
     std::size_t match(std::string_view text, std::size_t& at) const {
-        const char* const chars = text.data();
         const u32* const steps = steps_.data();
         std::size_t found = kNone, i = at;
-        u32 state = first_;
-        for (; i < text.size(); ++i) {
-            const u32 step = steps[state + static_cast<u8>(chars[i])];
-            if (step & 1) found = i;
-            state = step >> 1;
-            if (state == kDead) {
+        u32 step = first_ << 1;
+        for (;;) {
+            if (i == text.size()) {
                 at = i + 1;
-                return found;
+                return steps[(step >> 1) + kEnd] & 1 ? i : found;
             }
+            step = steps[(step >> 1) + static_cast<u8>(text[i])];
+            if (step & 1) found = i;
+            ++i;
+            if (step >> 1 == kDead) break;
+            // What is taken as the one before it: of these reads none waits for another.
+            const u32* const same = steps + (step >> 1);
+            const std::size_t from = i;
+            while (i < text.size() && same[static_cast<u8>(text[i])] == step) ++i;
+            if ((step & 1) && i > from) found = i - 1;
         }
-        at = i + 1;
-        return steps[state + kEnd] & 1 ? i : found;
+        at = i;
+        return found;
     }
 
 private:
@@ -195,7 +200,8 @@ private:
 };
 
 constexpr u64 kGolden = 0x9E3779B97F4A7C15ull;
-constexpr std::size_t kWordMax = 64;  // longer words hardly come back, and the work for a pair's grows with its square
+constexpr std::size_t kWordMax = 128;  // longer words hardly come back; rules of dashes do, and are as long as lines
+constexpr std::size_t kPairsMax = 64;  // the work for a word's pairs grows with its square
 constexpr std::size_t kLongMax = 4096;  // characters of longer words in a text: the library's model holds the GIL
 
 // What pairs of ids become, the lowest rank first.
@@ -216,13 +222,13 @@ public:
         }
     }
 
-    // Appends the ids of a word of kWordMax characters at most.
+    // Appends the ids of a word of kPairsMax characters at most.
     void append(std::string_view word, Ids& ids) const {
-        u32 made[kWordMax];
-        Found found[kWordMax];  // of each id with the next one
+        u32 made[kPairsMax];
+        Found found[kPairsMax];  // of each id with the next one
         std::size_t count = word.size();
         for (std::size_t i = 0; i < count; ++i) made[i] = chars_[static_cast<unsigned char>(word[i])];
-        const auto look = [&](std::size_t i) { found[i] = i + 1 < count ? find(pair(made[i], made[i + 1])) : Found{}; };
+        const auto look = [&](std::size_t i) { found[i] = i + 1 < count ? find(pair(made[i], made[i + 1])) : Found{kNever, 0}; };
         for (std::size_t i = 0; i < count; ++i) look(i);
         while (count > 0) {
             std::size_t best = 0;
@@ -245,7 +251,7 @@ public:
 private:
     static constexpr u32 kNever = ~u32{0};
     struct Found {
-        u32 rank = kNever, made = 0;
+        u32 rank, made;
     };
     struct Merge {
         u64 key = 0;
@@ -273,16 +279,33 @@ public:
         forget();
     }
 
-    // Appends the ids of the `size` characters of `text` at `at`; false where they are not known.
-    bool append(std::string_view text, std::size_t at, std::size_t size, Ids& ids) const {
+    struct Key {
+        u64 low, high;  // of a short word its characters, of a long one its hash; the last byte is its size
+    };
+    // A word at `at` of a text, of kWordMax characters at most, and where to look for it.
+    struct Sought {
+        std::size_t at, size;
+        Key key;
+        u64 hash;
+    };
+
+    // Asks the processor's memory for the slot of the `size` characters of `text` at `at`: it takes as long as ten words.
+    [[gnu::always_inline]] Sought seek(std::string_view text, std::size_t at, std::size_t size) const {
         const Key key = key_of(text, at, size);
+        const u64 hash = hash_of(key);
+        __builtin_prefetch(slots_.data() + (hash & (slots_.size() - 1)));
+        return {at, size, key, hash};
+    }
+
+    // Appends the ids of a word; false where they are not known.
+    [[gnu::always_inline]] bool append(std::string_view text, const Sought& word, Ids& ids) const {
         const Slot* const slots = slots_.data();
-        const std::size_t mask = slots_.size() - 1;
-        for (std::size_t i = hash_of(key);; ++i) {
+        const std::size_t mask = slots_.size() - 1, size = word.size;
+        for (std::size_t i = word.hash;; ++i) {
             const Slot& slot = slots[i & mask];
             if (slot.count == 0) return false;
-            if (slot.key.low != key.low || slot.key.high != key.high) continue;
-            if (size > kShort && std::memcmp(chars_.data() + slot.chars_at, text.data() + at, size) != 0) continue;
+            if (slot.key.low != word.key.low || slot.key.high != word.key.high) continue;
+            if (size > kShort && std::memcmp(chars_.data() + slot.chars_at, text.data() + word.at, size) != 0) continue;
             if (size <= kShort && slot.count <= kHere) {
                 std::memcpy(ids.room(slot.count), slot.ids, sizeof(slot.ids));
             } else {
@@ -316,9 +339,6 @@ public:
 
 private:
     static constexpr std::size_t kShort = 15, kHere = Ids::kSpare;
-    struct Key {
-        u64 low, high;  // of a short word its characters, of a long one its hash; the last byte is its size
-    };
     struct alignas(32) Slot {
         Key key;
         union {
@@ -457,16 +477,10 @@ private:
     std::optional<int> only_;  // the character with which all of them begin
 };
 
-struct Word {
-    enum Kind : u32 { Ascii, Mixed, Added };
-    std::size_t start, end;
-    Kind kind = Ascii;
-    u32 id = 0;  // of an added token
-};
-
-// Words of a text that stands at `offset` of the whole, by one pattern: what it matches and what lies between. False where
-// it matches nothing at some place: engines go on differently behind an empty match.
-inline bool cut_by(const Pattern& pattern, std::string_view text, std::size_t offset, std::vector<Word>& words) {
+// Words of a text that stands at `offset` of the whole, by one pattern: take(start, end) of what it matches and of what lies
+// between. False where it matches nothing at some place: engines go on differently behind an empty match.
+template <class Take>
+bool cut_by(const Pattern& pattern, std::string_view text, std::size_t offset, const Take& take) {
     std::size_t gap = 0, at = 0;
     while (at < text.size()) {
         std::size_t behind = at;
@@ -476,33 +490,29 @@ inline bool cut_by(const Pattern& pattern, std::string_view text, std::size_t of
             ++at;
             continue;
         }
-        if (gap < at) words.push_back(Word{offset + gap, offset + at});
-        words.push_back(Word{offset + at, offset + end});
+        if (gap < at) take(offset + gap, offset + at);
+        take(offset + at, offset + end);
         gap = at = end;
     }
-    if (gap < text.size()) words.push_back(Word{offset + gap, offset + text.size()});
+    if (gap < text.size()) take(offset + gap, offset + text.size());
     return true;
 }
 
-// By all patterns: a word of the first one is cut by the next one, which looks neither beyond it nor back.
-inline bool cut(const std::vector<Pattern>& patterns, std::string_view text, std::size_t offset, std::vector<Word>& words) {
-    if (patterns.size() == 1) return cut_by(patterns[0], text, offset, words);
-    std::vector<Word> pieces, found(text.empty() ? 0 : 1, Word{0, text.size()});
-    for (const Pattern& pattern : patterns) {
-        pieces.swap(found);
-        found.clear();
-        for (const Word& piece : pieces) {
-            if (!cut_by(pattern, text.substr(piece.start, piece.end - piece.start), piece.start, found)) return false;
-        }
-    }
-    for (const Word& word : found) words.push_back(Word{offset + word.start, offset + word.end});
-    return true;
+// By all patterns from number `first` on: a word of one is cut by the next one, which looks neither beyond it nor back.
+template <class Take>
+bool cut(const std::vector<Pattern>& patterns, std::string_view text, std::size_t offset, const Take& take, std::size_t first = 0) {
+    if (first + 1 == patterns.size()) return cut_by(patterns[first], text, offset, take);
+    bool all = true;
+    return cut_by(patterns[first], text, 0, [&](std::size_t start, std::size_t end) {
+        all = all && cut(patterns, text.substr(start, end - start), offset + start, take, first + 1);
+    }) && all;
 }
 
-// The same of UTF-8 by one pattern: words of ASCII, and between them what is to be encoded by the library, from the word
-// that other characters may belong to until where a word surely ends. What stands beside such a character may become one
+// The same of UTF-8 by one pattern: words of ASCII, and mixed(start, end) of what lies between them and is to be encoded by the
+// library, from the word that other characters may belong to until where a word surely ends. What stands beside such a character may become one
 // with it. False as above, and where there would be nothing but the latter.
-inline bool cut_around(const Pattern& pattern, std::string_view text, std::size_t offset, std::vector<Word>& words) {
+template <class Take, class Other>
+bool cut_around(const Pattern& pattern, std::string_view text, std::size_t offset, const Take& take, const Other& mixed) {
     const auto is_ascii = [&](std::size_t i) { return i >= text.size() || static_cast<u8>(text[i]) < 0x80; };
     std::size_t at = 0;
     while (at < text.size()) {
@@ -515,7 +525,7 @@ inline bool cut_around(const Pattern& pattern, std::string_view text, std::size_
             const std::size_t end = pattern.match(sure, behind);
             if (!last && behind > sure.size()) break;
             if (end == at || end == Pattern::kNone) return false;
-            words.push_back(Word{offset + at, offset + end});
+            take(offset + at, offset + end);
             at = end;
         }
         if (last) break;
@@ -525,7 +535,7 @@ inline bool cut_around(const Pattern& pattern, std::string_view text, std::size_
             ++end;
         }
         if (at == 0 && end == text.size()) return false;
-        words.push_back(Word{offset + at, offset + end, Word::Mixed});
+        mixed(offset + at, offset + end);
         at = end;
     }
     return true;

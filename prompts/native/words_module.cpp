@@ -41,18 +41,21 @@ Pattern pattern_of(const std::vector<Row>& rows) {
     return Pattern(parts);
 }
 
-// Of `[` and `{`, which differ in one bit: eight bytes at a time.
+// Of `[` and `{`, which differ in one bit: sixteen bytes at a time, in lanes that hold up to 255.
 std::size_t count_openings(nb::bytes text, std::size_t end) {
+    using Lanes [[gnu::vector_size(16)]] = u8;
     const char* data = text.c_str();
     end = std::min(end, text.size());
-    constexpr u64 kOnes = ~u64{0} / 255;
     std::size_t found = 0, at = 0;
-    for (; at + 8 <= end; at += 8) {
-        u64 piece;
-        std::memcpy(&piece, data + at, 8);
-        const u64 other = (piece & 0xDF * kOnes) ^ '[' * kOnes;  // a byte of zeros where there is one
-        const u64 none = ((other & 0x7F * kOnes) + 0x7F * kOnes) | other;
-        found += (~none >> 7 & kOnes) * kOnes >> 56;
+    while (at + sizeof(Lanes) <= end) {
+        Lanes counts{};
+        const std::size_t until = std::min(at + 255 * sizeof(Lanes), end);
+        for (; at + sizeof(Lanes) <= until; at += sizeof(Lanes)) {
+            Lanes piece;
+            std::memcpy(&piece, data + at, sizeof(piece));
+            counts -= reinterpret_cast<Lanes>((piece & 0xDF) == '[');
+        }
+        for (std::size_t lane = 0; lane < sizeof(Lanes); ++lane) found += counts[lane];
     }
     for (; at < end; ++at) found += (data[at] & 0xDF) == '[';
     return found;
@@ -88,6 +91,17 @@ std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_
     return found;
 }
 
+// Of those digests the last ones that `among` has, `most` at most, the last first.
+nb::list digests_among(nb::bytes body, std::size_t first, u64 seed, nb::dict among, std::size_t most) {
+    const std::vector<u64> found = digests(body, first, seed, ~std::size_t{0});
+    nb::list kept;
+    for (auto digest = found.rbegin(); digest != found.rend() && kept.size() < most; ++digest) {
+        const nb::object key = nb::cast(*digest);
+        if (among.contains(key)) kept.append(key);
+    }
+    return kept;
+}
+
 class Words {
 public:
     // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
@@ -98,6 +112,7 @@ public:
           const std::vector<Added>& added)
         : added_(tokens_of(added)), table_(seed, words_max) {
         for (const std::vector<Row>& rows : steps) steps_.push_back(pattern_of(rows));
+        if (steps_.empty()) throw nb::value_error("steps: expected a pattern at least");
         if (!pairs) return;
         const auto& [chars, left, right, made] = *pairs;
         if (chars.size() != 128 || left.size() != made.size() || right.size() != made.size()) {
@@ -118,38 +133,53 @@ public:
             ascii ? std::string_view(static_cast<const char*>(PyUnicode_DATA(text.ptr())),
                                      static_cast<std::size_t>(PyUnicode_GET_LENGTH(text.ptr())))
                   : std::string_view(PyBytes_AS_STRING(utf8.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.ptr())));
-        std::vector<Word> words;
-        words.reserve(whole.size() / 3 + 16);
-        std::unordered_map<std::string_view, std::vector<u32>> asked;
-        if (!divide(whole, ascii, !ask.is_none(), words)) return nb::none();
-        if (!ascii && !ask.is_none() && !ask_for(whole, words, ask, asked)) return nb::none();
-        std::size_t long_ones = 0;
-        for (const Word& at : words) long_ones += at.kind == Word::Ascii && at.end - at.start > kWordMax ? at.end - at.start : 0;
-        if (long_ones > kLongMax) return nb::none();
         Ids ids(whole.size());
-        for (const Word& at : words) {
-            const std::size_t count = at.end - at.start;
-            if (at.kind == Word::Added) {
-                ids.append(&at.id, 1);
-                continue;
+        std::vector<Missing> missing;
+        std::size_t long_ones = 0;
+        const auto make_counted = [&](std::size_t start, std::size_t size) {
+            if (size > kPairsMax) long_ones += size;
+            if (long_ones <= kLongMax) make(whole.substr(start, size), learn, ids);
+        };
+        // Words are sought a few at a time, then their ids are read in order.
+        WordTable::Sought sought[kSoughtMax];
+        std::size_t count = 0;
+        const auto read = [&] {
+            for (std::size_t i = 0; i < count; ++i) {
+                if (!table_.append(whole, sought[i], ids)) make_counted(sought[i].at, sought[i].size);
             }
-            if (count <= kWordMax && table_.append(whole, at.start, count, ids)) continue;
-            const std::string_view word = whole.substr(at.start, count);
-            if (pairs_ && at.kind == Word::Ascii && count <= kWordMax) {
-                const std::size_t first = ids.size();
-                pairs_->append(word, ids);
-                table_.add(word, ids.data() + first, ids.size() - first);
-                continue;
+            count = 0;
+        };
+        const auto plain = [&](std::size_t start, std::size_t end) {
+            if (end - start <= kWordMax) {
+                if (count == kSoughtMax) read();
+                sought[count++] = table_.seek(whole, start, end - start);
+                return;
             }
-            if (at.kind == Word::Mixed && asked.find(word) == asked.end()) return nb::none();  // forgotten since
-            const auto found =
-                at.kind == Word::Ascii ? nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size()))) : asked[word];
-            ids.append(found.data(), found.size());
-            Ids known(0);
-            if (count <= kWordMax && !table_.append(whole, at.start, count, known)) {
-                table_.add(word, found.data(), found.size());
+            read();
+            make_counted(start, end - start);
+        };
+        const auto mixed = [&](std::size_t start, std::size_t end) {
+            read();
+            if (end - start > kWordMax || !table_.append(whole, table_.seek(whole, start, end - start), ids)) {
+                missing.push_back({ids.size(), whole.substr(start, end - start)});
             }
+        };
+        for (std::size_t at = 0;;) {
+            const AddedTokens::Found next = added_.find(whole, at);
+            const std::string_view piece = whole.substr(at, next.start - at);
+            if (ascii || std::all_of(piece.begin(), piece.end(), [](char c) { return (c & 0x80) == 0; })) {
+                if (!cut(steps_, piece, at, plain)) return nb::none();
+            } else if (ask.is_none() || steps_.size() != 1 || !cut_around(steps_[0], piece, at, plain, mixed)) {
+                return nb::none();
+            }
+            read();
+            if (long_ones > kLongMax) return nb::none();
+            if (next.token == nullptr) break;
+            if (!next.token->cuts) return nb::none();
+            ids.append(&next.token->id, 1);
+            at = next.end;
         }
+        if (!missing.empty() && !put_missing(missing, ask, ids)) return nb::none();
         return nb::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(u32));
     }
 
@@ -162,43 +192,57 @@ private:
         return tokens;
     }
 
-    bool divide(std::string_view whole, bool ascii, bool asks, std::vector<Word>& words) const {
-        for (std::size_t at = 0;;) {
-            const AddedTokens::Found next = added_.find(whole, at);
-            const std::string_view piece = whole.substr(at, next.start - at);
-            if (!piece.empty()) {
-                const bool plain = ascii || std::all_of(piece.begin(), piece.end(), [](char c) { return (c & 0x80) == 0; });
-                if (!plain && (!asks || steps_.size() != 1)) return false;
-                if (!(plain ? cut(steps_, piece, at, words) : cut_around(steps_[0], piece, at, words))) return false;
-            }
-            if (next.token == nullptr) return true;
-            if (!next.token->cuts) return false;
-            words.push_back(Word{next.start, next.end, Word::Added, next.token->id});
-            at = next.end;
+    // A word that the library is to be asked for, and before which of the ids its own belong.
+    struct Missing {
+        std::size_t at;
+        std::string_view word;
+    };
+
+    // Appends the ids of a new word of ASCII.
+    [[gnu::noinline]] void make(std::string_view word, const nb::callable& learn, Ids& ids) {
+        const std::size_t first = ids.size();
+        if (pairs_ && word.size() <= kPairsMax) {
+            pairs_->append(word, ids);
+        } else {
+            const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
+            ids.append(found.data(), found.size());
         }
+        remember(word, ids.data() + first, ids.size() - first);
     }
 
-    // The ids of those that are not ASCII and not known; false where there are more than kAskedMax.
-    bool ask_for(std::string_view whole, const std::vector<Word>& words, const nb::object& ask,
-                 std::unordered_map<std::string_view, std::vector<u32>>& asked) const {
+    // Whoever was asked may have given the GIL away, and another thread have asked the same.
+    void remember(std::string_view word, const u32* ids, std::size_t count) {
+        Ids known(0);
+        if (word.size() > kWordMax || table_.append(word, table_.seek(word, 0, word.size()), known)) return;
+        table_.add(word, ids, count);
+    }
+
+    // Puts the ids of the missing words where they belong; false where these are more than kAskedMax.
+    bool put_missing(const std::vector<Missing>& missing, const nb::object& ask, Ids& ids) {
         nb::list texts;
-        std::vector<std::string_view> unknown;
-        for (const Word& at : words) {
-            const std::string_view word = whole.substr(at.start, at.end - at.start);
-            Ids known(0);
-            if (at.kind != Word::Mixed || (word.size() <= kWordMax && table_.append(whole, at.start, word.size(), known))) continue;
-            if (!asked.try_emplace(word).second) continue;
-            if (unknown.size() == kAskedMax) return false;
-            unknown.push_back(word);
-            texts.append(nb::str(word.data(), word.size()));
+        std::unordered_map<std::string_view, std::size_t> numbers;
+        for (const Missing& one : missing) {
+            if (!numbers.try_emplace(one.word, numbers.size()).second) continue;
+            if (numbers.size() > kAskedMax) return false;
+            texts.append(nb::str(one.word.data(), one.word.size()));
         }
-        if (unknown.empty()) return true;
         const auto found = nb::cast<std::vector<std::vector<u32>>>(ask(texts));
-        if (found.size() != unknown.size()) throw nb::value_error("ask told the ids of other texts");
-        for (std::size_t i = 0; i < found.size(); ++i) asked[unknown[i]] = found[i];
+        if (found.size() != numbers.size()) throw nb::value_error("ask told the ids of other texts");
+        Ids all(ids.size() + missing.size());
+        std::size_t done = 0;
+        for (const auto& [at, word] : missing) {
+            const std::vector<u32>& own = found[numbers[word]];
+            all.append(ids.data() + done, at - done);
+            all.append(own.data(), own.size());
+            remember(word, own.data(), own.size());
+            done = at;
+        }
+        all.append(ids.data() + done, ids.size() - done);
+        ids = std::move(all);
         return true;
     }
 
+    static constexpr std::size_t kSoughtMax = 16;
     static constexpr std::size_t kAskedMax = 64;  // texts: each costs the library as much as many characters
     const AddedTokens added_;
     std::vector<Pattern> steps_;
@@ -213,6 +257,7 @@ NB_MODULE(_words, module) {
     nb::set_leak_warnings(false);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
+    module.def("digests_among", &digests_among, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("among"), nb::arg("most"));
     nb::class_<Words>(module, "Words")
         .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&,
                       const std::vector<Words::Added>&>(),

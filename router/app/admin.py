@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
 
 from prompts.errors import RequestError, bad_value
+from prompts.routing import KINDS
 from router.app.accounting import Bookkeeping
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
@@ -38,9 +40,11 @@ from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
 
-HTML = b"text/html; charset=utf-8"
-TEXT = b"text/plain; version=0.0.4; charset=utf-8"
-BODY_BYTES_MAX = 64 << 10
+HTML: Final = b"text/html; charset=utf-8"
+TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
+_ANSWER = re.compile("^(?:chatcmpl-|cmpl-|msg_|resp_)")
+"""What an answer's id has before the request's, here and in vLLM."""
+BODY_BYTES_MAX: Final = 64 << 10
 """Of what changes workers: it is decoded on everybody's path."""
 
 
@@ -418,6 +422,9 @@ class Admin:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
+        if path and not path[0].startswith("/v1/"):
+            message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(KINDS)}"
+            raise RequestError(message, param="path")
         asked, prompt = await self._reading.read(request, path[0] if path else None)
         route = self._reading.route_request(asked, prompt.ids, "explained", self._now())
         decision = self._core.explain(route, self._now())
@@ -432,18 +439,29 @@ class Admin:
         return Answer(msgspec.json.encode(body))
 
     async def _request(self, request: HttpRequest, argument: str) -> Answer:
-        """Why a request's prompt was not cached, by its x-request-id."""
-        why = self._reasons.ledger.get(argument) if self._reasons is not None else None
-        if why is not None:
-            return Answer(msgspec.json.encode(shown(why)))
+        """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
+        if self._reasons is not None:
+            for name in (argument, _ANSWER.sub("", argument)):
+                why = self._reasons.ledger.get(name)
+                if why is not None:
+                    return Answer(msgspec.json.encode(shown(why)))
         if self._siblings is not None and request.header(RELAYED) is None:
             answer = await self._siblings.find(request.target.decode("latin-1"))
             if answer is not None:
                 return Answer(answer)
         raise RequestError(
-            f"request {argument[:200]!r}: not among the last ones that were answered", param=None,
-            code="unknown_request", status=404,
-        )  # fmt: skip
+            f"request {argument[:200]!r}: {self._unknown()}", param=None, code="unknown_request", status=404
+        )
+
+    def _unknown(self) -> str:
+        """Why a request may not be known."""
+        if self._reasons is None or not self._reasons.enabled:
+            return "why prompts were not cached is not found out here (--reasons)"
+        share = self._reasons.share
+        drawn = (
+            "" if share >= 1 else f", or not of the {share:.0%} of conversations that are looked at (--reasons-share)"
+        )
+        return f"expected the x-request-id of one of the last that were answered with a prompt{drawn}"
 
 
 def _whole(value: Any) -> Any:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -27,21 +27,21 @@ from router.prompting.reader import PromptReader
 from router.turns.parts import Why
 from router.turns.why import NO_LOSS
 
-BEAT_S = 1.0
-POINT_S = 2.0
-POINTS_MAX = 150
-DECISIONS_MAX = 60
+BEAT_S: Final = 1.0
+POINT_S: Final = 2.0
+POINTS_MAX: Final = 150
+DECISIONS_MAX: Final = 60
 """Decisions kept, and sent at most a beat."""
-TTFTS_MAX = 10_000
+TTFTS_MAX: Final = 10_000
 """Times a point of the history is the median of."""
-SAMPLE_EVERY = 8
-SAMPLES_MAX = 96
-PREFIX_TOKENS_MAX = 4096
-PREFIX_STEP = 64
+SAMPLE_EVERY: Final = 8
+SAMPLES_MAX: Final = 96
+PREFIX_TOKENS_MAX: Final = 4096
+PREFIX_STEP: Final = 64
 """Prefixes are compared at multiples of so many tokens."""
-CONTEXT_TOKENS = 6
+CONTEXT_TOKENS: Final = 6
 """Shown before the first token that tells a prefix from its siblings."""
-NODES_MAX = 14
+NODES_MAX: Final = 14
 PAGE = Path(__file__).with_name("dashboard.html")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from router.app.siblings import Report, WorkerSums
 from router.counters import Metrics
-from router.decide.status import CoreSnapshot
+from router.decide.registry import CoreSnapshot
 from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
 from router.turns.why import GROUPS
 
-PREFIX = "blockcast_router_"
+PREFIX: Final = "blockcast_router_"
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Values = Mapping[Any, float]

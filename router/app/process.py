@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import msgspec
@@ -74,15 +74,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
-LOAD_S_MAX = 1.5
+LOAD_S_MAX: Final = 1.5
 """For the router that is taken over from to say what it has in flight; it says all of it every half second."""
-FIRST_LOOK_S = 5.0
+FIRST_LOOK_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
-OTHERS_S = 1.0
+OTHERS_S: Final = 1.0
 """For the others once one has."""
-LEDGER_S = 2.0
+LEDGER_S: Final = 2.0
 """Between two writes of what API keys used: what a router that is killed forgets."""
-PREDECESSOR = "http://predecessor"
+PREDECESSOR: Final = "http://predecessor"
 
 
 class RouterProcess:

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -34,12 +34,12 @@ from router.prompting.returning import Returned, has_beginning, may_return
 from router.prompting.sessions import Names, Session, SessionNames
 from router.sharing.names import ModelNames
 
-COUNT = "/v1/messages/count_tokens"
-BEGINNING = 256
+COUNT: Final = "/v1/messages/count_tokens"
+BEGINNING: Final = 256
 """Characters, or ids, of a prompt that tell it from others."""
-ESTIMATE_MAX = 131_072
+ESTIMATE_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
-BYTES_A_TOKEN = 4
+BYTES_A_TOKEN: Final = 4
 """Of a body, for estimates only."""
 _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")

@@ -11,7 +11,7 @@ import hmac
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
@@ -25,7 +25,8 @@ from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
 from router.http.connection import Client, ClientConnection
-from router.http.request import HttpRequest
+from router.http.headers import Heads
+from router.http.request import HttpRequest, RequestHead
 from router.http.routes import Routes
 from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
-TRACE_ID_BYTES_MAX = 128
+TRACE_ID_BYTES_MAX: Final = 128
 PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """To workers, by --pass-route. What remains asks about servers, and the one that was asked is this."""
 OWN = {"/v1/models": ("GET", "HEAD")}
-MODEL = "/v1/models/"
+MODEL: Final = "/v1/models/"
 """One of them: its name, which may have slashes, follows."""
 PASSED = {
     **dict.fromkeys((
@@ -51,7 +52,7 @@ PASSED = {
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
 """What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
-TICK_S = 0.02
+TICK_S: Final = 0.02
 """How often the core's pending work is looked at."""
 
 
@@ -81,6 +82,7 @@ class RouterApp:
         self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
+        self.heads: Heads[RequestHead] = Heads()
         self.turns = proxy.turns
         self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
         self._proxy = proxy

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -44,9 +45,9 @@ from router.shadow.what_if import Comparison, compare
 log = logging.getLogger("router")
 
 WORKER_HEADERS = (b"x-blockcast-worker", b"x-upstream", b"x-served-by")
-SLICE_S = 10.0
+SLICE_S: Final = 10.0
 """Of the report's course of time."""
-NEW_MIN = 20
+NEW_MIN: Final = 20
 """Requests that have to be new for another comparison."""
 
 

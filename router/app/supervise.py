@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from options import ConfigError
 from router.app.config import ProcessConfig
@@ -25,7 +26,7 @@ from router.app.system import naming
 
 log = logging.getLogger("router")
 
-RESTART_S_MIN = 1.0
+RESTART_S_MIN: Final = 1.0
 """Between two starts of the same process."""
 
 

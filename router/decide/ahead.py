@@ -21,6 +21,8 @@ from dataclasses import dataclass
 PIECES_FEW, PIECES_MAX, PIECE_TOKENS = 256, 8192, 256
 """A cache is followed in pieces of whole blocks: of one, where it has few of them; else of about so many tokens, or
 more where they would be too many."""
+ENDS_SPARE = 64
+"""Expected ends of requests that run no longer, beside one for each that runs, before they are sorted out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +67,7 @@ class CacheAhead:
         self._sent: dict[str, _Sent] = {}
         self._ends: list[tuple[float, int, str]] = []
         """Heap of (step at which it is expected to end, how many were taken in before, request): of those that run, and
-        of some that do no longer."""
+        of some that do no longer (ENDS_SPARE): where there is always room, none of them is ever reached."""
         self._count_taken = 0
         self._runs: dict[str, _Sent] = {}
         """Those that run, as they were taken in."""
@@ -207,9 +209,17 @@ class CacheAhead:
         self._starts += sent.start_step
         self._count_taken += 1
         heapq.heappush(self._ends, (sent.end_step, self._count_taken, sent.request_id))
+        if len(self._ends) > 2 * len(self._runs) + ENDS_SPARE:
+            self._ends = [end for end in self._ends if self._is_due(end)]
+            heapq.heapify(self._ends)
         self._hold(sent.keys, hits)
         for key in self._answer_keys(sent, sent.said_tokens):
             self._free.pop(key, None)
+
+    def _is_due(self, end: tuple[float, int, str]) -> bool:
+        """It runs, and is expected to end then."""
+        sent = self._runs.get(end[2])
+        return sent is not None and sent.end_step == end[0]
 
     def _hold(self, keys: Sequence[int], hits: int) -> None:
         held, free, evicted, before, since = self._held, self._free, self.evicted, 0, 0
@@ -238,7 +248,7 @@ class CacheAhead:
     def _go_on(self) -> None:
         """Until somebody ends, and whoever ends in the same step; or one has to be preempted, as all have grown."""
         runs, ends = self._runs, self._ends
-        while (sent := runs.get(ends[0][2])) is None or sent.end_step != ends[0][0]:
+        while not self._is_due(ends[0]):
             heapq.heappop(ends)
         full_step = self._step + (self._capacity_tokens - self._in_use()) / len(runs)
         if len(runs) > 1 and full_step < ends[0][0]:

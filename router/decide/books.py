@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from typing import Final
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import CoreConfig
@@ -22,18 +23,18 @@ from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, PromptMemory, Scope
 
-HOT_RUNNING = 2
+HOT_RUNNING: Final = 2
 """So many running requests with one beginning make it hot."""
-BLOCK_TOKENS = 16
+BLOCK_TOKENS: Final = 16
 """Of an engine that does not tell; vLLM's on a GPU."""
-HOT_S = 10.0
+HOT_S: Final = 10.0
 """A copy of it is good for so long."""
-HOT_NEW_S = 3.0
+HOT_NEW_S: Final = 3.0
 """Those that run with it came in so many seconds, at least, or in a request's life where that is less: with one second,
 four sub-agents that begin at once are spread as if others like them would come (TTFT +11 to 35 %)."""
-LIFE_S_MIN = 1e-3
+LIFE_S_MIN: Final = 1e-3
 """Of a request, where nothing is said."""
-CHUNK_TOKENS = 64
+CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
 
 
@@ -278,18 +279,12 @@ class CacheBook:
     def _hold(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
         assert target.held_chunks is not None
-        self._running_chunks.more(keys, now_s=now)
-        there = target.held_chunks.more(keys)
-        self._copies.more(keys, there)
-        self._share(target, there)
+        self._share(target, self._running_chunks.enter(keys, target.held_chunks, self._copies, now))
 
     def _release(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
         assert target.held_chunks is not None
-        self._running_chunks.less(keys)
-        there = target.held_chunks.less(keys)
-        self._copies.less(keys, there)
-        self._share(target, -there)
+        self._share(target, -self._running_chunks.leave(keys, target.held_chunks, self._copies))
 
     def _share(self, target: Target, chunks: int) -> None:
         target.shared_tokens += self._chunk_tokens * chunks

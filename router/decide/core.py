@@ -17,7 +17,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
@@ -36,15 +36,14 @@ from router.decide.messages import (
     RouteRequest,
     WorkerLost,
 )
-from router.decide.registry import Registry
-from router.decide.status import CoreSnapshot, worker_row
+from router.decide.registry import CoreSnapshot, Registry, worker_row
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
-QUEUE_FULL = "The router's queue is full, or this key waits there with as much as all others could."
+QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as much as all others could."
 Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
 
 

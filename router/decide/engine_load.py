@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 DOUBTS, DOUBTS_MAX = 3, 6
 TELLING, TELLING_S = 1.3, 0.02
 """Expectations are told apart that differ by more than the factor and the seconds."""
-VALID_S = 15.0
+VALID_S: Final = 15.0
 """What was said longer ago counts no longer."""
 PROBE_S, PROBES = 4.0, 5
 """A claim that is new, or that nobody was sent to test for so long, is tested by the next request; after each that
 found it true, up to so many, twice as long."""
-USAGE_DOUBT = 0.05
+USAGE_DOUBT: Final = 0.05
 """Share of the KV memory that books and engine may differ by: blocks that are not full, answers not yet counted."""
 
 

@@ -15,14 +15,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 from router.sharing.fair import FairTurns
 
-AHEAD_MAX = 1024
+AHEAD_MAX: Final = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
-_BUDGET_TIMES = 10.0
+_BUDGET_TIMES: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
 

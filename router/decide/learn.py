@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from router.decide.config import LearnConfig, ServiceModel
 
@@ -27,11 +28,11 @@ _SPREAD = (3.0, 1.0, 1.0, 3.0)
 """How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
 standard deviations of what is known beforehand. A sequence's part of a step is small and differs most between
 engines."""
-_LATE = 1.1
+_LATE: Final = 1.1
 """So many times as long as expected is late."""
-_SHARE_MIN = 0.1
+_SHARE_MIN: Final = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
-_POOL_MEMORY = 8.0
+_POOL_MEMORY: Final = 8.0
 """The pool's half-life, in those of a worker."""
 _MEMBER_RECENT, _JUDGED_AFTER = 41, 20
 """Intervals of a worker that its factor is the median of, at most and at least."""
@@ -40,7 +41,7 @@ _DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
 _FADES_AFTER, _PROBES = 64, 3
 """After so many of the pool's observations for each of its workers without one of its own, a worker is like the pool
 again until so many tell otherwise."""
-_FASTER_MAX = 3.0
+_FASTER_MAX: Final = 3.0
 """A worker is not taken to be more times as fast as its pool."""
 _REFRESH = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
@@ -48,7 +49,7 @@ _STEPS_EVERY_S, _STEPS_SELDOM_S, _LEARNT_AFTER = 0.5, 4.0, 200
 """Seconds between two looks at a worker's steps before so many intervals of the pool, and after."""
 _LOADS_RECENT, _LOADS_MIN = 15, 3
 """Loads of a worker that its rate is the median of, at most and at least."""
-_RECENT = 15
+_RECENT: Final = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
 

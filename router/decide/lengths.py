@@ -11,23 +11,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import xxhash
 
 from router.decide.messages import RouteRequest
 
-TOKENS_PRIOR = 256.0
+TOKENS_PRIOR: Final = 256.0
 """Expected of a model that has answered nothing yet."""
-TOKENS_MAX = 131_072
+TOKENS_MAX: Final = 131_072
 """No answer counts as longer."""
-PREFIX_TOKENS = 256
+PREFIX_TOKENS: Final = 256
 """Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
-KINDS_MAX = 20_000
-_MEMORY = 64.0
+KINDS_MAX: Final = 20_000
+_MEMORY: Final = 64.0
 """Answers over which an average goes."""
-_DOUBT = 4.0
+_DOUBT: Final = 4.0
 """So many answers must be seen of a kind before they count as much as what is known of the more general kind."""
-_STEP = 10.0
+_STEP: Final = 10.0
 """An answer counts as at most so many times what was expected."""
 
 
@@ -69,15 +70,19 @@ class OutputLengths:
         if tokens < 1:
             return
         kinds = request.kinds or _kinds(request)
-        counted, most = float(min(tokens, TOKENS_MAX)), _STEP * self._mean(kinds)
+        found, mean = [self._kinds.get(kind) for kind in kinds], TOKENS_PRIOR
+        for known in found:
+            if known is not None:
+                mean = known.over(mean)
+        counted, most = float(min(tokens, TOKENS_MAX)), _STEP * mean
         if counted > most:
             counted = most
-        for kind in kinds:
-            known = self._kinds.get(kind)
+        for kind, known in zip(kinds, found):
             if known is None:
                 known = self._kinds[kind] = _Average()
+            else:
+                self._kinds.move_to_end(kind)
             known.add(counted)
-            self._kinds.move_to_end(kind)
         while len(self._kinds) > KINDS_MAX:
             self._kinds.popitem(last=False)
 
@@ -102,7 +107,7 @@ def _kinds(request: RouteRequest) -> list[Kind]:
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
         first = token_ids[:PREFIX_TOKENS]
         ids = first if isinstance(first, array) else array("I", first)
-        kinds.append((model, xxhash.xxh3_64_intdigest(memoryview(ids))))
+        kinds.append((model, xxhash.xxh3_64_intdigest(ids)))
     for session in (request.parent, request.session):
         if session is not None:
             kinds.append((model, session))

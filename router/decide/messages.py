@@ -7,56 +7,11 @@ All times are seconds of one monotonic clock that the caller owns.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from router.index.protocol import PromptMemory, Scope
-
-
-class RouteRequest(msgspec.Struct, gc=False):
-    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
-
-    request_id: str
-    model: str
-    scope: Scope
-    token_ids: Sequence[int] | None
-    """The prompt; None where it could not be tokenised here: then only load decides."""
-    prompt_tokens: int
-    """len(token_ids), or an estimate where they are None."""
-    like: PromptMemory | None = None
-    """Of a prompt that may begin as this one does."""
-    output_max: int = 0
-    """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
-    output_min: int = 0
-    """Fewest tokens that will be generated, where the client forbids an earlier end."""
-    stream: bool = True
-    """Whether the first token will be seen as it comes; otherwise its time is estimated."""
-    priority: int = 0
-    """Lower is served earlier, as in vLLM; only the reordering queue looks at it."""
-    worker: str | None = None
-    """The worker the client pinned the request to, or None."""
-    session: str | None = None
-    """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
-    parent: str | None = None
-    """The session that started this one: its prompts begin alike."""
-    final: bool = False
-    """No request of the session will follow."""
-    subset: frozenset[str] | None = None
-    """Workers that may be chosen, as a gateway says; None: all."""
-    role: str | None = None
-    """Role label a worker must carry, or None for any."""
-    deadline_s: float | None = None
-    """Absolute time after which a held request is refused; None takes the queue's default."""
-    ttft_s_max: float | None = None
-    """The longest predicted wait for its first token with which it is taken; None: the configured one."""
-    tenant: str = ""
-    """Whose it is: fair turns are between tenants."""
-    share: float = 1.0
-    """What a turn of its tenant's counts is divided by it."""
-    kinds: list[tuple[str, int | str | None]] | None = None
-    """What answers its own will be like, once router/decide/lengths.py has worked it out."""
+from router.decide.route import RouteRequest as RouteRequest
 
 
 class ReportedUsage(msgspec.Struct, frozen=True, gc=False):

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import xxhash
 
@@ -24,7 +25,7 @@ from router.index.protocol import Match
 
 log = logging.getLogger("router")
 
-STICKY_TOKENS = 256
+STICKY_TOKENS: Final = 256
 """Without a session key, `sticky` goes by this many first tokens of the prompt."""
 
 

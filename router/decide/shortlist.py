@@ -17,20 +17,20 @@ import bisect
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Final, cast
 
 from router.decide.config import CostConfig
 from router.decide.target import Target
 from router.index.protocol import HolderId
 
-POOL_MIN = 33
+POOL_MIN: Final = 33
 """Smaller pools are priced whole."""
-KEEP = 13
-MEMORY = 256.0
+KEEP: Final = 13
+MEMORY: Final = 256.0
 """Requests over which the typical one is averaged."""
-DRIFT = 1.5
+DRIFT: Final = 1.5
 """When it is so many times what the order was made for, or so small a part, the order is made anew."""
-RENEWED = 2
+RENEWED: Final = 2
 """Targets placed anew at each decision although nothing was noted of them: time passes, and answers grow."""
 
 

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
@@ -20,9 +21,9 @@ from router.index.protocol import HolderId, Tally
 
 _JOINED_TOKENS, _JOINED_STEPS = 4.0, 16
 """An interval of so many steps' tokens, or of so many steps, is not made longer."""
-SEATS_PRIOR = 256
+SEATS_PRIOR: Final = 256
 """Of an engine of which that is not known; vLLM's default."""
-LEFT_PRIOR = 256.0
+LEFT_PRIOR: Final = 256.0
 """Tokens still to come of requests of others, before there were any of ours."""
 SEAT_WAIT, SEAT_VOTES = 4.0, 8
 """So many times the expected wait is one for a seat, if so many in a row agree."""

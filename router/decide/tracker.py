@@ -13,6 +13,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
@@ -21,19 +22,21 @@ from router.decide.shortlist import LoadOrder
 from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
 from router.index.protocol import HolderId
 
-_MERGE_S = 0.004
+_MERGE_S: Final = 0.004
 """First tokens this close together came out of one engine step: one observation."""
-DECODED_TOKENS = 16
+DECODED_TOKENS: Final = 16
 """So many tokens of an answer teach what a decode step takes."""
-_LISTENED, _LISTEN_S = 64, 0.01
+_LISTENED: Final = 64
+_LISTEN_S: Final = 0.01
 """Requests, the oldest, that are looked at so often while nothing was heard of a pool."""
-TOKEN_S_MIN, COUNT_DOUBT = 1e-4, 16
+TOKEN_S_MIN: Final = 1e-4
+COUNT_DOUBT: Final = 16
 """No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
 tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
 chunks, which is as good."""
-CORRECTED_TOKENS = 64
+CORRECTED_TOKENS: Final = 64
 """A prediction that was off by less taught nothing wrong."""
-_RESCALE_WINDOWS = 20.0
+_RESCALE_WINDOWS: Final = 20.0
 
 
 class LoadTracker:

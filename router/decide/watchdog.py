@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
-WINDOW = 40
-REQUESTS_MIN = 20
+WINDOW: Final = 40
+REQUESTS_MIN: Final = 20
 """Requests that must have been compared before an alarm can be raised."""
 _SHARES = (
     (
@@ -41,7 +42,7 @@ _SHARES = (
     ),
 )
 """(alarm, the share that raises it, what it says)."""
-BLOCK_TOKENS = 256
+BLOCK_TOKENS: Final = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
 

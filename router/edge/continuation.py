@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -26,10 +26,10 @@ except ImportError:
 else:
     _FOUND = True
 
-_COMPLETIONS = b"/v1/completions"
-_CHAT = "/v1/chat/completions"
-_DONE = b"data: [DONE]\n\n"
-_MODEL_DEFAULT = 16
+_COMPLETIONS: Final = b"/v1/completions"
+_CHAT: Final = "/v1/chat/completions"
+_DONE: Final = b"data: [DONE]\n\n"
+_MODEL_DEFAULT: Final = 16
 """`max_tokens` of a completion that names none."""
 
 # fmt: off
@@ -185,9 +185,7 @@ class Continuation:
             return None
         left = max(route.output_max - len(answer), 1) if route.output_max else 0
         least = max(route.output_min - len(answer), 0)
-        return msgspec.structs.replace(
-            route, token_ids=ids, prompt_tokens=len(ids), output_max=left, output_min=least, deadline_s=None
-        )
+        return route.replaced(token_ids=ids, prompt_tokens=len(ids), output_max=left, output_min=least, deadline_s=None)
 
     def begin_rest(self, rest: RouteRequest, tokens_max: int | None) -> None:
         """Another worker is asked next: what the client has not seen is forgotten."""

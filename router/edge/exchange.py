@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
 from prompts.sampled import Span, with_spans
@@ -32,10 +32,10 @@ from router.http.response import LengthBody, ResponseHead
 if TYPE_CHECKING:
     from router.http.connection import Client
 
-PROGRESS_EVERY = 32
+PROGRESS_EVERY: Final = 32
 """Chunks of a stream between two reports of progress to the core."""
-RESPONSES = "/v1/responses"
-_LAST_CHUNK = b"0\r\n\r\n"
+RESPONSES: Final = "/v1/responses"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class Exchange:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import Final
 
 from prompts.errors import RequestError
 from router.http.answers import Header
 from router.http.connection import Client, Work
 from router.http.request import HttpRequest
 
-MIRROR = "mirror"
+MIRROR: Final = "mirror"
 """Whose requests copies are."""
 
 

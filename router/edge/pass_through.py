@@ -9,9 +9,7 @@ beside where it went; when the answer tells who gave it, the books follow. Rules
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
+from typing import Any, Final
 
 from router.decide.messages import Decision, FailureKind, RouteRequest, Terms
 from router.edge.carrier import RETRYABLE, Carrier
@@ -20,11 +18,11 @@ from router.http.connection import Client
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
-MIRRORED = "mirrored"
+MIRRORED: Final = "mirrored"
 """Outcome of a copy."""
 _OWN = frozenset(("bad_gateway", "overloaded", "timeout"))
 """Codes of what ends a request here; the others are the core's."""
-_NO_CONTENT = b"HTTP/1.1 204 No Content\r\n\r\n"
+_NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 class Passed(Exchange):
@@ -79,7 +77,7 @@ class Passed(Exchange):
         proxy, route = self._proxy, self.route
         assert route is not None
         if self.decision is not None and self.decision.worker != server:
-            self.route = msgspec.structs.replace(route, worker=server, subset=None)
+            self.route = route.replaced(worker=server, subset=None)
             # OVERLOADED is the failure that nobody is blamed for.
             proxy.perform(proxy.core.failed(self.request_id, FailureKind.OVERLOADED, proxy.now(), self.route))
         decision = self.decision

@@ -7,8 +7,7 @@ the native relay. Refuses to know requests, the core and clients.
 from __future__ import annotations
 
 import re
-from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router.decide.messages import ReportedUsage
 from router.edge.relay import Relayed, StreamRelay, native_usage
@@ -19,13 +18,13 @@ from router.http.response import Body
 if TYPE_CHECKING:
     from router.edge._relay import Tokens
 
-TAIL_BYTES = 2048
-TAIL_READS = 4
+TAIL_BYTES: Final = 2048
+TAIL_READS: Final = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
-BEGINNING_BYTES = 512
-PYTHON_READS = 2
+BEGINNING_BYTES: Final = 512
+PYTHON_READS: Final = 2
 """Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
-STINT_READS = 16
+STINT_READS: Final = 16
 """A stream that came back after fewer (its worker splits lines, or its client is slow) stays for as many."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -59,7 +58,7 @@ class Progress:
         """`reads` when it was handed over."""
         self._wanted_reads = PYTHON_READS
         """Not to be handed over before."""
-        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
+        self._tail: list[bytes] = []
         self.reads = 0
         """Reads that were passed on: about as many as there were chunks."""
         self.began = False
@@ -79,6 +78,8 @@ class Progress:
         if len(self.beginning) < BEGINNING_BYTES:
             self.beginning += data[:BEGINNING_BYTES]
         self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+        if len(self._tail) > TAIL_READS:
+            del self._tail[0]
 
     def usage(self) -> ReportedUsage | None:
         """What the answer cost, as its end says."""
@@ -116,7 +117,7 @@ class Progress:
         if reads < STINT_READS:
             self._wanted_reads = self.reads + STINT_READS
         self.last_byte_s = max(self.last_byte_s, last_s)
-        self._tail.extend(tail)
+        self._tail = [*self._tail, *tail][-TAIL_READS:]
         if isinstance(body, ChunkedBody):
             body.left = left
         if connection is not None:

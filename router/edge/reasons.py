@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+import xxhash
 
 from prompts.routing import Kind, RoutingRequest
 from prompts.sampled import Span
@@ -39,7 +39,7 @@ from router.turns.why import BLOCK_TOKENS, GROUPS, Facts
 
 log = logging.getLogger("router")
 
-NAME_CHARS = 256
+NAME_CHARS: Final = 256
 
 
 class Read(Protocol):
@@ -77,17 +77,17 @@ class Reasons:
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)
             proxy.on_end.append(self._ended)
-        self.enabled, self._share = config.enabled, config.share
+        self.enabled, self.share = config.enabled, config.share
 
     def enter(self, request_id: str, read: Read) -> None:
         """A request was read and is about to be placed."""
-        if self.enabled and read.parsed.kind != "other" and (self._share >= 1 or self._drawn(read)):
+        if self.enabled and read.parsed.kind != "other" and (self.share >= 1 or self._drawn(read)):
             self._read[request_id] = read
 
     def _drawn(self, read: Read) -> bool:
         """Whether its conversation, with those that it started, is one of the share."""
         name = read.session.parent or read.session.name or _beginning(read.parsed)
-        return _crc(name) < self._share * 2**32
+        return _digest(name) < self.share * 2**32
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -185,7 +185,8 @@ class Reasons:
         begins: int | None = None
         if route.session is None:
             begins = begins_with(read.parsed)
-            short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
+            if self.ledger.wants_short(keys):
+                short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
         return AskedTurn(
             name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
             route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short, begins,
@@ -223,11 +224,11 @@ class IndexFacts:
 
 def begins_with(parsed: RoutingRequest) -> int | None:
     """A digest of what its user said first; None of what is no chat."""
-    return None if parsed.messages is None else _crc(_beginning(parsed))
+    return None if parsed.messages is None else _digest(_beginning(parsed))
 
 
-def _crc(name: str) -> int:
-    return zlib.crc32(name.encode("utf-8", "replace"))
+def _digest(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) & 0xFFFF_FFFF
 
 
 def _beginning(parsed: RoutingRequest) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Final
 
 from router.edge.exchange import RESPONSES, Exchange
 from router.http.request import HttpRequest
 
-STORED_MAX = 100_000
-NAME_CHARS_MAX = 256
+STORED_MAX: Final = 100_000
+NAME_CHARS_MAX: Final = 256
 _NAME = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % NAME_CHARS_MAX)
 
 

@@ -12,15 +12,16 @@ import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from router.http.response import HeadParser
+from router.http.headers import Heads
+from router.http.response import HeadParser, ResponseHead
 from router.http.turns import LoopTurns
 
-JOIN_BYTES_MAX = 64 * 1024
+JOIN_BYTES_MAX: Final = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
-TURN_BYTES = 16 * 1024
+TURN_BYTES: Final = 16 * 1024
 """Of one read that is handed over before others get their turn, where a byte may cost much: 2,700 chunks of a byte."""
 
 
@@ -85,7 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.user: UpstreamUser | None = None
-        self.heads = HeadParser()
+        self.heads = HeadParser(pool.heads)
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
         self._socket = -1
@@ -244,6 +245,7 @@ class UpstreamPool:
         self.opened = 0
         """Connections made since the start."""
         self.turns = LoopTurns()
+        self.heads: Heads[ResponseHead] = Heads()
 
     def take(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""

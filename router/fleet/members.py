@@ -90,8 +90,9 @@ class _Member:
     """The pause after the last fault of its watch."""
 
     def stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+        task, self.task = self.task, None  # which would keep both until the collector looks at what is old
+        if task is not None:
+            task.cancel()
 
     @property
     def waits_for(self) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from http import HTTPStatus
+from typing import Final
 
 from prompts.errors import RequestError
 from router.http.request import HttpRequest
 
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
-JSON = b"application/json"
+JSON: Final = b"application/json"
 Header = tuple[bytes, bytes]
 
 

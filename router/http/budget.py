@@ -6,11 +6,13 @@ over the parties, and a party that holds none is not listed.
 
 from __future__ import annotations
 
+from typing import Final
+
 from prompts.errors import RequestError
 from router.counters import Metrics
 from router.http.config import HttpLimits
 
-SMALL_BYTES = 16 * 1024
+SMALL_BYTES: Final = 16 * 1024
 """What a connection keeps up to this is not counted: connections are, and small requests pass while big ones wait."""
 
 

@@ -7,16 +7,17 @@ end. Invariant: the reader's state depends on the bytes fed so far, not on how t
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from router.http.headers import TOKEN, ProtocolError
 
-LINE_MAX = 1024
+LINE_MAX: Final = 1024
 """A chunk-size line with its extensions, and each trailer line."""
-USUAL_LINE = 64
+USUAL_LINE: Final = 64
 """Shorter size lines are read without ceremony: a body may consist of nothing else."""
-TRAILERS_MAX = 64 * 1024
+TRAILERS_MAX: Final = 64 * 1024
 """Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
-BETWEEN_CHUNKS = -1
+BETWEEN_CHUNKS: Final = -1
 """A size line comes next."""
 
 _EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
@@ -24,7 +25,7 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
 _TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
 _SIZES: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
-_SIZES_MAX = 4096
+_SIZES_MAX: Final = 4096
 
 
 class BodyTooLarge(Exception):

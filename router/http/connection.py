@@ -11,7 +11,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -19,20 +19,21 @@ from prompts.errors import RequestError
 from router.http.answers import JSON, Header, answer_head, error_headers, refusal
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.request import BadRequest, HttpRequest, RequestParser
+from router.http.headers import Heads
+from router.http.request import BadRequest, HttpRequest, RequestHead, RequestParser
 from router.http.turns import LoopTurns
 
-WRITE_BUFFER_BYTES = 256 * 1024
+WRITE_BUFFER_BYTES: Final = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
-RETIRED_S = 5.0
+RETIRED_S: Final = 5.0
 """A connection that is to end is closed after so long without a request."""
-LINGER_S = 2.0
+LINGER_S: Final = 2.0
 """How long an early error stays readable while the client is still sending."""
-AHEAD_BYTES_MAX = 64 * 1024
+AHEAD_BYTES_MAX: Final = 64 * 1024
 """Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
-TURN_REQUESTS = 16
+TURN_REQUESTS: Final = 16
 """Answered at once before others get their turn."""
-LONG_READ_BYTES = 64 * 1024
+LONG_READ_BYTES: Final = 64 * 1024
 """After a read of so much of a body others get their turn: a loop reads on as long as bytes come."""
 
 
@@ -76,6 +77,7 @@ class Client(Protocol):
 class Application(Protocol):
     limits: HttpLimits
     budget: Budget
+    heads: Heads[RequestHead]
     turns: LoopTurns
     """Of what is long."""
     arrivals: LoopTurns
@@ -106,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
         self._app = app
         self._registry = registry
-        self._parser = RequestParser(app.limits)
+        self._parser = RequestParser(app.limits, app.heads)
         self._transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.work: Work | None = None
@@ -153,6 +155,9 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lingers:
+            if len(data) >= LONG_READ_BYTES:
+                self._transport.pause_reading()
+                self._app.turns.wait(self._read_on)
             return
         if not self._busy and not self._parser.midway:
             self._since_s = time.monotonic()
@@ -379,6 +384,11 @@ class ClientConnection(asyncio.Protocol):
         if not self._busy:
             self._step()
 
+    def _read_on(self) -> None:
+        """What is sent after an early error: to be read and dropped."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def _admit(self, request: HttpRequest) -> None:
         party = self._app.admit(self, request)
         if party != self._party:
@@ -443,6 +453,7 @@ class ClientConnection(asyncio.Protocol):
         """What was sent is no request, or one that will not be read to its end: say so and close."""
         self._app.rejected(error.status)
         self._parser.stop()
+        self._forget()
         self._busy, self.answering = True, False
         self._keep_alive = False
         self._unread = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -91,34 +91,33 @@ class HeaderBlock:
         return known
 
     def _without(self, dropped: Dropping) -> bytes:
-        kept = dropped.pattern.sub(b"", self.raw)
+        names = dropped.names
         connection = self.get(b"connection")
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
             values = b",".join(self.all(b"connection")).lower().split(b",")
-            options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
-            if options:  # thousands, if its sender likes: no pattern is made of them
-                lines = kept.splitlines(keepends=True)
-                kept = b"".join([line for line in lines if line.partition(b":")[0].lower() not in options])
-        return kept
+            names = names | ({value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED)
+        lines = self.raw.splitlines(keepends=True)
+        return b"".join([line for line in lines if line.partition(b":")[0].lower() not in names])
 
 
 class Dropping:
     """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each, by
-    the object, because a pattern's hash is computed anew each time."""
+    the object."""
 
-    __slots__ = ("pattern",)
+    __slots__ = ("names",)
 
     def __init__(self, names: Iterable[bytes]) -> None:
-        words = b"|".join(re.escape(name) for name in sorted(names))
-        self.pattern = re.compile(rb"(?mi)^(?:" + words + rb"):[^\n]*\n")
+        self.names = frozenset(names)
 
 
-DIGITS_MAX = 15
+DIGITS_MAX: Final = 15
 """Of a content-length. Every place that reads one goes by this bound: two bounds are two lengths of one message."""
 CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,%d})[ \t]*\r\n" % DIGITS_MAX)
 _DIGITS = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
-TEMPLATE_BYTES_MAX = 4096
+TEMPLATE_BYTES_MAX: Final = 4096
 """A longer head is not remembered: connections are many, and most of them idle."""
+HEADS_MAX: Final = 8
+"""Heads that are known on every connection."""
 T = TypeVar("T")
 
 
@@ -145,7 +144,7 @@ def framing(headers: HeaderBlock) -> tuple[bool, int | None]:
 
 
 class Template(Generic[T]):
-    """The last head on a connection and what was read from it, to recognise the next one at sight.
+    """A head and what was read from it, to recognise the next one at sight.
 
     Clients and workers repeat their heads but for the content-length. Two heads that are equal, digits of that length
     aside, mean the same.
@@ -155,11 +154,15 @@ class Template(Generic[T]):
 
     def __init__(self, head: bytes, value: T, length: int | None) -> None:
         """`head` runs to its empty line, and `framing` read `length` in it."""
-        found = CONTENT_LENGTH.search(head)
-        assert (found is None) == (length is None)
-        self._prefix = head if found is None else head[: found.start(1)]
-        self._suffix = None if found is None else head[found.end(1) :]
-        self.value = value
+        self._prefix, self.value = head, value
+        self._suffix: bytes | None = None
+        if length is not None:
+            start = head.lower().index(b"\ncontent-length:") + 16
+            while head[start] in b" \t":
+                start += 1
+            end, found = number_at(head, start)
+            assert found == length
+            self._prefix, self._suffix = head[:start], head[end:]
 
     def match(self, data: bytes, start: int = 0) -> tuple[int, int | None] | None:
         """(where the head at `start` ends, its content-length) if it is the same head, else None."""
@@ -174,6 +177,35 @@ class Template(Generic[T]):
         if end == at or not data.startswith(suffix, end):
             return None
         return after, length
+
+
+class Heads(Generic[T]):
+    """The last heads of all connections, the newest first: who comes again by another connection sends the same one."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: list[Template[T]] = []
+
+    def find(self, data: bytes, start: int = 0) -> Template[T] | None:
+        """The one that `data` has at `start`."""
+        kept = self._kept
+        for i, template in enumerate(kept):
+            if template.match(data, start) is not None:
+                if i:
+                    del kept[i]
+                    kept.insert(0, template)
+                return template
+        return None
+
+    def keep(self, head: bytes, value: T, length: int | None) -> Template[T] | None:
+        """See Template; None where it is too long to be remembered."""
+        if len(head) > TEMPLATE_BYTES_MAX:
+            return None
+        template = Template(head, value, length)
+        self._kept.insert(0, template)
+        del self._kept[HEADS_MAX:]
+        return template
 
 
 def number_at(data: bytes, at: int) -> tuple[int, int]:

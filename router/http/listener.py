@@ -7,12 +7,12 @@ import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from router.http.config import ClientTimeouts
 from router.http.connection import Application, ClientConnection
 
-HANDSHAKE_S_MAX = 10.0
+HANDSHAKE_S_MAX: Final = 10.0
 
 
 class Listener:

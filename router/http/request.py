@@ -15,19 +15,20 @@ Invariants:
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
-from router.http.headers import LINES, TEMPLATE_BYTES_MAX, TOKEN, HeaderBlock, ProtocolError, Template, framing
+from router.http.headers import LINES, TOKEN, HeaderBlock, Heads, ProtocolError, Template, framing
 
 _HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
 _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains."""
-PIECE_BYTES = 1 << 20
+PIECE_BYTES: Final = 1 << 20
 """A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
-READ_BYTES = 4096
+READ_BYTES: Final = 4096
 """A read of so much of a body is kept as it is until the piece is whole; shorter ones are put together at once."""
-TURN_BYTES = 16 << 10
+TURN_BYTES: Final = 16 << 10
 """Of a chunked body that are read before others get their turn: a chunk may hold a byte or two."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
 
@@ -74,7 +75,7 @@ class HttpRequest:
         return self.headers.get(name)
 
 
-class _Head:
+class RequestHead:
     """What a head says. One that repeats the last but for its length is recognised at sight, see `Template`."""
 
     __slots__ = ("chunked", "expects_continue", "request")
@@ -89,12 +90,14 @@ class RequestParser:
     """Feed bytes, take requests one by one. One instance a connection."""
 
     __slots__ = (
-        "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_left", "_limits", "_new",
-        "_pieces", "_read", "_read_bytes", "_request", "_template",
+        "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_heads", "_left", "_limits",
+        "_new", "_pieces", "_read", "_read_bytes", "_request", "_template",
     )  # fmt: skip
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits, heads: Heads[RequestHead] | None = None) -> None:
+        """`heads`: of all connections with these limits."""
         self._limits = limits
+        self._heads: Heads[RequestHead] = Heads() if heads is None else heads
         self._data = b""
         self._at = 0
         """[_at, end) of `_data` was fed and not looked at: what follows a request that was taken."""
@@ -102,7 +105,8 @@ class RequestParser:
         """Nothing more is read: the client asked to close after a request, or sent what is none."""
         self._head = bytearray()
         """Of a head that is not whole yet."""
-        self._template: Template[_Head] | None = None
+        self._template: Template[RequestHead] | None = None
+        """Of the last head here."""
         self._request: HttpRequest | None = None
         """Its head was read, its body is to come."""
         self._new = False
@@ -152,17 +156,17 @@ class RequestParser:
         return wants
 
     def stop(self) -> None:
-        """Read nothing more, and forget what came of a request that is not complete."""
+        """Read nothing more, and forget what came of a request that is not complete: its pieces by `forget_some`."""
         self._ended = True
         self._data = b""
         self._at = 0
         self._head = bytearray()
-        self._pieces, self._read, self._read_bytes, self._body = [], [], 0, bytearray()
+        self._read, self._read_bytes, self._body = [], 0, bytearray()
         self._request = self._chunks = None
 
     def forget_some(self) -> bool:
-        """Of a client that left: let go of a piece of what it sent, as the system takes long to take many back. Whether
-        there are more."""
+        """Of a client that left, or was refused: let go of a piece of what it sent, as the system takes long to
+        take many back. Whether there are more."""
         if self._pieces:
             self._pieces.pop()
         return bool(self._pieces)
@@ -212,13 +216,16 @@ class RequestParser:
         data = self._data
         template = self._template
         found = template.match(data, self._at) if template is not None and not self._head else None
+        if found is None and not self._head:
+            template = self._template = self._heads.find(data, self._at)
+            found = None if template is None else template.match(data, self._at)
         if template is None or found is None:
             whole = self._whole_head()
             if whole is None:
                 return None
             head, length = self._parse(whole)
             end = self._at
-            self._template = Template(whole, head, length) if len(whole) <= TEMPLATE_BYTES_MAX else None
+            self._template = self._heads.keep(whole, head, length)
         else:
             head = template.value
             end, length = found
@@ -264,7 +271,7 @@ class RequestParser:
         self._at = len(data)
         return None
 
-    def _parse(self, whole: bytes) -> tuple[_Head, int | None]:
+    def _parse(self, whole: bytes) -> tuple[RequestHead, int | None]:
         """(what a head says, the content-length in it)."""
         found = _HEAD.fullmatch(whole)
         if found is None:
@@ -290,7 +297,7 @@ class RequestParser:
         expected = headers.all(b"expect") if b"expect" in headers else []
         if any(value.lower() != b"100-continue" for value in expected):
             raise BadRequest(417, "expect: only 100-continue is understood")
-        return _Head(request, chunked, bool(expected) and not request.http_1_0), length
+        return RequestHead(request, chunked, bool(expected) and not request.http_1_0), length
 
     # Bodies -------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ relayed it is a bad gateway, after that the client's connection is cut, which is
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import CONTENT_LENGTH, LINES, TEMPLATE_BYTES_MAX, HeaderBlock, ProtocolError, Template, framing
+from router.http.headers import CONTENT_LENGTH, LINES, HeaderBlock, Heads, ProtocolError, Template, framing
 
-HEAD_BYTES_MAX = 64 * 1024
+HEAD_BYTES_MAX: Final = 64 * 1024
+INTERIM_MAX: Final = 32
+"""Answers before the answer (100 Continue, 103 Early Hints): a sound server sends one or two."""
 
 _HEAD = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES + rb")\r\n")
 
@@ -95,10 +97,14 @@ class ResponseHead:
 class HeadParser:
     """Reads the heads of the answers on one connection."""
 
-    __slots__ = ("_template",)
+    __slots__ = ("_heads", "_interim", "_template")
 
-    def __init__(self) -> None:
+    def __init__(self, heads: Heads[ResponseHead] | None = None) -> None:
+        """`heads`: of all connections."""
+        self._heads: Heads[ResponseHead] = Heads() if heads is None else heads
         self._template: Template[ResponseHead] | None = None
+        self._interim = 0
+        """Since the last answer."""
 
     def parse(self, data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
         """(head, what comes after it) of the answer to a `method` request; None while the head is incomplete.
@@ -107,17 +113,24 @@ class HeadParser:
         """
         template = self._template
         matched = template.match(data) if template is not None else None
+        if matched is None:
+            template = self._template = self._heads.find(data)
+            matched = None if template is None else template.match(data)
         if template is not None and matched is not None:
             known = template.value
             end, length = matched
-            head = ResponseHead(known.status, known.reason_line, known.headers)
-            head.keep_alive, head.chunked, head.length = known.keep_alive, known.chunked, length
         else:
             parsed = _parse(data)
             if parsed is None:
                 return None
-            head, end = parsed
-            self._template = Template(data[:end], head, head.length) if end <= TEMPLATE_BYTES_MAX else None
+            known, end = parsed
+            length = known.length
+            self._template = self._heads.keep(data[:end], known, length)
+        head = ResponseHead(known.status, known.reason_line, known.headers)
+        head.keep_alive, head.chunked, head.length = known.keep_alive, known.chunked, length
+        self._interim = self._interim + 1 if head.status < 200 else 0
+        if self._interim > INTERIM_MAX:
+            raise ProtocolError(f"more than {INTERIM_MAX} interim answers")
         if head.status < 200 or head.status in (204, 304) or method == "HEAD":
             head.body = LengthBody(0)
             head.chunked = False

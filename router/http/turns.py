@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
-AT_ONCE = 4
+AT_ONCE: Final = 4
 """In one turn of the loop: each is a read of some 250 KB, or takes as long."""
-REQUESTS_AT_ONCE = 8
+REQUESTS_AT_ONCE: Final = 8
 """Begun in one turn of the loop: each takes a fifth of a millisecond."""
 
 

@@ -103,6 +103,13 @@ class Tally(Protocol):
     def less(self, keys: Sequence[int], start: int = 0) -> int:
         """One less; how many are still there. Raises IndexError where there was none."""
 
+    def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
+        """One prompt more runs somewhere: counted here, among those `there`, and where none of those had a key yet, as
+        one place more that has it; how many of its keys were there."""
+
+    def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
+        """It runs no longer; how many of its keys are still there. Raises IndexError as `less` does."""
+
     def count(self, key: int) -> int:
         """How many prompts have it."""
 

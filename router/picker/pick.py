@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.carrier import RETRYABLE, Carrier
 from router.edge.config import Timeouts
@@ -201,7 +199,7 @@ class Pick(Exchange):
         proxy.attempt_failed(self.decision, FailureKind.RESET, f"{server} served instead, as Envoy says")
         if not self.in_core or route is None:
             return
-        self.route = msgspec.structs.replace(route, worker=server, subset=None)
+        self.route = route.replaced(worker=server, subset=None)
         proxy.perform(proxy.core.failed(self.request_id, FailureKind.RESET, proxy.now(), self.route))
         if self.decision is None or self.decision.worker != server:
             self._forget_in_core(None)  # the core would not have it there: its load is not counted

@@ -11,7 +11,7 @@ import secrets
 from collections import OrderedDict
 
 from prompts.routed import Kind
-from prompts.words import digests
+from prompts.words import digests, digests_among
 from router.prompting.beginning import Known as Known
 from router.prompting.beginning import Mark as Mark
 
@@ -49,15 +49,17 @@ class KnownBodies:
     def find(self, kind: Kind, body: bytes) -> tuple[Known, Mark] | None:
         """Whose beginning the body has, and the furthest place up to which it has it."""
         alike = self._alike
-        for key in reversed(self._digests(body)):
-            if key not in alike:
-                continue
-            for known in reversed(alike[key]):
-                for mark in reversed(known.marks):
-                    if known.kind == kind and body.startswith(memoryview(known.body)[: mark.end]):
-                        self._kept.move_to_end(id(known))
-                        self.hits += 1
-                        return known, mark
+        for most in (1, len(body)):  # the first is it, nearly always
+            keys = digests_among(body, LENGTH_MIN, self._seed, alike, most)
+            for key in keys[most > 1 :]:
+                for known in reversed(alike[key]):
+                    for mark in reversed(known.marks):
+                        if known.kind == kind and body.startswith(memoryview(known.body)[: mark.end]):
+                            self._kept.move_to_end(id(known))
+                            self.hits += 1
+                            return known, mark
+            if not keys:
+                break
         self.misses += 1
         return None
 

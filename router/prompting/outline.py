@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from router.prompting.outlined import WORDS, Outline
 
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 _ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
+_ROLES_OF = bytes([kind & _ROLE for kind in range(256)])
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
@@ -52,11 +54,16 @@ def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
     flags = _flags(parsed)
     if after:
         return Outline(after, words, flags=flags)
+    return Outline(0, words, outlined_tools(parsed), flags)
+
+
+def outlined_tools(chat: RoutingRequest) -> array[int]:
+    """TOOL_WORDS numbers for each of its tools."""
     tools = array("I")
-    for tool in parsed.tools or ():
+    for tool in chat.tools or ():
         tools.append(_digest(_encoder.encode(tool)))
         tools.append(_digest(_sorted.encode(tool)))
-    return Outline(0, words, tools, flags)
+    return tools
 
 
 def _flags(parsed: RoutingRequest) -> int:
@@ -155,11 +162,11 @@ def extended(known: Outline, new: Outline) -> Outline:
 # How a conversation differs from the one before ----------------------------------------------------------------------
 
 
-def contents(outline: Outline, *, said: bool = False) -> set[int]:
+def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
     """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
     `said` without system prompts, which many conversations share."""
-    words = outline.messages
-    return {bare for bare, kind in zip(words[2::WORDS], words[3::WORDS], strict=True) if not said or kind & _ROLE}
+    bare, kinds = outline.messages[2::WORDS], outline.messages[3::WORDS]
+    return compress(bare, bytes(kinds.tolist()).translate(_ROLES_OF)) if said else bare
 
 
 def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | None]:
@@ -168,7 +175,8 @@ def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | Non
     thought, or another encoding was chosen."""
     before, now = old.messages, new.messages
     count = min(len(before), len(now)) // WORDS
-    changed = [i for i in range(count) if before[i * WORDS] != now[i * WORDS]]
+    old_words, new_words = before[::WORDS].tolist(), now[::WORDS].tolist()
+    changed = [i for i in range(count) if old_words[i] != new_words[i]]
     if old.tools != new.tools:
         return "tools", None
     if changed:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from prompts.errors import RequestError
 from prompts.messages import render_chat
@@ -43,17 +43,20 @@ CPU_SAMPLE = 16
 T = TypeVar("T")
 
 
-class PromptRead(NamedTuple):
+class PromptRead:
     """A prompt."""
 
-    ids: Sequence[int] | None
-    """None where they cannot be had."""
-    seconds: float
-    """That reading it took."""
-    known: Known | None = None
-    """What is to be kept of it, for when it returns."""
-    instead: Known | None = None
-    """Of this one."""
+    def __init__(
+        self, ids: Sequence[int] | None, seconds: float, known: Known | None = None, instead: Known | None = None
+    ) -> None:
+        self.ids = ids
+        """None where they cannot be had."""
+        self.seconds = seconds
+        """That reading it took."""
+        self.known = known
+        """What is to be kept of it, for when it returns."""
+        self.instead = instead
+        """Of this one."""
 
 
 class PromptReader:
@@ -204,16 +207,18 @@ class PromptReader:
     ) -> tuple[Returned, PromptRead] | None:
         """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
 
-        def work() -> tuple[Returned, PromptRead] | None:
+        def work() -> tuple[Returned, Sequence[int] | None, Known | None] | None:
             returned = go_on(known, mark, body, tokenizer, tokens_max)
             if returned is None:
                 return None
             ids = cut(returned.ids, returned.rest.parsed, tokens_max)
-            more = learn_more(returned, body, tokenizer)
-            return returned, PromptRead(ids, 0.0, more, known if mark is known.marks[-1] else None)
+            return returned, ids, learn_more(returned, body, tokenizer)
 
         found, took_s = self._timed(work)
-        return None if found is None else (found[0], found[1]._replace(seconds=took_s))
+        if found is None:
+            return None
+        returned, ids, more = found
+        return returned, PromptRead(ids, took_s, more, known if mark is known.marks[-1] else None)
 
     def _timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """(what it comes to, None where it raises; seconds it took)."""

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
-from router.prompting.outline import outline
+from router.prompting.outline import outline, outlined_tools
 from router.prompting.outlined import WORDS, Outline
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
@@ -46,33 +46,29 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-class Rest(NamedTuple):
+class Rest:
     """A body with the stand-in, as it was read."""
 
-    parsed: RoutingRequest
-    data: bytes
-    """Empty where nothing but messages was read."""
-    chat: RoutingRequest
-    """What it is rendered of."""
-    heads: int
-    """Messages of the chat before the stand-in."""
-    told: bytes
-
-    @property
-    def new(self) -> list[Message]:
-        assert self.chat.messages is not None
-        return self.chat.messages[self.heads + 1 :]
+    def __init__(self, parsed: RoutingRequest, data: bytes, chat: RoutingRequest, heads: int, told: bytes) -> None:
+        self.parsed = parsed
+        self.data = data
+        """Empty where nothing but messages was read."""
+        self.chat = chat
+        """What it is rendered of."""
+        self.heads = heads
+        """Messages of the chat before the stand-in."""
+        self.told = told
+        assert chat.messages is not None
+        self.new: list[Message] = chat.messages[heads + 1 :]
 
 
-class Returned(NamedTuple):
+class Returned:
     """What a body asks for whose beginning is known."""
 
-    rest: Rest
-    known: Known
-    mark: Mark
-    ids: array[int]
-    text: str
-    """From the last known message on."""
+    def __init__(self, rest: Rest, known: Known, mark: Mark, ids: array[int], text: str) -> None:
+        self.rest, self.known, self.mark, self.ids = rest, known, mark, ids
+        self.text = text
+        """From the last known message on."""
 
     @property
     def parsed(self) -> RoutingRequest:
@@ -83,13 +79,14 @@ class Returned(NamedTuple):
 
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
-        drawn = outline(self.rest.parsed)
+        drawn = outline(self.rest.parsed, self.rest.heads + 1)
         if drawn is None:
             return None
-        words = self.known.words[: WORDS * self.mark.count] + drawn.messages[WORDS * (self.rest.heads + 1) :]
+        words = self.known.words[: WORDS * self.mark.count] + drawn.messages
         if len(words) < WORDS * after:
             return None
-        return Outline(after, words[WORDS * after :], drawn.tools if not after else array("I"), drawn.flags)
+        tools = array("I") if after else outlined_tools(self.rest.chat)
+        return Outline(after, words[WORDS * after :], tools, drawn.flags)
 
 
 def may_return(kind: Kind | None, size: int) -> bool:
@@ -110,13 +107,14 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     if rest is None or (rest.told, rest.heads) != (known.told, known.heads):
         return None
     assert rest.chat.messages is not None
-    if rest.chat.messages[: rest.heads] != known.opening[: rest.heads]:
+    opening, tail = known.opening, mark.tail
+    if rest.heads and rest.chat.messages[: rest.heads] != opening[: rest.heads]:
         return None
     kept, end = mark.ids, 0
     try:
-        text = _text(tokenizer, rest, known.opening[0], mark.count, [mark.before, mark.last, *rest.new])
-        if text.startswith(mark.tail) and tokenizer.starts_segment(text, len(mark.tail)):
-            kept, end = mark.ids + mark.tail_ids, len(mark.tail)
+        text = _text(tokenizer, rest, opening[0], mark.count, [mark.before, mark.last, *rest.new])
+        if _has_tail(tokenizer, text, tail):
+            kept, end = kept + mark.tail_ids, len(tail)
         found = tokenizer.encode_array(text[end:], add_special_tokens=False)
     except RequestError:
         return None
@@ -202,11 +200,19 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
         return None
     after = WORDS * (rest.heads + 1)
     words = known.words[: WORDS * mark.count] + drawn.messages[after : after + WORDS * fresh]
-    marks = [one for one in known.marks if one.end <= mark.end][1 - MARKS_MAX :] + [made]
+    if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
+        mark = msgspec.structs.replace(mark, tail="", tail_ids=0)
+    marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]
     return msgspec.structs.replace(
         known, words=words, marks=marks, back=back, body=body, ids=returned.ids, close=close, parsed=_bare(rest),
         memory=None, memory_bytes=0,
     )  # fmt: skip
+
+
+def _has_tail(tokenizer: Tokenizer, text: str, tail: str) -> bool:
+    """Whether the text begins with this tail of a mark, and is cut behind it: what a template writes behind a message
+    may hang on the next one."""
+    return text.startswith(tail) and tokenizer.starts_segment(text, len(tail))
 
 
 def _depends(parsed: RoutingRequest) -> bool:
@@ -222,13 +228,14 @@ def _bare(rest: Rest) -> RoutingRequest | None:
 def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Rest | None:
     """As `_read`, of a chat in which nothing but messages is new; None where more is. What stands behind the messages
     is that of the known body: between that and what is known, a list goes on."""
-    close = len(body) - len(known.body) + known.close
+    before, before_close, bare, end = known.body, known.close, known.parsed, mark.end
+    close = len(body) - len(before) + before_close
     template = tokenizer.chat_template
-    if known.parsed is None or template is None or template.as_sent != known.as_sent:
+    if bare is None or template is None or template.as_sent != known.as_sent:
         return None
-    if not mark.end <= close <= mark.end + NEW_BYTES_MAX or not body.endswith(memoryview(known.body)[known.close :]):
+    if not end <= close <= end + NEW_BYTES_MAX or not body.endswith(memoryview(before)[before_close:]):
         return None
-    data = b"[%b%b]" % (_STANDIN_JSON, body[mark.end : close])
+    data = b"[{}%b]" % body[end:close]
     if count_openings(data) > NEW_OBJECTS_MAX:
         return None
     try:
@@ -237,7 +244,8 @@ def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Res
         return None
     if has_media(messages) or any(message.get("role") == "developer" for message in messages):
         return None
-    parsed = msgspec.structs.replace(known.parsed, messages=messages)
+    messages[0] = _STANDIN
+    parsed = msgspec.structs.replace(bare, messages=messages)
     return Rest(parsed, b"", parsed, known.heads, known.told)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
-LINES_MAX = 4096
+LINES_MAX: Final = 4096
 """Remembered though nobody of them waits."""
 Line = TypeVar("Line")
 

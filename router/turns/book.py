@@ -10,24 +10,25 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from router.index.protocol import PrefixIndex, Scope
 from router.prompting.outline import contents
 from router.prompting.outlined import Outline
 
-BRANCHES_MAX = 4
+BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
-PROMPT_BYTES = 600
+PROMPT_BYTES: Final = 600
 """Of a prompt, besides ids and outline."""
-SHORT_TOKENS = 16
+SHORT_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
-_ALIKE_MIN = 0.5
+_ALIKE_MIN: Final = 0.5
 """Two prompts without messages are one conversation's where they share so much of the shorter one."""
 
 
 class Past:
     """A prompt that was computed, by the target `worker`. `keys`: chunks by which it is found where its session has no
-    name."""
+    name; `is_short`: it has none, and its key is that of a beginning of its first chunk."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class Past:
         at_s: float,
         session: str | None,
         keys: tuple[int, ...],
+        is_short: bool = False,
     ) -> None:
         self.scope, self.ids, self.outline, self.worker, self.at_s = scope, ids, outline, worker, at_s
-        self.session, self.keys = session, keys
+        self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
         """Generated, once that is known."""
         self.bytes = 0
@@ -68,6 +70,8 @@ class TurnBook:
         """The last first."""
         self._keys: dict[int, Past] = {}
         self.used_bytes = 0
+        self.shorts = 0
+        """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
 
     def __len__(self) -> int:
         return len(self._pasts)
@@ -90,7 +94,7 @@ class TurnBook:
     ) -> tuple[Past, int] | None:
         """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
         best, found = (-1, -1), None
-        own = None if outline is None else contents(outline, said=session is None)
+        own = None if outline is None else set(contents(outline, said=session is None))
         for past in self._candidates(session, parent, keys):
             common = self._shared(past.ids, ids)
             likeness = _likeness(past, own, common, len(ids))
@@ -107,6 +111,7 @@ class TurnBook:
             return
         self._pasts[id(past)] = past
         self.used_bytes += past.bytes
+        self.shorts += past.is_short
         for key in past.keys:
             self._keys[key] = past
         if past.session is not None:
@@ -138,12 +143,11 @@ class TurnBook:
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
         if session is None:
             found: dict[int, Past] = {}
-            for key in reversed(keys):  # the longest common beginning first
-                past = self._keys.get(key)
-                if past is not None:
-                    found[id(past)] = past
-                    if len(found) == BRANCHES_MAX:
-                        break
+            for key in filter(self._keys.__contains__, reversed(keys)):  # the longest common beginning first
+                past = self._keys[key]
+                found[id(past)] = past
+                if len(found) == BRANCHES_MAX:
+                    break
             return list(found.values())
         return self._sessions.get(session) or (self._sessions.get(parent, []) if parent is not None else [])
 
@@ -151,6 +155,7 @@ class TurnBook:
         if self._pasts.pop(id(past), None) is None:
             return
         self.used_bytes -= past.bytes
+        self.shorts -= past.is_short
         for key in past.keys:
             if self._keys.get(key) is past:
                 del self._keys[key]
@@ -162,6 +167,7 @@ class TurnBook:
 
     def check_invariants(self) -> None:
         assert self.used_bytes == sum(past.bytes for past in self._pasts.values()) <= self._bytes_max
+        assert self.shorts == sum(past.is_short for past in self._pasts.values())
         named = [past for branches in self._sessions.values() for past in branches]
         assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
         assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._sessions.values())
@@ -192,5 +198,5 @@ def _begins(ids: array[int], past: array[int]) -> bool:
 def _likeness(past: Past, own: set[int] | None, common: int, tokens: int) -> int | None:
     """`own`: the messages of the prompt that it may have come before."""
     if own is not None and past.outline is not None:
-        return len(contents(past.outline, said=past.session is None) & own) or None
+        return len(own.intersection(contents(past.outline, said=past.session is None))) or None
     return common if past.session is not None or common >= _ALIKE_MIN * min(len(past.ids), tokens) else None

@@ -53,7 +53,8 @@ class AskedTurn:
         self.sampled_tokens = sampled_tokens
         """Of `ids`: as they were sampled, where the encoder would choose others."""
         self.short = short
-        """Digests of its first chunk's beginnings, where its session has no name."""
+        """Digests of its first chunk's beginnings, where its session has no name and it has no chunk, or others have
+        none."""
         self.begins = begins
         """Digest of what its user said first, where its session has no name: conversations with one system prompt may
         have all their chunks in common."""
@@ -106,6 +107,10 @@ class Ledger:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
         return self._why(asked, self._turn(asked), decision, facts, now, wall)
 
+    def wants_short(self, keys: Sequence[int]) -> bool:
+        """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""
+        return not keys or self.book.shorts > 0
+
     def parts_ways(self, asked: AskedTurn) -> bool:
         """Whether its conversation goes on otherwise than it was: then the outline of the whole is wanted."""
         return self.book.goes_on(asked.ids, asked.scope, asked.session, asked.found_by) is None
@@ -120,7 +125,8 @@ class Ledger:
         if session is None:
             keys = marks(asked.keys) or tuple(asked.short[-1:])
             keys += () if asked.begins is None else (asked.begins,)
-        past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys)
+        is_short = session is None and not asked.keys
+        past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys, is_short)
         if len(asked.ids) >= asked.block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)
         self._whys[why.id] = why

@@ -8,7 +8,7 @@ Invariant: the parts are what lies between what was reused and L, in order and w
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.decide.messages import Decision, Terms
 from router.prompting.outline import answered, difference
@@ -26,11 +26,11 @@ GROUPS = {
     **dict.fromkeys(("not_announced", "mispredicted"), "index"),
 }  # fmt: skip
 """reason -> whose doing it is."""
-TAIL_TOKENS = 16
+TAIL_TOKENS: Final = 16
 """A prompt's end, with which the template asks for an answer."""
-ANNOUNCED_WITHIN_S = 5.0
+ANNOUNCED_WITHIN_S: Final = 5.0
 """What was computed longer ago and was never announced will not be."""
-BLOCK_TOKENS = 16
+BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 from reference.tally import NaiveTally
 
 from router.decide.config import CoreConfig
@@ -106,7 +105,7 @@ def spec(name: str, **changes: object) -> WorkerSpec:
 def request(request_id: str, tokens: Sequence[int] | None = None, **changes: object) -> RouteRequest:
     count = len(tokens) if tokens is not None else 10
     base = RouteRequest(request_id, MODEL, Scope(MODEL), tokens, count)
-    return msgspec.structs.replace(base, **changes)  # type: ignore[arg-type]
+    return base.replaced(**changes)
 
 
 def make(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:

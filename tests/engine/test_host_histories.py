@@ -124,6 +124,9 @@ def test_thousands_of_them(first: int) -> None:
         History(seed).play()
 
 
+BLOCK_BYTES = CacheSpec(block_size=4, groups=(group(1),)).block_bytes(0)
+
+
 def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
     """Beside them a text of sixteen blocks that lies in host memory."""
     spec = CacheSpec(block_size=4, groups=(group(1),))
@@ -162,8 +165,7 @@ def loads_of_steps(bench: Bench) -> list[int]:
 
 def test_beside_decodes_a_step_copies_no_more_than_its_bound() -> None:
     """Up, and down to make room: also in the step that takes the request in."""
-    block_bytes = CacheSpec(block_size=4, groups=(group(1),)).block_bytes(0)
-    bench, text = two_that_decode(6 * block_bytes)
+    bench, text = two_that_decode(6 * BLOCK_BYTES)
     bench.add("late", [*text, 4], max_tokens=1)
     copies = copies_of_steps(bench)
     assert [up for up, _ in copies] == [3, 3, 3, 3, 3, 1]
@@ -172,6 +174,15 @@ def test_beside_decodes_a_step_copies_no_more_than_its_bound() -> None:
     assert len(bench.outputs["a"]) == 1 + 6, "those who decode got a token in every step"
     bench.drain()
     bench.assert_correct()
+
+
+@pytest.mark.parametrize(("bound", "loads"), [(2 * BLOCK_BYTES, [1, 1, 1, 1, 1, 1]), (BLOCK_BYTES, [1, 0, 1, 0, 1, 0]),
+                                              (1, [1, 0, 0, 0, 1, 0])])  # fmt: skip
+def test_where_a_block_takes_more_than_the_bound_the_next_steps_copy_nothing(bound: int, loads: list[int]) -> None:
+    """But for a while only. With each block one goes down."""
+    bench, text = two_that_decode(bound)
+    bench.add("late", [*text, 4], max_tokens=1)
+    assert loads_of_steps(bench)[:6] == loads
 
 
 def test_what_waits_to_go_down_is_found_meanwhile() -> None:
@@ -208,7 +219,7 @@ def test_with_nobody_to_hold_up_all_is_loaded_at_once() -> None:
 
 def test_who_needs_what_is_on_its_way_waits_for_it() -> None:
     """A second request for the same text is admitted when the blocks are planned, and loads nothing again."""
-    bench, text = two_that_decode(1)
+    bench, text = two_that_decode(2 * BLOCK_BYTES)
     bench.add("early", [*text, 0], max_tokens=1)
     bench.step()
     bench.add("late", [*text, 4], max_tokens=1)
@@ -219,7 +230,7 @@ def test_who_needs_what_is_on_its_way_waits_for_it() -> None:
 
 
 def test_one_that_is_aborted_while_it_loads_leaves_the_rest_below() -> None:
-    bench, text = two_that_decode(1)
+    bench, text = two_that_decode(2 * BLOCK_BYTES)
     bench.add("early", [*text, 0], max_tokens=1)
     for _ in range(4):
         bench.step()

@@ -11,7 +11,7 @@ import torch
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
-from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device, step_tokens
+from engine.execution.sizing import CACHE_TOKENS_MAX, check_fits, count_units, resolve_device, step_tokens
 from engine.model_files import locate
 from engine.models import HfConfig, build_model
 from options import ConfigError
@@ -70,6 +70,12 @@ def test_the_flags_that_size_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (large - small) * SPEC.unit_bytes == pytest.approx(0.4 * (80 << 30), rel=0.01)
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes 5"):
         count_units(EngineConfig(kv_cache_memory_bytes=5), SPEC, CPU)
+    for device, whose in ((CPU, "this machine"), (gpu, "cuda:0, 85899345920 bytes")):
+        for flag, given in (("--kv-cache-memory-bytes", 10**15), ("--num-gpu-blocks-override", 10**9)):
+            config = EngineConfig(**{flag[2:].replace("-", "_"): given})
+            with pytest.raises(ConfigError, match=f"^{flag} {given}: takes .*expected at most the memory of {whose}"):
+                check_fits(config, count_units(config, SPEC, device) * SPEC.unit_bytes, device)
+    check_fits(EngineConfig(num_gpu_blocks_override=7), 7 * SPEC.unit_bytes, CPU)
 
 
 @pytest.mark.parametrize("device", ["tpu0", "meta", "cuda:77"])

@@ -91,6 +91,18 @@ def test_host_memory_of_a_simulation() -> None:
             assemble(EngineConfig(simulate=json.dumps(told), host_cache_memory=memory))
 
 
+def test_sizes_that_would_take_this_machine_are_refused() -> None:
+    spec = {**SPEC, "kv_bytes_per_token": 1}
+    with pytest.raises(ConfigError, match=r"^--host-cache-memory 1000000000000: 62500000000 blocks; expected at most"):
+        assemble(EngineConfig(simulate=json.dumps(spec), host_cache_memory=10**12))
+    with pytest.raises(
+        ConfigError, match=r"^--num-gpu-blocks-override 1000000000: 1000000000 blocks; expected at most"
+    ):
+        assemble(EngineConfig(simulate=json.dumps(spec), num_gpu_blocks_override=10**9))
+    with pytest.raises(ConfigError, match=r"^--simulate: kv_tokens 1000000000: 62500000 blocks; expected at most"):
+        assemble(EngineConfig(simulate=json.dumps({**spec, "kv_tokens": 10**9})))
+
+
 def request(name: str, length: int, out: int, first: int = 10, **params: Any) -> Request:
     ids = [first * 50_000 + i for i in range(length)]
     return Request(request_id=name, token_ids=ids, params=SamplingParams(max_tokens=out, **params))
@@ -229,11 +241,11 @@ def test_certain_logprobs_for_those_who_ask() -> None:
     [
         ("h100:gpt-9", "no such file.*GPU:MODEL of h200"),
         ("/nowhere/spec.json", "no such file"),
-        ("{", "SPEC"),
-        ('{"kv_tokens": 5}', "prefill_s_per_token"),
-        (json.dumps({**SPEC, "step_ms": 5}), "step_ms"),
-        (json.dumps({**SPEC, "step_s": -1}), "step_s"),
-        (json.dumps({**SPEC, "kv_tokens": 0}), "kv_tokens"),
+        ("{", "^--simulate SPEC: this is not valid JSON: "),
+        ('{"kv_tokens": 5}', "prefill_s_per_token: missing"),
+        (json.dumps({**SPEC, "step_ms": 5}), "^--simulate SPEC: object contains unknown field `step_ms`"),
+        (json.dumps({**SPEC, "step_s": -1}), "^--simulate SPEC: step_s: got -1, expected float >= 0.0"),
+        (json.dumps({**SPEC, "kv_tokens": 0}), "^--simulate SPEC: kv_tokens: got 0, expected int >= 1"),
         ("l4:qwen3-32b", "do not fit"),
     ],
 )

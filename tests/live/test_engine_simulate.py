@@ -38,6 +38,12 @@ def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'blocked'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
+def test_an_endpoint_alone_starts_no_events_and_the_start_says_why(start_engine: Any) -> None:
+    engine = start_engine("--simulate", json.dumps(SPEC), "--kv-events-config", '{"endpoint": "tcp://127.0.0.1:0"}')
+    assert discover(engine.url) == []
+    assert "events    off (--kv-events-config without enable_kv_cache_events: true)" in engine.log()
+
+
 def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: None) -> None:
     engine = start_engine("--simulate", json.dumps(SPEC))
     sources = [StreamSource("w", s.endpoint, s.replay_endpoint) for s in discover(engine.url)]

@@ -28,6 +28,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     router = None
     try:
         urls = [engine.await_ready().url for engine in engines]
+        assert all("120 blocks of 16 tokens, and " in engine.log() for engine in engines)
         router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
         url = router.await_ready().url
         until(lambda: sum(w["state"] == "up" for w in call(f"{url}/workers")[2]["workers"]) == 2, "two workers up")

@@ -92,6 +92,8 @@ def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> No
         assert second.previous_response_id == first.id
         assert second.usage.input_tokens > first.usage.input_tokens
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16
+    with pytest.raises(openai.BadRequestError, match="stream: a stored response is not streamed"):
+        client.responses.retrieve(firsts[0].id, stream=True)
     client.responses.delete(firsts[0].id)
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.retrieve(firsts[0].id)

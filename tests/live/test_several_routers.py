@@ -77,6 +77,11 @@ class Router(Program):
         told = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})[2]
         return {row["worker"]: row["cached_tokens"] for row in told["candidates"]}
 
+    def queued_s(self, worker: str) -> float:
+        """Seconds of prefill that wait there, both routers' requests counted."""
+        told = call(f"{self.url}/route", {"model": "m", "prompt": prompt(20), "max_tokens": 1})[2]
+        return float(next(row["queue_s"] for row in told["candidates"] if row["worker"] == worker))
+
 
 class Cluster:
     """Two engines, two routers."""
@@ -139,6 +144,7 @@ def test_a_shared_prefix_goes_to_one_worker_through_both(cluster: Cluster) -> No
             router = cluster.routers[number]
             ids = [*shared, *prompt(20)]
             until(lambda: router.predicted(ids)[worker] == 400, "the events came")  # noqa: B023
+            until(lambda: router.queued_s(worker) == 0, "the other router told that its request has begun")  # noqa: B023
             assert router.complete(ids) == (worker, 400, 400)
 
 

@@ -94,6 +94,8 @@ def test_other_fields() -> None:
         ({"given": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"given": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"prompt": {"id": "p"}}, "prompt: templates"),
+        ({"conversation": "conv_1"}, "conversation: none is kept here"),
+        ({"conversation": {"id": "conv_1"}}, "conversation: none is kept here"),
         ({"background": True, "store": False}, "background"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"name": "x"}]}, "tools[0].type"),

@@ -14,7 +14,7 @@ from prompts import ChatTemplate, parse_routing
 from prompts.chat_copies import copies_of
 from prompts.chat_template import _environment
 from prompts.errors import RequestError
-from prompts.messages import render_chat
+from prompts.messages import BILLING_LINE, render_chat
 from prompts.skeletons import _KEPT_MAX, MESSAGES_MAX, Skeletons
 from tests.prompts import chat_templates
 
@@ -119,6 +119,13 @@ def test_a_chat_is_what_the_template_makes_of_it(
             except RequestError as error:
                 results.append(error.message)
         assert results[0] == results[1], name
+
+
+def test_a_billing_line_is_dropped_where_the_skeleton_is_kept() -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>", "eos_token": "</s>"})
+    chats = [[{"role": "system", "content": text}, {"role": "user", "content": "a"}]
+             for text in ("b", "b", f"{BILLING_LINE}: 1\nb")]  # fmt: skip
+    assert len({rendered(template, chat, True, plain=False) for chat in chats}) == 1
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

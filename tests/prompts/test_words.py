@@ -198,7 +198,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, asked = encoder(name), 0
+    made, asked = encoder.__wrapped__(name), 0
 
     def learn(word: str) -> list[int]:
         nonlocal asked
@@ -208,13 +208,23 @@ def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
     monkeypatch.setattr(made, "_learn", learn)
     texts = [
         "".join(item * (63_000 // len(item)))
-        for item in ("a", " ", "\n", "-", "A", " a" * 50 + "b" * 99, "b" * 65 + " ")
+        for item in ("a", " ", "\n", "-", "A", " a" * 50 + "b" * 99, "b" * 129 + " ")
     ]
     for text in [*texts, "a" * 4097, ("a" * 1000 + " ") * 4]:
         asked = 0
         made.encode(text)
         assert asked <= 4096, (text[:80], asked)
     assert asked in (4000, 4003), "a few long words are found here"
+
+
+def test_a_rule_of_dashes_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, hf, asked = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
+    learn = made._learn
+    monkeypatch.setattr(made, "_learn", lambda word: [asked.append(word), learn(word)][1])
+    for number in range(3):
+        text = f"part {number} {'-' * 119} {'=' * 65}end {'.' * 64} {'*' * 200}"
+        assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+    assert [len(word) for word in asked] == [120, 66, 65, 201, 201, 201]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,11 @@ std::vector<Steps> read_patterns(const char* path) {
     return all;
 }
 
+struct Word {
+    std::size_t start, end;
+    bool mixed = false;
+};
+
 class Fuzzer {
 public:
     Fuzzer(std::uint64_t seed, const std::vector<Steps>& patterns)
@@ -81,7 +86,7 @@ public:
         const std::string text = make();
         std::vector<Word> words;
         const auto before = work;
-        const bool all = cut(steps_, text, 0, words);
+        const bool all = cut(steps_, text, 0, [&](std::size_t start, std::size_t end) { words.push_back({start, end}); });
         Ids ids(text.size());
         std::size_t at = 0, count = 0;
         for (const Word& word : words) {
@@ -89,8 +94,8 @@ public:
             expect(word.start == at && word.end > at, "words are not the text");
             at = word.end;
             const std::size_t size = word.end - word.start, first = ids.size();
-            if (size > kWordMax || table_.append(text, word.start, size, ids)) continue;
-            pairs_[0].append(std::string_view(text).substr(word.start, size), ids);
+            if (size > kWordMax || table_.append(text, table_.seek(text, word.start, size), ids)) continue;
+            learn(text.substr(word.start, size), ids);
             table_.add(std::string_view(text).substr(word.start, size), ids.data() + first, ids.size() - first);
             ++count;
         }
@@ -113,7 +118,9 @@ public:
         }
         std::vector<Word> words;
         const auto before = work;
-        const bool all = cut_around(steps_[0], text, 0, words);
+        const bool all = cut_around(
+            steps_[0], text, 0, [&](std::size_t start, std::size_t end) { words.push_back({start, end}); },
+            [&](std::size_t start, std::size_t end) { words.push_back({start, end, true}); });
         expect(work - before <= kSteps + kStepsPerByte * text.size(), "a mixed text costs too many steps");
         if (!all) return;
         const auto other = [](char c) { return (c & 0x80) != 0; };
@@ -121,7 +128,7 @@ public:
         for (const Word& word : words) {
             expect(word.start == at && word.end > at && word.end <= text.size(), "pieces are not the text");
             const std::string piece = text.substr(word.start, word.end - word.start);
-            expect((word.kind == Word::Ascii) == std::none_of(piece.begin(), piece.end(), other), "a piece is of the wrong kind");
+            expect(word.mixed != std::none_of(piece.begin(), piece.end(), other), "a piece is of the wrong kind");
             expect(word.end == text.size() || !other(text[word.end]), "a piece ends before another character");
             at = word.end;
         }
@@ -135,11 +142,20 @@ private:
             const std::string word = text.substr(words[i].start, words[i].end - words[i].start);
             if (word.size() > kWordMax) continue;
             Ids known(1), made(1);
-            pairs_[0].append(word, made);
+            learn(word, made);
             const std::vector<u32> ids(made.data(), made.data() + made.size());
-            expect(ids == naive(word), "pairs make other ids than a naive search");
-            if (!table_.append(text, words[i].start, word.size(), known)) continue;
+            expect(word.size() > kPairsMax || ids == naive(word), "pairs make other ids than a naive search");
+            if (!table_.append(text, table_.seek(text, words[i].start, word.size()), known)) continue;
             expect(ids == std::vector<u32>(known.data(), known.data() + known.size()), "other ids are remembered than were learned");
+        }
+    }
+
+    // Of a long word those of its characters: what a library would say.
+    void learn(const std::string& word, Ids& ids) const {
+        if (word.size() <= kPairsMax) return pairs_[0].append(word, ids);
+        for (const char c : word) {
+            const u32 id = static_cast<u32>(c);
+            ids.append(&id, 1);
         }
     }
 

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 from core_by_hand import MODEL, make, request, sent_to, spec
 from hypothesis import settings
@@ -189,7 +188,7 @@ def test_models_merge_and_loras_resolve() -> None:
     core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
     assert set(core.registry.models()) == {"m", "n", "tuned"}
     assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
-    tuned = msgspec.structs.replace(request("r", [1, 2]), model="tuned", scope=Scope("n", lora="tuned"))
+    tuned = request("r", [1, 2]).replaced(model="tuned", scope=Scope("n", lora="tuned"))
     assert sent_to(core.route(tuned, 0.0)) == "b"
 
 

@@ -160,6 +160,36 @@ def test_native_equals_the_reference(
     assert (stats[0].entries, stats[0].parked, stats[0].pins) == (stats[1].entries, stats[1].parked, stats[1].pins)
 
 
+RUN = tuple(range(12))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    run=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(("store", "store", "remove")), tiers, st.integers(0, 5),
+                  st.integers(1, 6)),
+        max_size=12,
+    ),
+    pinned=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=2),
+)  # fmt: skip
+def test_runs_of_blocks_that_some_hold_in_part(run: Any, pinned: Any) -> None:
+    """One prompt, of which three holders have these and those blocks on these and those tiers."""
+    pair, layout = (ReferenceIndex(7), make_index(7)), (Spec(None, None, 2),)
+    worlds = [World(layout) for _ in range(3)]
+    holders = [pair[0].add_holder(f"w{i}", "m") for i in range(3)]
+    assert holders == [pair[1].add_holder(f"w{i}", "m") for i in range(3)]
+    for pick, kind, tier, start, count in run:
+        args = (tier, RUN, start, count) if kind == "store" else (tier, RUN, start)
+        payload = encode_batch(EventBatch(0.0, drive(worlds[pick], (kind, 0, *args))))
+        for index in pair:
+            index.ingest(holders[pick], payload)
+    for pick, length in pinned:
+        for index in pair:
+            index.pin(holders[pick], RUN[:length], SCOPE)
+    for length in range(2, 13):
+        _same_matches(pair, (*RUN[:length], 99))
+
+
 def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, asked: Any) -> None:
     """A dump of either implementation rebuilds the holder in either."""
     copy = twin.add_holder("copy", "m")
@@ -180,4 +210,8 @@ def _fields(matches: Any) -> list[tuple[Any, ...]]:
 
 
 def _same_matches(pair: Any, prompt: tuple[int, ...]) -> None:
-    assert _fields(pair[0].match(prompt, SCOPE)) == _fields(pair[1].match(prompt, SCOPE))
+    expected = _fields(pair[0].match(prompt, SCOPE))
+    assert expected == _fields(pair[1].match(prompt, SCOPE))
+    known = pair[1].prepare(prompt)
+    pair[1].chunk_keys(known, SCOPE, 1)  # as of a prompt that was seen before: its keys are known
+    assert expected == _fields(pair[1].match(known, SCOPE))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.messages import Terms
 from router.decide.policy import (
     KvCost,
     OwnPolicy,
@@ -21,11 +22,13 @@ from router.decide.policy import (
     load_seconds,
     sticky_key,
 )
+from router.decide.route import RouteRequest
 from router.decide.target import SharedLoad, Target
 from router.decide.tracker import LoadTracker
-from router.index.protocol import HolderId, Match
+from router.index.protocol import HolderId, Match, Scope
 
 CONFIG = CostConfig()
+TERMS = Terms("w", 0, 0, 0.1, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.1, 0, 0.1, 0.1)
 
 
 def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTracker, list[Target]]:
@@ -304,7 +307,8 @@ def test_a_policy_function_that_fails_leaves_the_choice_to_the_price(monkeypatch
 
     monkeypatch.setattr(random, "own", choose, raising=False)
     own = OwnPolicy("random:own")
-    assert [own.choose(None, [None, None]) for _ in range(3)] == [None] * 3
+    asked = RouteRequest("r", "m", Scope("m"), None, 10)
+    assert [own.choose(asked, [TERMS, TERMS]) for _ in range(3)] == [None] * 3
     assert own.failures == 3
     monkeypatch.setattr(random, "own", lambda request, terms: 1)
-    assert OwnPolicy("random:own").choose(None, [None, None]) == 1
+    assert OwnPolicy("random:own").choose(asked, [TERMS, TERMS]) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.tiny.tokenizer import write_tokenizer
@@ -160,6 +160,9 @@ def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
 
 
 @settings(max_examples=15, deadline=None)
+@example(seed=363, kind="chat").via(
+    "behind the last known message another role than before comes next, then a third time"
+)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
 def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
     rng, table, went_on = random.Random(seed), KnownBodies(1 << 20), 0
@@ -314,6 +317,19 @@ def test_the_table_is_bounded() -> None:
     table.keep(huge)
     assert table.find("chat", huge.body) is None, "one body must not empty it"
     assert set(KINDS.values()) >= {"chat", "messages"}
+
+
+def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:
+    """Two that differ between the last length that is digested and where they end; the third one began both."""
+    table, shared = KnownBodies(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
+    for body in (shared[:1024], shared + b"a" * 100):
+        mark = Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})
+        table.keep(Known("chat", 0, b"", 0, [], returning.array("I"), [mark], body, returning.array("I")))
+    for tail, length in ((b"a", 2148), (b"b", 1024)):
+        found = table.find("chat", shared + tail * 200)
+        assert found is not None
+        assert found[1].end == length
+    assert table.find("messages", shared + b"a" * 200) is None
 
 
 def test_a_short_body_is_worth_knowing_when_a_quarter_of_it_came_before() -> None:

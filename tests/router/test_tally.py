@@ -34,6 +34,25 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     assert tally.counts() == {}
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 40), st.integers(0, 2)), max_size=60))
+def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int, int, int]]) -> None:
+    index = make_index(seed=1)
+    native, naive = [index.tally() for _ in range(5)], [NaiveTally() for _ in range(5)]
+    running: list[tuple[list[int], int]] = []
+    for now_s, (adds, conversation, chunks, place) in enumerate(orders):
+        if adds or not running:
+            running.append(([conversation * 1_000_003 + i for i in range(chunks)], place))
+            keys = running[-1][0]
+            told = [all[0].enter(keys, all[2 + place], all[1], float(now_s)) for all in (native, naive)]
+        else:
+            keys, place = running.pop(conversation % len(running))
+            told = [all[0].leave(keys, all[2 + place], all[1]) for all in (native, naive)]
+        assert told[0] == told[1]
+        assert [tally.counts() for tally in native] == [tally.counts() for tally in naive]
+        assert [native[0].since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
+
+
 def test_what_was_never_counted_cannot_be_taken() -> None:
     tally = make_index(seed=1).tally()
     assert tally.more([2**64 - 1, 0]) == 0

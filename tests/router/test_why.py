@@ -111,10 +111,11 @@ class Fleet:
     def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> AskedTurn:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
+        short = route.session is None and self.ledger.wants_short(keys)
         return AskedTurn(
             route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
             route.session, route.parent, route.final, 0,
-            short_keys(self.core.index, ids, route.scope, CHUNK) if route.session is None else (),
+            short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
             begins_with(parsed) if route.session is None else None,
         )  # fmt: skip
 

@@ -230,6 +230,8 @@ void Relay::pass_on(std::uint64_t number, Stream& stream, std::vector<Return>& r
     if (written != size || (tokens != nullptr && tokens->failed)) {
         returned.push_back({number, Given::kBlocked, std::string(data + written, size - written)});
     }
+    // Of one long event nothing is kept: the room is everybody's, for as long as this process lives.
+    if (passed_.capacity() > 4 * kReadBytes) std::string().swap(passed_);
 }
 
 }  // namespace blockcast

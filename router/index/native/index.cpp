@@ -177,8 +177,13 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     Pin pin{holder, holder->seat, cut, {}, std::nullopt};
     Prefixes prefixes(asked, digester_, cut);
     const u64 count = prompt.count / cut, stride = cut / prefixes.unit();
-    pin.boundaries.resize(count);
-    for (u64 i = 0; i < count; ++i) pin.boundaries[i] = prefixes.numbered((i + 1) * stride);
+    const u64* const keys = prefixes.up_to(count * stride);
+    if (stride == 1) {
+        pin.boundaries.assign(keys + 1, keys + 1 + count);
+    } else {
+        pin.boundaries.resize(count);
+        for (u64 i = 0; i < count; ++i) pin.boundaries[i] = keys[(i + 1) * stride];
+    }
     const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
     if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
     promise(pin);

@@ -148,10 +148,18 @@ public:
         return memo_.keys[index];
     }
 
+    // All keys up to this one, from that of nothing on.
+    const u64* up_to(std::size_t index) {
+        numbered(index);
+        return memo_.keys.data();
+    }
+
+    // How many there are by now.
+    std::size_t known() const { return memo_.keys.size(); }
     u64 unit() const { return memo_.unit; }
 
 private:
-    void extend_to(std::size_t index) {
+    [[gnu::noinline]] void extend_to(std::size_t index) {
         while (memo_.keys.size() <= index) {
             const u64 from = (memo_.keys.size() - 1) * memo_.unit;
             // They ascend, and so do the stretches: each item is looked at once.

@@ -66,9 +66,7 @@ private:
         if (before == 0 && pins_ && ahead * length_ <= c_.limit) {
             c_.nodes.prefetch(Nodes::hash(key(ahead), static_cast<u32>(length_)));
         }
-        const u32 id = c_.nodes.find_after(before, key(step), static_cast<u32>(length_));
-        path_.push_back(id);
-        return id;
+        return c_.nodes.find_after(before, key(step), static_cast<u32>(length_));
     }
 
     u64 key(u64 step) const { return c_.prefixes.numbered(step * stride_); }
@@ -97,11 +95,18 @@ private:
         Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_);
         const u64 steps = c_.limit / length_;
         u64 step = 1, more = 1;
+        const u64 known = std::min(steps, (c_.prefixes.known() - 1) / stride_);  // of a prompt that was seen before
         const Presence nobody, *before = &nobody;  // who holds the block before, where nobody goes on by a promise alone
-        path_.reserve(steps);
         for (u32 id = 0; step <= steps && more != 0; ++step) {
-            id = next_node(id, step);
             // Held by the same as the one before, as along most of a prompt: everybody's prefix goes on or has ended.
+            if (before != &nobody && step <= known) {
+                const u64* const keys = c_.prefixes.up_to(0) + step * stride_;
+                const u64 alike = c_.nodes.alike_after(id, keys, stride_, known + 1 - step, static_cast<u32>(length_));
+                id += static_cast<u32>(alike);
+                step += alike;
+                if (step > steps) break;
+            }
+            id = next_node(id, step);
             if (id != 0 && c_.nodes[id].presence.plainly_equals(*before)) continue;
             before = id == 0 ? &nobody : &c_.nodes[id].presence;
             for (std::size_t word = 0; word < words_; ++word) held[word] = held_gpu[word] = 0;
@@ -289,8 +294,10 @@ private:
         }
         u32 ordinal = 0;
         while (!(holder.demands(holder.groups[ordinal]) && holder.groups[ordinal].role() == Role::Full)) ++ordinal;
-        for (u64 step = 0; step < match.tokens / length_; ++step) {
-            match.tier_tokens[fastest_tier(c_.nodes, path_[step], holder.seat, ordinal)] += length_;
+        u32 id = 0;
+        for (u64 step = 1; step <= match.tokens / length_; ++step) {
+            id = c_.nodes.find_after(id, key(step), static_cast<u32>(length_));
+            match.tier_tokens[fastest_tier(c_.nodes, id, holder.seat, ordinal)] += length_;
         }
     }
 
@@ -304,7 +311,6 @@ private:
     std::vector<Plane> planes_;        // by ordinal
     Words checkpoint_, boundary_;      // where prompts in flight will land (by step); what they leave of this step
     std::vector<u64> found_[kViews];   // by seat
-    std::vector<u32> path_;            // node of each step
 };
 
 }  // namespace

@@ -398,6 +398,8 @@ NB_MODULE(_native, module) {
     nb::class_<Tally>(module, "Tally")
         .def("more", &Tally::more, nb::arg("keys"), nb::arg("start") = 0, nb::arg("now_s") = 0.0)
         .def("less", &Tally::less, nb::arg("keys"), nb::arg("start") = 0)
+        .def("enter", &Tally::enter, nb::arg("keys"), nb::arg("there"), nb::arg("places"), nb::arg("now_s"))
+        .def("leave", &Tally::leave, nb::arg("keys"), nb::arg("there"), nb::arg("places"))
         .def("count", &Tally::count, nb::arg("key"))
         .def("since_s", &Tally::since_s, nb::arg("key"))
         .def("leading", &Tally::leading, nb::arg("keys"), nb::arg("least"))

@@ -27,11 +27,12 @@ public:
 
     // Whether it is the first of this seat.
     bool add(u64 key, Seat seat) {
-        Entry* entry = find(key);
+        const Table::Spot spot = table_.spot(hash_of(key));
+        Entry* entry = find(spot, key);
         if (entry == nullptr) {
             Entry fresh{key, Presence()};
             fresh.holders.add(seat, 0, heap_);
-            table_.insert(fresh);
+            table_.insert(spot, fresh);
             return true;
         }
         if (entry->holders.add(seat, 0, heap_)) return true;
@@ -46,14 +47,15 @@ public:
 
     // Whether it was the last of this seat.
     bool remove(u64 key, Seat seat) {
-        Entry* entry = find(key);
+        const Table::Spot spot = table_.spot(hash_of(key));
+        Entry* entry = find(spot, key);
         if (entry == nullptr) return false;
         if (More* more = more_.size() == 0 ? nullptr : find_more(key, seat)) {
             if (--more->count == 0) more_.erase(more);
             return false;
         }
         entry->holders.remove(seat, 0, heap_);
-        if (entry->holders.empty()) table_.erase(entry);
+        if (entry->holders.empty()) table_.erase(spot, entry);
         return true;
     }
 
@@ -95,15 +97,17 @@ private:
 
     // Keys are 61-bit digests with a random base: mixed with a seat they are as unlikely to collide as they are alone.
     static u64 more_id(u64 key, Seat seat) { return key * 0xD6E8FEB86659FD93ull + seat; }
-    Entry* find(u64 key) const {
-        return table_.find(hash_of(key), [&](const Entry& entry) { return entry.key == key; });
+    using Table = SegmentedTable<Entry, Traits>;
+    Entry* find(const typename Table::Spot& spot, u64 key) const {
+        return table_.find(spot, [&](const Entry& entry) { return entry.key == key; });
     }
+    Entry* find(u64 key) const { return find(table_.spot(hash_of(key)), key); }
     More* find_more(u64 key, Seat seat) const {
         const u64 id = more_id(key, seat);
         return more_.find(hash_of(id), [&](const More& more) { return more.id == id; });
     }
 
-    SegmentedTable<Entry, Traits> table_;
+    Table table_;
     SegmentedTable<More, MoreTraits> more_;
     std::size_t heap_ = 0;
 };
@@ -187,6 +191,22 @@ public:
         }
         if (slots_.size() > kSlotsMin && 16 * size_ < slots_.size()) resize(slots_.size() / 2);
         return there;
+    }
+
+    // One prompt more that runs somewhere, counted here, where it runs (`there`), and of how many places (`places`); how many
+    // of its keys were there.
+    u64 enter(const std::vector<u64>& keys, Tally& there, Tally& places, double now_s) {
+        more(keys, 0, now_s);
+        const u64 before = there.more(keys, 0, 0.0);
+        places.more(keys, before, 0.0);
+        return before;
+    }
+    // One less; how many of its keys are still there.
+    u64 leave(const std::vector<u64>& keys, Tally& there, Tally& places) {
+        less(keys, 0);
+        const u64 left = there.less(keys, 0);
+        places.less(keys, left);
+        return left;
     }
 
     u64 count(u64 key) const { return slots_[place(key)].count; }

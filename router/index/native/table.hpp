@@ -201,11 +201,13 @@ public:
             at = at + 1 == segment.size ? 0 : at + 1;
             chunk = chunk_of(segment, at);
         }
-        chunk->tags[entry - chunk->slots] = 0;
-        --segment.count;
-        --size_;
-        const u32 needed = segment.count * 4 / (3 * kSlots * kPerPage) + 1;
-        if (needed * 2 < segment.size / kPerPage) resize(segment, needed);
+        take_out(segment, chunk, entry);
+    }
+
+    // The same where the search for it began at this spot.
+    void erase(const Spot& spot, Entry* entry) {
+        if (entry < spot.chunk->slots || entry >= spot.chunk->slots + kSlots) return erase(entry);
+        take_out(segments_[spot.number], spot.chunk, entry);
     }
 
     template <class Visit>
@@ -274,6 +276,15 @@ private:
         return pages;
     }
     static bool is_full(const Segment& segment) { return (segment.count + 1) * 32 > segment.size * kSlots * 29; }
+
+    void take_out(Segment& segment, Chunk* chunk, Entry* entry) {
+        chunk->tags[entry - chunk->slots] = 0;
+        --segment.count;
+        --size_;
+        if (segment.size <= 2 * kPerPage) return;
+        const u32 needed = segment.count * 4 / (3 * kSlots * kPerPage) + 1;
+        if (needed * 2 < segment.size / kPerPage) resize(segment, needed);
+    }
 
     template <class Visit>
     void visit_segment(const Segment& segment, Visit& visit) const {

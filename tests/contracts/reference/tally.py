@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from router.index.protocol import Tally
+
 
 class NaiveTally:
     def __init__(self) -> None:
@@ -24,6 +26,18 @@ class NaiveTally:
         self._counts.subtract(keys[start:])
         self._counts = +self._counts
         return sum(key in self._counts for key in keys[start:])
+
+    def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
+        self.more(keys, now_s=now_s)
+        before = there.more(keys)
+        places.more(keys, before)
+        return before
+
+    def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
+        self.less(keys)
+        left = there.less(keys)
+        places.less(keys, left)
+        return left
 
     def count(self, key: int) -> int:
         return self._counts[key]

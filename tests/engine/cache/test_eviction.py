@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.eviction import Adaptive, Leaves
+from engine.cache.duel import Duel
+from engine.cache.eviction import Adaptive
 from engine.cache.habits import Habits, Turn
+from engine.cache.leaves import Leaves
 
 
 class Place:
@@ -127,6 +129,66 @@ def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
     assert {1, 2, 3, 4, 5, 7, 8} <= set(cache.places)
 
 
+def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -> None:
+    """Else it would go on to be the one that is evicted, until nothing is left of any that waits."""
+    habits = Habits(100, 16)
+    leaves: Leaves[Place] = Leaves(habits)
+    ends = []
+    for first in (10, 20):
+        turn = habits.begin([first, first + 1], 0)
+        habits.end(turn)
+        parent = Place(first, 0, None)
+        ends.append(Place(first + 1, 1, parent))
+        leaves.add(ends[-1], turn)
+        if first == 10:  # all that nobody holds, when a request needs room
+            assert leaves.choose(learned=True) is ends[0]
+            leaves.shorten(ends[0], parent)
+            assert leaves.choose(learned=True) is parent
+    assert leaves.choose(learned=True) is ends[1]
+
+
+def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
+    habits = Habits(10, 16)
+    first = habits.begin([1, 2, 3, 4], 0)
+    counts = habits.of(first)
+    before = counts.turns
+    habits.end(first)
+    assert counts.turns == before, "it is not known yet whether it comes back"
+    again = habits.begin([1, 2, 3, 4, 5, 6], 4)
+    assert (again.before, counts.turns, counts.returned) == (first, before + 1, before / 2 + 1)
+    habits.end(again)
+    late = habits.of(again)
+    before = late.turns
+    for k in range(100, 110):  # 20 blocks, two caches' worth
+        habits.end(habits.begin([k, -k], 0))
+    assert late.turns == before
+    habits.end(habits.begin([200], 0))
+    assert late.turns == before + 1
+    habits.end(habits.begin([1, 2, 3, 4, 5, 6, 7], 0))
+    assert late.turns == before + 1, "overdue, and then back"
+    for _ in range(1000):  # nothing of it can be known again
+        habits.end(habits.begin([], 0))
+    assert len(habits._waiting) < 20
+
+
+def test_the_duel_follows_what_is_learned_until_lru_found_more() -> None:
+    habits = Habits(8, 16)
+    duel = Duel(8, habits)
+    assert duel.learned
+    chains = [[k, k + 1, k + 2] for k in range(0, 40, 10)]
+    for names in (*chains, chains[-1]):  # the youngest comes back: LRU has all of it, what is learned evicted it
+        turn = habits.begin(names, 0)
+        habits.end(turn)
+        duel.serve(names, turn)
+    assert not duel.learned
+    for _ in range(3):
+        for names in chains:  # a cycle larger than the cache
+            turn = habits.begin(names, 0)
+            habits.end(turn)
+            duel.serve(names, turn)
+    assert duel.learned
+
+
 class Naive:
     """Every entry with what it was queued by; looks at all of them."""
 
@@ -190,8 +252,28 @@ def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
         lines.append(json.dumps({"input_length": 512 * len(ids), "hash_ids": ids}))
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))
     argv = [str(tmp_path / "trace.jsonl"), "--json", str(tmp_path / "out.json"), "--percents", "20"]
+    argv += ["--state-blocks", "3"]
     monkeypatch.setattr(sys, "argv", ["eviction.py", *argv, "--requests", "80"])
     importlib.import_module("eviction").main()
-    row = json.loads((tmp_path / "out.json").read_text())["traces"]["trace"]["rows"]["20 %"]
+    figures = json.loads((tmp_path / "out.json").read_text())["traces"]["trace"]
+    row = figures["rows"]["20 %"]
     assert 0 < row["ours"] <= row["Belady"]
     assert row["LRU"] <= row["Belady"]
+    row = figures["a state as 3 blocks"]["20 %"]
+    assert 0 < row["adaptive"] <= row["Belady, no states"] == figures["rows"]["20 %"]["Belady"]
+    assert row["present"] <= row["Belady, no states"]
+    assert row["adaptive, refused"] == row["present, refused"] == 0
+
+
+def test_of_small_caches_whose_requests_hold_most_of_them_half_of_beladys_hits_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's row by names: four turns of eight conversations, three requests at once."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[3] / "benchmarks")])
+    argv = ["--json", str(tmp_path / "out.json"), "--draws", "4", "--turns", "4", "--at-once", "3"]
+    monkeypatch.setattr(sys, "argv", ["small_caches.py", *argv])
+    importlib.import_module("small_caches").main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    lru, ours = (rows[f"4 turns, 3 at once, {name}"] for name in ("LRU", "ours"))
+    assert ours["least"] > 0.5 > lru["mean"]
+    assert ours["mean"] < ours["held"] < 1

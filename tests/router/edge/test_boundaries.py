@@ -7,6 +7,7 @@ import errno
 import inspect
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from router.edge.progress import Progress
 from router.edge.proxy import Proxy
 from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.budget import Budget
-from router.http.config import HttpLimits
+from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
-from router.http.request import PIECE_BYTES
+from router.http.headers import Heads
+from router.http.request import PIECE_BYTES, RequestHead
 from router.http.turns import AT_ONCE, REQUESTS_AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
@@ -397,6 +399,9 @@ class Transport:
     def resume_reading(self) -> None:
         self.reads = True
 
+    def write_eof(self) -> None:
+        pass
+
     def abort(self) -> None:
         self.aborted = True
 
@@ -546,6 +551,7 @@ class App:
     def __init__(self) -> None:
         self.limits, self.budget, self.turns = HttpLimits(), Budget(HttpLimits(), Metrics()), LoopTurns()
         self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
+        self.heads: Heads[RequestHead] = Heads()
         self.taken: list[int] = []
 
     def admit(self, connection: Any, request: Any) -> str:
@@ -553,6 +559,9 @@ class App:
 
     def handle(self, connection: Any, request: Any) -> None:
         self.taken.append(request.body_bytes)
+
+    def rejected(self, status: int) -> None:
+        assert status in (408, 413)
 
     def crashed(self, where: str, error: Exception) -> None:
         raise error
@@ -604,7 +613,8 @@ def test_what_was_read_beyond_an_answer_is_nobodys() -> None:
     reading(scenario)
 
 
-def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns() -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(refused: bool) -> None:
     """The system takes a tenth of a millisecond to take a megabyte back. It counts as kept until then."""
 
     async def run() -> None:
@@ -620,13 +630,40 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
         assert metrics.held_bytes >= len(connections) * 8 * PIECE_BYTES
         pieces = 8 * len(connections)
         for connection in connections:
-            connection.connection_lost(None)
+            if refused:
+                connection.expire(time.monotonic() + 1000, ClientTimeouts())
+                assert b" 408 " in connection._transport.written[-1]
+            else:
+                connection.connection_lost(None)
+        assert metrics.held_bytes >= len(connections) * 7 * PIECE_BYTES
         while metrics.held_bytes:
             left = sum(len(connection._parser._pieces) for connection in connections)
             assert pieces - left <= max(AT_ONCE, len(connections) * (pieces == 8 * len(connections)))
             pieces = left
             await asyncio.sleep(0)
         app.budget.check_invariants()
+
+    asyncio.run(run())
+
+
+def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
+    """And dropped, so that the client can read why."""
+
+    async def run() -> None:
+        app, transports = App(), []
+        for _ in range(3 * AT_ONCE):
+            connection, transport = ClientConnection(app, set()), Transport()  # type: ignore[arg-type]
+            connection.connection_made(transport)  # type: ignore[arg-type]
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % 10**10)
+            assert b" 413 " in transport.written[-1]
+            connection.data_received(bytes(LONG_READ_BYTES))
+            transports.append(transport)
+        assert not any(transport.reads for transport in transports)
+        reading = 0
+        while reading < len(transports):
+            await asyncio.sleep(0)
+            before, reading = reading, sum(transport.reads for transport in transports)
+            assert reading - before <= AT_ONCE
 
     asyncio.run(run())
 

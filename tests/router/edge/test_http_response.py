@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.chunked import TRAILERS_MAX, ChunkedBody
-from router.http.headers import ProtocolError
+from router.http.headers import Dropping, HeaderBlock, Heads, ProtocolError
+from router.http.response import HeadParser, LengthBody, ResponseHead
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value"])
@@ -80,3 +81,44 @@ def test_trailers_without_end_are_not_read_for_ever() -> None:
     assert reader.feed(trailers) == len(trailers)
     with pytest.raises(ProtocolError, match="trailers too long"):
         reader.feed(b"x: y\r\n")
+
+
+def test_what_a_head_means_after_head_is_not_what_it_means_after_get() -> None:
+    """The answer to HEAD has no body, and says nothing about the next answer with the same head, on any connection."""
+    heads: Heads[ResponseHead] = Heads()
+    chunked, sized = (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n",
+    )
+    for sent, kind in ((chunked, ChunkedBody), (sized, LengthBody)):
+        first = HeadParser(heads)
+        for parser, method in (
+            (first, "HEAD"),
+            (first, "GET"),
+            (HeadParser(heads), "HEAD"),
+            (HeadParser(heads), "POST"),
+        ):
+            found = parser.parse(sent, method)
+            assert found is not None
+            head, rest = found
+            assert (rest, head.keep_alive, head.length) == (b"", True, 7 if kind is LengthBody else None)
+            assert head.body.done == (method == "HEAD")
+            assert head.chunked == (kind is ChunkedBody and method != "HEAD")
+            assert method == "HEAD" or type(head.body) is kind
+
+
+lines = st.sampled_from(
+    [b"X-A: 1\r\n", b"te: x\r\n", b"Te:\r\n", b"tea: 2\r\n", b"connection: keep-alive\r\n",
+     b"Connection: tea, close\r\n", b"connection: host, x-a\r\n", b"HOST: r\r\n", b"x-te: te: 3\r\n"]
+)  # fmt: skip
+
+
+@given(st.lists(lines, max_size=8))
+def test_a_block_without_some_names_is_its_other_lines(block: list[bytes]) -> None:
+    named = [line.partition(b":") for line in block]
+    options = {
+        option.strip() for name, _, value in named if name.lower() == b"connection" for option in value.split(b",")
+    }
+    gone = {b"te", b"connection"} | (options - {b"keep-alive", b"close", b"host"})
+    expected = b"".join([line for line in block if line.partition(b":")[0].lower() not in gone])
+    assert HeaderBlock(b"".join(block)).without(Dropping((b"te", b"connection"))) == expected

@@ -27,7 +27,8 @@ from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, pool
 from router.prompting.config import PoolConfig
-from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
+from router.prompting.encode import is_light, is_within_bounds, prompt_ids
+from router.prompting.envelope import NAME_BYTES_MAX, envelope
 from router.prompting.pool import Helpers, Order
 
 in_sources = pytest.mark.skipif(
@@ -221,19 +222,12 @@ def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> 
 def test_encoding_stops_where_the_context_ends(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 1024, 4096)
     tokenizer = Tokenizer.load(tmp_path)
-    asked: list[int] = []
-
-    class Counting:
-        chat_template = None
-
-        def encode_array(self, text: str, add_special_tokens: bool = True) -> Any:
-            asked.append(len(text))
-            return tokenizer.encode_array(text, add_special_tokens)
-
     parsed = parse_routing("/v1/completions", json.dumps({"prompt": WORDS}).encode())
-    counting: Any = Counting()
-    assert len(prompt_ids(parsed, counting, 100) or ()) == 101
-    assert asked == [101 * encode.CHARS_A_TOKEN]
+    assert len(prompt_ids(parsed, tokenizer, 100) or ()) == 101
+    stats = tokenizer.cache_stats()
+    assert stats is not None
+    encoded = tokenizer.encode(WORDS[: 101 * encode.CHARS_A_TOKEN], add_special_tokens=False)
+    assert 101 < stats.hit_tokens + stats.miss_tokens <= len(encoded) + 1 < len(WORDS) / encode.CHARS_A_TOKEN
 
 
 def allocated(work: Any) -> int:
@@ -351,7 +345,7 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
 def test_long_names_are_cut() -> None:
     """What nobody is called is not carried about."""
     fields = envelope(b'{"model":"%b","user":%b,"priority":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500, b"9" * 10**6))
-    assert len(fields["model"]) <= encode.NAME_BYTES_MAX + 1
+    assert len(fields["model"]) <= NAME_BYTES_MAX + 1
     assert fields["user"] is None
 
 

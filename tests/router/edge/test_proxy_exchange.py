@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from router.edge.config import Timeouts
+from router.http.response import INTERIM_MAX
 
 pytestmark = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["relay", "python"])
 
@@ -380,6 +381,22 @@ def test_interim_answers_are_swallowed(edge: Any, make_post: Any) -> None:
         answer = await edge.exchange(make_post(CHAT))
         assert status_of(answer) == 200
         assert body_of(answer) == b"ok"
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("interim", [b"100 Continue\r\n\r\n", b"103 Early Hints\r\nlink: x\r\n\r\n"])
+def test_interim_answers_have_an_end(edge: Any, make_post: Any, interim: bytes) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write((b"HTTP/1.1 " + interim) * (INTERIM_MAX if script.sound else 10_000))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        await edge.start()
+        await edge.worker(script)
+        for script.sound in (True, True, False):
+            answer = await edge.exchange(make_post(CHAT))
+            assert status_of(answer) == (200 if script.sound else 502)
 
     edge.run(scenario())
 

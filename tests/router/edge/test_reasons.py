@@ -96,6 +96,8 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         talk = Talk(edge, make_post)
         talk.turn()
         first = await talk.send()
+        for made in ("chatcmpl-", "cmpl-", "msg_"):  # an answer's id
+            assert await talk.ask(made + first["id"]) == (200, first)
         assert (first["reason"], first["reported_tokens"], first["session"]) == ("new_session", 0, "s")
         talk.turn()
         second = await talk.send()
@@ -124,7 +126,18 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
     async def scenario() -> None:
         reasons = await router()
         talk = Talk(edge, make_post)
-        assert (await talk.ask("nobody"))[0] == 404
+        for settings, words in (
+            ({}, "that were answered"),
+            ({"share": 0.5}, "50% of"),
+            ({"enabled": False}, "--reasons"),
+        ):
+            edge.admin._reasons = Reasons(
+                TurnsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.helpers,
+                edge.metrics, emptied={},
+            )  # fmt: skip
+            status, refused = await talk.ask("nobody")
+            assert status == 404
+            assert words in refused["error"]["message"]
         for body in (b'{"model": "tiny", "messages": "none"}', b'{"model": "no-such", "messages": [{}]}'):
             await edge.exchange(make_post(body, headers=[b"x-request-id: odd"]))
         assert (await talk.ask("odd"))[0] == 404

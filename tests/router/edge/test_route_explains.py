@@ -81,6 +81,19 @@ def test_the_explained_decision_is_the_one_taken(edge: Any, make_post: Any, poli
     edge.run(scenario())
 
 
+def test_a_path_that_no_request_is_sent_on_from_is_named(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        await edge.worker(edge.reply())
+        status, _, refused = parts(await edge.exchange(make_post(b'{"model": "tiny"}', b"/route?path=/nope")))
+        assert (status, refused["error"]["param"]) == (400, "path")
+        assert refused["error"]["message"].startswith(
+            "path: got '/nope', expected a route under /v1/, such as /v1/chat/"
+        )
+
+    edge.run(scenario())
+
+
 def test_a_prompt_that_is_to_be_cut_is_cut_as_vllm_cuts_it(edge: Any, make_post: Any) -> None:
     """`truncate_prompt_tokens: -1` keeps the end of the prompt, with room for one token."""
 

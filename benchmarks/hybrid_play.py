@@ -1,0 +1,76 @@
+"""A hybrid model's cache, played on names alone: the engine's own (`engine.cache`), with units and checkpoints.
+
+Of each prompt every name is found or computed, one request at a time and in chunks as the scheduler has them; states
+are kept where the engine keeps them: where a prompt leaves what is known, at its end and at the ends of long chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any, cast
+
+import _path  # noqa: F401
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.nodes import HashBlock
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
+from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
+
+CHUNK_TOKENS_MAX = 8192
+
+
+class _Named:
+    """`BlockNames` for prompts that are nothing but names."""
+
+    def __init__(self) -> None:
+        self.prompt: list[HashBlock] = []
+
+    def of(self, seq: Sequence, count: int) -> list[HashBlock]:
+        return self.prompt
+
+    def forget(self, seq: Sequence) -> None:
+        """There is one prompt at a time."""
+
+
+class HybridCache:
+    """Room for `capacity` blocks of `block_tokens`; a state takes as much as `state_blocks` of them."""
+
+    def __init__(self, capacity: int, block_tokens: int, state_blocks: int, *, adaptive: bool) -> None:
+        group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=1)
+        state = StateSpec(layers=(1,), state_bytes=state_blocks * block_tokens * group.token_bytes)
+        spec = CacheSpec(block_tokens, (group,), state)
+        assert spec.blocks_per_unit(0) == state_blocks
+        units = max(2, capacity // state_blocks)
+        self.cache = KVCache(spec, units, step_tokens_max=CHUNK_TOKENS_MAX, adaptive_eviction=adaptive)
+        self._named = _Named()
+        self.cache._names = cast(Any, self._named)
+        self._blocks: dict[int, HashBlock] = {}
+        self.refused = 0
+        """Prompts that were longer than the whole cache."""
+
+    def serve(self, names: Items[int]) -> int:
+        """Serve a prompt that goes on by less than a block; how many of its leading blocks were resumed from."""
+        cache, size = self.cache, self.cache.block_size
+        blocks = self._blocks
+        self._named.prompt = [blocks.get(n) or blocks.setdefault(n, HashBlock(n, b"", None, None)) for n in names]
+        length = size * len(names) + 1
+        request = Request(request_id="r", token_ids=[], params=SamplingParams())
+        tokens = cast("list[int]", range(length))  # only their number is asked for
+        seq = Sequence(request=request, token_ids=tokens, prompt_len=length, arrival_s=0.0)
+        if length > cache.token_capacity or not cache.admit(seq):
+            self.refused += 1
+            cache.forget_names(seq)
+            return 0
+        found = seq.computed // size
+        while seq.computed < length:
+            end = cache.clip(seq, min(length, seq.computed + CHUNK_TOKENS_MAX))
+            grown = cache.grow(seq, end)
+            assert grown, "a request that fits alone did not fit alone"
+            plan = StepPlan(chunks=[Chunk(seq, seq.computed, end, end == length)])
+            cache.reserve(seq, end)
+            cache.fill(plan)
+            cache.commit(plan.chunks)
+        cache.release(seq)
+        cache.forget_names(seq)
+        cache.take_events()
+        return found

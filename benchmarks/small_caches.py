@@ -1,0 +1,153 @@
+"""What small caches find of conversations that take turns while running requests hold their blocks; names alone.
+
+    python benchmarks/small_caches.py
+
+The sizes of the demo's small-cache row: eight conversations over two workers, each with room for two of them and a bit;
+a request goes where most of it is cached, else to whoever runs less. Figures are shares of what Belady's order finds of
+what each worker was asked, which may evict what runs; `Belady, held` may not, and knows the future else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import _path  # noqa: F401
+from eviction import Ours
+from harness.belady import NEVER, belady, leading
+from harness.figures import machine, markdown, write_json
+
+from engine.cache.habits import Turn
+
+CONVERSATIONS, WORKERS = 8, 2
+CONTEXT_TOKENS, TURN_TOKENS, ANSWER_TOKENS, BLOCK = 2600, 160, 24, 16
+SWAPPED = 0.3
+"""Share of neighbours that change places in a round."""
+CACHED_MIN = 20
+"""Blocks that must be cached at a worker for a request to go there."""
+
+
+class Held:
+    """A cache that evicts nothing of what runs: of the rest the oldest, or with `asked` what is used latest."""
+
+    def __init__(self, capacity: int, asked: list[list[int]] | None = None) -> None:
+        self.capacity = capacity
+        self.asked = asked
+        self.started = 0
+        self.nodes: dict[int, int] = {}
+        """Names with their worth."""
+        self.running: list[list[int]] = []
+
+    def start(self, names: list[int]) -> int:
+        found = leading(names, self.nodes)
+        self.started += 1
+        self.running.append(names)
+        self._use(names)
+        return found
+
+    def finish(self, names: list[int]) -> None:
+        self.running.remove(names)
+        self._use(names)
+
+    def _use(self, names: list[int]) -> None:
+        """Of one prompt the last block is worth least."""
+        self.nodes.update((name, self.started * 1000 - depth) for depth, name in enumerate(names))
+        if (over := len(self.nodes) - self.capacity) <= 0:
+            return
+        worth = self.nodes
+        if self.asked is not None:
+            worth = dict.fromkeys(self.nodes, -NEVER)
+            for at in range(len(self.asked) - 1, self.started - 1, -1):
+                worth.update((name, -at * 1000 - depth) for depth, name in enumerate(self.asked[at]))
+        held = {name for prompt in self.running for name in prompt}
+        for name in sorted(self.nodes.keys() - held, key=lambda name: worth[name])[:over]:
+            del self.nodes[name]
+
+
+class Adaptive(Ours):
+    """The engine's order, over what does not run."""
+
+    def __init__(self, capacity: int, *, duel: bool = True) -> None:
+        super().__init__(capacity, duel=duel)
+        self.turns: dict[int, Turn] = {}
+        """Of the running requests, by their last block."""
+
+    def start(self, names: list[int]) -> int:
+        found, self.turns[names[-1]] = self.take(names)
+        self.trim()
+        return found
+
+    def finish(self, names: list[int]) -> None:
+        self.leave(names, self.turns.pop(names[-1]))
+        self.trim()
+
+
+ORDERS: dict[str, Callable[[int], Held | Adaptive]] = {
+    "LRU": Held, "ours": Adaptive, "ours alone": lambda capacity: Adaptive(capacity, duel=False),
+}  # fmt: skip
+
+
+def play(make: Callable[[int], Held | Adaptive], seed: int, turns: int, at_once: int) -> tuple[int, int, int]:
+    """Blocks found of one draw, what Belady finds of the same, and Belady that evicts nothing that runs."""
+    rng = random.Random(seed)
+    grown = (CONTEXT_TOKENS + turns * 2 * TURN_TOKENS) // BLOCK
+    capacity = 2 * grown + 64
+    texts = [[rng.getrandbits(63) for _ in range(grown + 2)] for _ in range(CONVERSATIONS)]
+    caches = [make(capacity) for _ in range(WORKERS)]
+    asked: list[list[list[int]]] = [[] for _ in caches]
+    steps: list[tuple[int, bool, list[int]]] = []
+    running: deque[tuple[int, list[int]]] = deque()
+    found = 0
+    for turn in range(1, turns + 1):
+        order = list(range(CONVERSATIONS))
+        for i in range(CONVERSATIONS - 1):
+            if rng.random() < SWAPPED:
+                order[i : i + 2] = order[i + 1], order[i]
+        for conversation in order:
+            if len(running) == at_once:
+                worker, names = running.popleft()
+                caches[worker].finish(names)
+                steps.append((worker, False, names))
+            names = texts[conversation][: (CONTEXT_TOKENS + turn * (TURN_TOKENS + ANSWER_TOKENS)) // BLOCK]
+            known = [leading(names, cache.nodes) for cache in caches]
+            loads = [sum(at == worker for at, _ in running) for worker in range(WORKERS)]
+            ranks = [(-k if max(known) >= CACHED_MIN else 0, load, rng.random()) for k, load in zip(known, loads)]
+            worker = ranks.index(min(ranks))
+            found += caches[worker].start(names)
+            running.append((worker, names))
+            asked[worker].append(names)
+            steps.append((worker, True, names))
+    held = [Held(capacity, prompts) for prompts in asked]
+    best = sum(
+        held[worker].start(names) if starts else held[worker].finish(names) or 0 for worker, starts, names in steps
+    )
+    return found, sum(sum(belady(prompts, capacity)) for prompts in asked), best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--draws", type=int, default=20, help="orders of the conversations (default 20)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[4, 12], help="of each conversation")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 3], help="requests that run at once")
+    args = parser.parse_args()
+    rows: dict[str, dict[str, float]] = {}
+    for turns in args.turns:
+        for at_once in args.at_once:
+            for name, make in ORDERS.items():
+                draws = [play(make, seed, turns, at_once) for seed in range(args.draws)]
+                found, bound, held = (sum(column) for column in zip(*draws))
+                shares = [draw[0] / draw[1] for draw in draws]
+                rows[f"{turns} turns, {at_once} at once, {name}"] = {
+                    "mean": found / bound, "least": min(shares), "most": max(shares), "held": held / bound,
+                }  # fmt: skip
+    titles = {"mean": "mean", "least": "least", "most": "most", "Belady, held": "held"}
+    print(markdown(rows, {title: (key, "{:.2f}") for title, key in titles.items()}, "of Belady"))
+    write_json(args.json, {"machine": machine(), "draws": args.draws, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

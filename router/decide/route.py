@@ -1,0 +1,88 @@
+"""What the core is asked of one request. Plain, so that a compiled core reads its fields at their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.index.protocol import PromptMemory, Scope
+
+_FIELDS = (
+    "request_id", "model", "scope", "token_ids", "prompt_tokens", "like", "output_max", "output_min", "stream",
+    "priority", "worker", "session", "parent", "final", "subset", "role", "deadline_s", "ttft_s_max", "tenant",
+    "share", "kinds",
+)  # fmt: skip
+
+
+class RouteRequest:
+    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
+
+    __slots__ = _FIELDS
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        scope: Scope,
+        token_ids: Sequence[int] | None,
+        prompt_tokens: int,
+        like: PromptMemory | None = None,
+        output_max: int = 0,
+        output_min: int = 0,
+        stream: bool = True,
+        priority: int = 0,
+        worker: str | None = None,
+        session: str | None = None,
+        parent: str | None = None,
+        final: bool = False,
+        subset: frozenset[str] | None = None,
+        role: str | None = None,
+        deadline_s: float | None = None,
+        ttft_s_max: float | None = None,
+        tenant: str = "",
+        share: float = 1.0,
+        kinds: list[tuple[str, int | str | None]] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.scope = scope
+        self.token_ids = token_ids
+        """The prompt; None where it could not be tokenised here: then only load decides."""
+        self.prompt_tokens = prompt_tokens
+        """len(token_ids), or an estimate where they are None."""
+        self.like = like
+        """Of a prompt that may begin as this one does."""
+        self.output_max = output_max
+        """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
+        self.output_min = output_min
+        """Fewest tokens that will be generated, where the client forbids an earlier end."""
+        self.stream = stream
+        """Whether the first token will be seen as it comes; otherwise its time is estimated."""
+        self.priority = priority
+        """Lower is served earlier, as in vLLM; only the reordering queue looks at it."""
+        self.worker = worker
+        """The worker the client pinned the request to, or None."""
+        self.session = session
+        """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
+        self.parent = parent
+        """The session that started this one: its prompts begin alike."""
+        self.final = final
+        """No request of the session will follow."""
+        self.subset = subset
+        """Workers that may be chosen, as a gateway says; None: all."""
+        self.role = role
+        """Role label a worker must carry, or None for any."""
+        self.deadline_s = deadline_s
+        """Absolute time after which a held request is refused; None takes the queue's default."""
+        self.ttft_s_max = ttft_s_max
+        """The longest predicted wait for its first token with which it is taken; None: the configured one."""
+        self.tenant = tenant
+        """Whose it is: fair turns are between tenants."""
+        self.share = share
+        """What a turn of its tenant's counts is divided by it."""
+        self.kinds = kinds
+        """What answers its own will be like, once router/decide/lengths.py has worked it out."""
+
+    def replaced(self, **changes: Any) -> RouteRequest:
+        """The same but for these fields."""
+        return RouteRequest(**{name: getattr(self, name) for name in _FIELDS} | changes)

@@ -1,0 +1,192 @@
+"""The adaptive order where recurrent states are kept: what a path with a state is worth, and beside GreedyDual."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cache.duel import Duel
+from engine.cache.eviction import Adaptive
+from engine.cache.habits import Habits
+from engine.cache.leaves import Leaves, States
+
+ROOM = 4
+
+
+class Place:
+    def __init__(self, hash_: int, parent: Place | None, *, state: bool = False) -> None:
+        self.hash, self.parent, self.state = hash_, parent, state
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.branches = 0
+
+    def saved(self, room: int) -> int | None:
+        before = self.parent
+        while before is not None and not before.state:
+            before = before.parent
+        return None if not self.state else self.depth - (-1 if before is None else before.depth)
+
+
+def path(first: int, blocks: int, *states: int) -> list[Place]:
+    """Blocks of a prompt, with states after so many of them."""
+    places: list[Place] = []
+    for index in range(blocks):
+        places.append(Place(first + index, places[-1] if places else None, state=index + 1 in states))
+        if index:
+            places[-2].branches = 1
+    return places
+
+
+def left(habits: Habits, leaves: Leaves[Place], places: list[Place]) -> None:
+    turn = habits.begin([place.hash for place in places], 0)
+    habits.end(turn)
+    leaves.add(places[-1], turn)
+
+
+@pytest.fixture
+def habits() -> Habits:
+    return Habits(1000, 1)
+
+
+@pytest.fixture
+def leaves(habits: Habits) -> Leaves[Place]:
+    return Leaves(habits, States(ROOM, Place.saved))
+
+
+def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
+    habits: Habits, leaves: Leaves[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GreedyDual-Size has it for what is of one age: by what is saved and what it takes, whatever its class."""
+    monkeypatch.setattr(Habits, "kind", lambda self, turn: (False, 1, 0))
+    monkeypatch.setattr(Habits, "due", lambda self, turn: 10.0)
+    rng = random.Random(0)
+    saves = [1, 2, 5, 14, 300]
+    rng.shuffle(saves)
+    ends = {}
+    for number, saved in enumerate(saves):
+        places = path(1000 * number, saved, saved)
+        ends[saved] = places[-1]
+        left(habits, leaves, places)
+    nothing = path(9000, 600)
+    left(habits, leaves, nothing)
+    gone = []
+    while (leaf := leaves.choose(learned=True)) is not None:
+        gone.append(leaf)
+        leaves.remove(leaf)
+    assert gone == [nothing[-1], *(ends[saved] for saved in sorted(saves))]
+
+
+def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(habits: Habits, leaves: Leaves[Place]) -> None:
+    places, other = path(0, 12, 8, 12), path(100, 1, 1)
+    left(habits, leaves, places)
+    left(habits, leaves, other)
+    assert leaves.choose(learned=True) is other[-1]
+    for place in reversed(places[8:]):
+        leaves.shorten(place, place.parent or place)
+        place.state = False
+    assert leaves.choose(learned=True) is other[-1]  # saves 1 and takes 5; the first 8 save 8 and take 12
+    leaves.shorten(places[7], places[6])  # nothing resumes there any more
+    assert leaves.choose(learned=True) is places[6]
+    leaves.check_invariants({places[6], other[-1]})
+
+
+def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(habits: Habits, leaves: Leaves[Place]) -> None:
+    places, other = path(0, 300, 300), path(500, 3, 3)
+    left(habits, leaves, places)
+    left(habits, leaves, other)
+    assert leaves.choose(learned=True) is other[-1]
+    places[-1].state = False
+    leaves.weigh(places[-1])
+    assert leaves.choose(learned=True) is places[-1]
+
+
+def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
+    habits: Habits, leaves: Leaves[Place]
+) -> None:
+    places = path(0, 300, 100, 300)
+    left(habits, leaves, places)
+    leaves.supersede(places[99], 2.0)
+    assert leaves.choose_state() is None
+    leaves.supersede(places[99], 0.5)
+    assert leaves.choose_state() is places[99]
+    leaves.weigh(places[99])  # it is used
+    assert leaves.choose_state() is None
+    leaves.supersede(places[99], 0.5)
+    for place in reversed(places[100:]):
+        leaves.shorten(place, place.parent or place)
+        place.state = False
+    assert leaves.choose_state() is None, "it is the end of its path now, and goes with it"
+    leaves.check_invariants({places[99]})
+
+
+# ---------------------------------------------------------------------- the engine's cache
+
+
+@pytest.fixture
+def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
+    root = Path(__file__).resolve().parents[3]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks"), str(root / "scripts")])
+    return importlib.import_module("hybrid_play").HybridCache
+
+
+def conversations(rng: random.Random, requests: int) -> list[list[int]]:
+    """Some go on, some begin anew, and two begin with the same."""
+    shared = [rng.getrandbits(63) for _ in range(3)]
+    talks = [shared + [rng.getrandbits(63)] if n < 2 else [rng.getrandbits(63)] for n in range(9)]
+    trace = []
+    for _ in range(requests):
+        names = rng.choice(talks)
+        trace.append(list(names))
+        if len(names) > 12:
+            del names[rng.randint(1, 3) :]
+        names.extend(rng.getrandbits(63) for _ in range(rng.randint(0, 4)))
+    return trace
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_the_present_order_is_followed_it_is_greedy_dual(
+    seed: int, hybrid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block for block, state for state: it is the pool's own order, whatever the other one has been told meanwhile."""
+    monkeypatch.setattr(Duel, "learned", False)
+    present, adaptive = (hybrid(60, 512, 3, adaptive=adaptive) for adaptive in (False, True))
+    found = 0
+    for names in conversations(random.Random(seed), 300):
+        found += (hit := present.serve(names))
+        assert adaptive.serve(names) == hit
+        there = [
+            {(node.hash, kind) for node in own.cache.tree.nodes() for kind in (0, 1) if node.has(kind)}
+            for own in (present, adaptive)
+        ]
+        assert there[0] == there[1]
+        adaptive.cache.check_invariants()
+    assert found
+
+
+def test_of_a_cycle_that_is_larger_than_the_cache_states_of_a_part_stay(hybrid: Any) -> None:
+    rng = random.Random(0)
+    trace = [[rng.getrandbits(63) for _ in range(10)] for _ in range(40)] * 15
+    present, adaptive = (
+        sum([cache.serve(names) for names in trace][200:])
+        for cache in (hybrid(260, 512, 3, adaptive=adaptive) for adaptive in (False, True))
+    )
+    assert present == 0
+    assert adaptive > 400 * 10 * 0.35  # half of the cycle fits, with a state of three blocks' room for each ten
+
+
+def test_who_learns_what_is_wrong_is_stopped_by_the_duel(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = importlib.import_module("eviction").contrary(2500)
+    asked = sum(map(len, trace))
+
+    def found(*, adaptive: bool) -> float:
+        cache = hybrid(900, 512, 3, adaptive=adaptive)
+        return sum(cache.serve(names) for names in trace) / asked
+
+    present, followed = found(adaptive=False), found(adaptive=True)
+    monkeypatch.setattr(Adaptive, "learned", True)
+    assert found(adaptive=True) < present / 2
+    assert followed > present - 0.02
