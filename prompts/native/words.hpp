@@ -72,6 +72,7 @@ public:
             }
         }
         foresee();
+        join();
         parts_.clear();
     }
 
@@ -100,6 +101,42 @@ public:
         }
         at = i;
         return found;
+    }
+
+    // Words of a text of ASCII: took(start, end) of each that ends before the character which it cannot take, without a branch
+    // that hangs on the text. Of one that does not, as where white space is left to the next word, slow(start) takes what is to
+    // be taken and tells where to go on.
+    template <class Took, class Slow>
+    void run(std::string_view text, const Took& took, const Slow& slow) const {
+        const u32* const joined = joined_.data();
+        u32 state = first_;
+        for (std::size_t start = 0, i = 0; start < text.size();) {
+            u32 ends[kAtOnce];
+            std::size_t count = 0;
+            const std::size_t from = i, stop = std::min(text.size(), i + kAtOnce);
+            bool left = false;
+            const char* const chars = text.data() + from;
+            u32 here = 0;
+            for (const u32 most = static_cast<u32>(stop - from); here < most; ++here) {
+                const u32 step = joined[state + static_cast<u8>(chars[here])];
+                ends[count] = here;
+                count += step & kEnds;
+                state = step >> 2;
+                if ((left = (step & kLeft) != 0)) break;
+            }
+            i = from + here;
+            for (std::size_t k = 0; k < count; ++k) {
+                took(start, from + ends[k]);
+                start = from + ends[k];
+            }
+            if (!left && i < text.size()) continue;
+            if (!left && (steps_[state + kEnd] & 1)) {
+                took(start, text.size());
+                return;
+            }
+            start = i = slow(start);
+            state = first_;
+        }
     }
 
 private:
@@ -159,8 +196,23 @@ private:
         }
     }
 
+    // What takes a character, and what takes it as the first of the next word where a word ends before it.
+    void join() {
+        joined_.resize(steps_.size());
+        for (std::size_t at = 0; at < steps_.size(); ++at) {
+            const std::size_t c = at % kWidth, state = at - c;
+            const u32 step = steps_[at], next = steps_[first_ + c];
+            const bool ends = step >> 1 == kDead && (step & 1) && state != first_;
+            const u32 then = (ends ? next : step) >> 1;
+            joined_[at] = then == kDead || c == kEnd ? kLeft : then << 2 | (ends ? kEnds : 0);
+        }
+    }
+
+    static constexpr std::size_t kAtOnce = 64;
+    static constexpr u32 kEnds = 1, kLeft = 2;
     static constexpr u64 kMany = u64{1} << 31;  // as in prompts/words.py: without an end
     std::vector<Part> parts_;   // while it is built
+    std::vector<u32> joined_;   // by state and next character: four times the next state's, whether a word ends before it
     std::vector<u32> steps_;    // by state and next character: twice where the next state's begin, and whether it matches before
     u32 first_;
     std::array<std::array<bool, kEnd>, kEnd> ends_{};
@@ -171,27 +223,29 @@ inline u64 fold(u64 a, u64 b) {
     return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
 }
 
-// Ids that are appended to, with room made for a few more than are counted.
+// Ids that are appended to.
 class Ids {
 public:
     explicit Ids(std::size_t expected) : room_(expected + kSpare), ids_(new u32[room_]) {}
-    void append(const u32* ids, std::size_t count) { std::memcpy(room(count), ids, count * sizeof(u32)); }
-    // Where `count` more are to be written, and may be up to kSpare.
-    u32* room(std::size_t count) {
-        const std::size_t at = count_;
+    void append(const u32* ids, std::size_t count) {
+        std::memcpy(spare(count), ids, count * sizeof(u32));
         count_ += count;
-        if (count_ + kSpare > room_) grow(at);
-        return ids_.get() + at;
     }
+    // Where `count` more may be written, and up to where they were.
+    u32* spare(std::size_t count) {
+        if (count_ + count > room_) grow(count_ + count);
+        return ids_.get() + count_;
+    }
+    void written(const u32* end) { count_ = static_cast<std::size_t>(end - ids_.get()); }
     const u32* data() const { return ids_.get(); }
     std::size_t size() const { return count_; }
-    static constexpr std::size_t kSpare = 3;
 
 private:
-    void grow(std::size_t kept) {
-        room_ = 2 * count_ + kSpare;
+    static constexpr std::size_t kSpare = 64;
+    void grow(std::size_t count) {
+        room_ = 2 * count;
         std::unique_ptr<u32[]> larger(new u32[room_]);
-        std::memcpy(larger.get(), ids_.get(), kept * sizeof(u32));
+        std::memcpy(larger.get(), ids_.get(), count_ * sizeof(u32));
         ids_.swap(larger);
     }
 
@@ -284,9 +338,10 @@ public:
     };
     // A word at `at` of a text, of kWordMax characters at most, and where to look for it.
     struct Sought {
-        std::size_t at, size;
+        std::size_t at;
         Key key;
         u64 hash;
+        std::size_t size() const { return key.high >> 56; }
     };
 
     // Asks the processor's memory for the slot of the `size` characters of `text` at `at`: it takes as long as ten words.
@@ -294,30 +349,38 @@ public:
         const Key key = key_of(text, at, size);
         const u64 hash = hash_of(key);
         __builtin_prefetch(slots_.data() + (hash & (slots_.size() - 1)));
-        return {at, size, key, hash};
+        return {at, key, hash};
     }
 
-    // Appends the ids of a word; false where they are not known.
-    [[gnu::always_inline]] bool append(std::string_view text, const Sought& word, Ids& ids) const {
+    // Appends the ids of these words up to the first that is not known: how many are.
+    std::size_t append(std::string_view text, const Sought* words, std::size_t count, Ids& ids) const {
         const Slot* const slots = slots_.data();
-        const std::size_t mask = slots_.size() - 1, size = word.size;
-        for (std::size_t i = word.hash;; ++i) {
-            const Slot& slot = slots[i & mask];
-            if (slot.count == 0) return false;
-            if (slot.key.low != word.key.low || slot.key.high != word.key.high) continue;
-            if (size > kShort && std::memcmp(chars_.data() + slot.chars_at, text.data() + word.at, size) != 0) continue;
-            if (size <= kShort && slot.count <= kHere) {
-                std::memcpy(ids.room(slot.count), slot.ids, sizeof(slot.ids));
-            } else {
-                ids.append(ids_.data() + slot.ids_at, slot.count);
+        const std::size_t mask = slots_.size() - 1;
+        u32* out = ids.spare(kCopied * count);
+        std::size_t n = 0;
+        for (; n < count; ++n) {
+            const Key key = words[n].key;
+            std::size_t i = words[n].hash & mask;
+            while ((slots[i].key.low != key.low || slots[i].key.high != key.high) && slots[i].count != 0) i = (i + 1) & mask;
+            const Slot& slot = slots[i];
+            if (slot.count - 1 < kHere) {  // most are: to copy what is not wanted too is faster
+                std::memcpy(out, &slot.ids, kCopied * sizeof(u32));
+                out += slot.count;
+                continue;
             }
-            return true;
+            ids.written(out);
+            if (slot.count == 0 || !is(slot, text, words[n])) return n;  // another with the same hash: as if there were none
+            ids.append(ids_.data() + slot.ids_at, slot.count - kElsewhere);
+            out = ids.spare(kCopied * (count - n));
         }
+        ids.written(out);
+        return n;
     }
+    bool append(std::string_view text, const Sought& word, Ids& ids) const { return append(text, &word, 1, ids) == 1; }
 
     // A word that is not empty and not known, and has ids.
     void add(std::string_view word, const u32* ids, std::size_t count) {
-        if (count == 0) return;
+        if (count == 0 || count >= kElsewhere) return;
         if (words_ == words_max_) forget();
         if (2 * (words_ + 1) > slots_.size()) grow();
         Slot slot{};
@@ -326,6 +389,7 @@ public:
         if (word.size() <= kShort && count <= kHere) {
             std::memcpy(slot.ids, ids, count * sizeof(u32));
         } else {
+            slot.count += kElsewhere;
             slot.ids_at = static_cast<u32>(ids_.size());
             slot.chars_at = static_cast<u32>(chars_.size());
             ids_.insert(ids_.end(), ids, ids + count);
@@ -338,7 +402,8 @@ public:
     std::size_t size() const { return words_; }
 
 private:
-    static constexpr std::size_t kShort = 15, kHere = Ids::kSpare;
+    static constexpr std::size_t kShort = 15;
+    static constexpr u32 kHere = 3, kCopied = 4, kElsewhere = 1 << 16;  // of ids: none has as many
     struct alignas(32) Slot {
         Key key;
         union {
@@ -347,8 +412,13 @@ private:
                 u32 ids_at, chars_at;
             };
         };
-        u32 count;  // of ids; 0: the slot is empty
+        u32 count;  // of ids, and kElsewhere where they do not stand here; 0: the slot is empty
     };
+
+    bool is(const Slot& slot, std::string_view text, const Sought& word) const {
+        const std::size_t size = word.size();
+        return size <= kShort || std::memcmp(chars_.data() + slot.chars_at, text.data() + word.at, size) == 0;
+    }
 
     void forget() {
         slots_.assign(1024, Slot{});
@@ -371,7 +441,7 @@ private:
         }
     }
 
-    u64 hash_of(const Key& key) const { return fold(fold(key.low ^ seed_, seed_ | 1) ^ key.high, kGolden); }
+    u64 hash_of(const Key& key) const { return fold(key.low ^ seed_, key.high ^ seed_ * kGolden); }
 
     Key key_of(std::string_view text, std::size_t at, std::size_t size) const {
         Key key{0, 0};
@@ -481,21 +551,24 @@ private:
 // between. False where it matches nothing at some place: engines go on differently behind an empty match.
 template <class Take>
 bool cut_by(const Pattern& pattern, std::string_view text, std::size_t offset, const Take& take) {
-    std::size_t gap = 0, at = 0;
-    while (at < text.size()) {
-        std::size_t behind = at;
+    std::size_t at = 0;  // behind what was taken
+    bool all = true;
+    const auto took = [&](std::size_t start, std::size_t end) __attribute__((always_inline)) {
+        if (at < start) take(offset + at, offset + start);
+        take(offset + start, offset + end);
+        at = end;
+    };
+    const auto slow = [&](std::size_t start) {
+        std::size_t behind = start;
         const std::size_t end = pattern.match(text, behind);
-        if (end == at) return false;
-        if (end == Pattern::kNone) {
-            ++at;
-            continue;
-        }
-        if (gap < at) take(offset + gap, offset + at);
-        take(offset + at, offset + end);
-        gap = at = end;
-    }
-    if (gap < text.size()) take(offset + gap, offset + text.size());
-    return true;
+        if (end == Pattern::kNone) return start + 1;
+        if (end > start) took(start, end);
+        all = end > start;
+        return all ? end : text.size();
+    };
+    pattern.run(text, took, slow);
+    if (all && at < text.size()) take(offset + at, offset + text.size());
+    return all;
 }
 
 // By all patterns from number `first` on: a word of one is cut by the next one, which looks neither beyond it nor back.

@@ -143,13 +143,13 @@ public:
         // Words are sought a few at a time, then their ids are read in order.
         WordTable::Sought sought[kSoughtMax];
         std::size_t count = 0;
-        const auto read = [&] {
-            for (std::size_t i = 0; i < count; ++i) {
-                if (!table_.append(whole, sought[i], ids)) make_counted(sought[i].at, sought[i].size);
+        const auto read = [&]() __attribute__((noinline)) {
+            for (std::size_t i = 0; (i += table_.append(whole, sought + i, count - i, ids)) < count; ++i) {
+                make_counted(sought[i].at, sought[i].size());
             }
             count = 0;
         };
-        const auto plain = [&](std::size_t start, std::size_t end) {
+        const auto plain = [&](std::size_t start, std::size_t end) __attribute__((always_inline)) {
             if (end - start <= kWordMax) {
                 if (count == kSoughtMax) read();
                 sought[count++] = table_.seek(whole, start, end - start);

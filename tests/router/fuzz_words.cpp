@@ -6,7 +6,7 @@
 // PATTERNS has the patterns of tokenizers as prompts/words.py makes them: for each tokenizer how many, for each of those how
 // many parts, then the parts: kind, characters (two numbers), least, most, wanted, how many branches, the branches, next.
 //
-// Besides what the sanitizers catch: words are the whole text, in order; pairs make of a word what a naive search makes of it;
+// Besides what the sanitizers catch: words are the whole text, in order, one match after the other; pairs make of a word what a naive search makes of it;
 // what is remembered is what was learned; no text costs more work than it pays for.
 #include <chrono>
 #include <cstdio>
@@ -106,6 +106,7 @@ public:
         }
         expect(!all || at == text.size(), "words end before the text");
         if (all) check(text, words);
+        if (all && steps_.size() == 1) expect(ends_of(words) == matches(text), "words are not one match after the other");
     }
 
     // The same with other characters among it: what is left to the library begins and ends beside ASCII.
@@ -136,6 +137,26 @@ public:
     }
 
 private:
+    static std::vector<std::size_t> ends_of(const std::vector<Word>& words) {
+        std::vector<std::size_t> ends;
+        for (const Word& word : words) ends.push_back(word.end);
+        return ends;
+    }
+
+    // Where the matches of the only pattern end, and what lies between them.
+    std::vector<std::size_t> matches(const std::string& text) const {
+        std::vector<std::size_t> ends;
+        for (std::size_t at = 0, gap = 0; at < text.size();) {
+            std::size_t behind = at;
+            const std::size_t end = steps_[0].match(text, behind);
+            if (end != Pattern::kNone && gap < at) ends.push_back(at);
+            if (end != Pattern::kNone) ends.push_back(gap = end);
+            at = end == Pattern::kNone ? at + 1 : end;
+            if (at == text.size() && gap < at) ends.push_back(at);
+        }
+        return ends;
+    }
+
     // Each word again, by the table and by pairs.
     void check(const std::string& text, const std::vector<Word>& words) {
         for (std::size_t i = 0; i < words.size(); i += 1 + below(1 + words.size() / 8)) {
