@@ -28,7 +28,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from harness.figures import cpu_seconds, in_words, machine, markdown, rank, resi
 from harness.load import Client, Outcome, completion, post
 from harness.peers import our_program, peer_command
 from harness.programs import Program, call, metric, ours, serve_engine
-from live_peers_parts import MODEL, WORKLOADS, Play, Talk, play
+from live_peers_parts import MODEL, WORKLOADS, Asked, Play, Talk, play
 from live_routing_parts import Workload
 
 SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-3,
@@ -49,11 +49,12 @@ KILLED = 2
 END_S = 5.0
 """Kept for the end of a workload: its workers stop."""
 COLUMNS = {
-    "requests": ("requests", "{:,}"), "failed": ("failed", "{:,}"), "cached": ("cached_share", "{:.1%}"),
+    "answered": ("requests", "{:,}"), "failed": ("failed", "{:,}"), "judged": ("judged", "{:,}"),
+    "cached": ("cached_share", "{:.1%}"),
     "TTFT mean": ("ttft_mean_ms", "{:,.0f} ms"), "TTFT p99": ("ttft_p99_ms", "{:,.0f} ms"),
     "per token mean": ("tpot_mean_ms", "{:,.1f} ms"), "per token p99": ("tpot_p99_ms", "{:,.1f} ms"),
     "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"), "E2E p99": ("e2e_p99_ms", "{:,.0f} ms"),
-    "TTFT of rounds": ("ttft_rounds_ms", "{}"),
+    "TTFT of rounds": ("ttft_rounds_ms", "{}"), "E2E of rounds": ("e2e_rounds_ms", "{}"),
 }  # fmt: skip
 
 
@@ -186,22 +187,36 @@ def run_once(
         program.stop()
 
 
-def figures(plays: Sequence[Play]) -> dict[str, object]:
-    outcomes = [outcome for played in plays for outcome in played.outcomes]
+def figures(plays: Sequence[Play], judged: Sequence[Set[Asked]] | None = None) -> dict[str, object]:
+    """`judged`: for each run, the requests that count for times; all that were answered without it."""
+    judged = judged or [played.outcomes.keys() for played in plays]
+    rounds = [[played.outcomes[asked] for asked in sorted(chosen)] for played, chosen in zip(plays, judged)]
+    outcomes = [outcome for found in rounds for outcome in found]
+    answered = sum(len(played.outcomes) for played in plays)
     times = {
         "ttft": [o.ttft_s for o in outcomes],
         "tpot": [(o.e2e_s - o.ttft_s) / (o.answer_tokens - 1) for o in outcomes],
         "e2e": [o.e2e_s for o in outcomes],
     }
     row: dict[str, object] = {
-        "requests": len(outcomes), "failed": sum(played.failed for played in plays),
+        "requests": answered, "failed": sum(played.failed for played in plays),
+        "judged": len(outcomes),
         "cached_share": sum(o.cached_tokens for o in outcomes) / sum(o.prompt_tokens for o in outcomes),
-        "router_cpu_ms": sum(played.router_cpu_s for played in plays) / len(outcomes) * 1e3,
-        "ttft_rounds_ms": " ".join(f"{statistics.fmean(o.ttft_s for o in p.outcomes) * 1e3:.0f}" for p in plays),
+        "router_cpu_ms": sum(played.router_cpu_s for played in plays) / answered * 1e3,
+        "ttft_rounds_ms": " ".join(f"{statistics.fmean(o.ttft_s for o in found) * 1e3:.0f}" for found in rounds),
+        "e2e_rounds_ms": " ".join(f"{statistics.fmean(o.e2e_s for o in found) * 1e3:.0f}" for found in rounds),
     }  # fmt: skip
     for name, values in times.items():
         row[f"{name}_mean_ms"], row[f"{name}_p99_ms"] = statistics.fmean(values) * 1e3, rank(values, 0.99) * 1e3
     return row
+
+
+def judged_alike(plays: dict[str, list[Play]]) -> dict[str, dict[str, object]]:
+    """A worker that dies takes its slowest requests with it: what one system failed counts in nobody's times."""
+    if len({len(found) for found in plays.values()}) > 1:  # a system did not run in some round
+        return {system: figures(found) for system, found in plays.items()}
+    judged = [set.intersection(*(set(p.outcomes) for p in same)) for same in zip(*plays.values())]
+    return {system: figures(found, judged) for system, found in plays.items()}
 
 
 def capacity(count: int, seconds: float, logs: Path) -> None:
@@ -305,15 +320,18 @@ class Plan:
                         click.echo(f"  round {number + 1} {system:<24} did not run: {str(error)[-300:]}")
                         continue
                     plays[system].append(played)
-                    row, shown = figures([played]), list(COLUMNS.items())[:-1]
+                    row, shown = figures([played]), list(COLUMNS.items())[:-2]
                     told = "  ".join(f"{title} {form.format(row[key])}" for title, (key, form) in shown)
                     click.echo(f"  round {number + 1} {system:<24} {told}")
                 longest_s = max(longest_s, time.monotonic() - began_s)
             late_ms, step_ms = workers.late()
-        rows = {system: figures(found) for system, found in plays.items() if found}
+        rows = judged_alike({system: found for system, found in plays.items() if found})
         click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
         click.echo(markdown(rows, COLUMNS, f"{name}, {self.count} workers"))
-        outcomes = {s: [[asdict(o) | {"text": ""} for o in p.outcomes] for p in found] for s, found in plays.items()}
+        outcomes = {
+            s: [[{"asked": k} | asdict(o) | {"text": ""} for k, o in p.outcomes.items()] for p in found]
+            for s, found in plays.items()
+        }
         return {"workers": self.count, "rows": rows, "late_ms": late_ms, "step_ms": step_ms, "plays": outcomes}
 
 

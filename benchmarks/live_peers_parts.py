@@ -119,11 +119,15 @@ class Talk:
         return cls(session.start_s, tuple(made))
 
 
+Asked = tuple[int, int]
+"""(session, turn): the same request in every run."""
+
+
 @dataclass(slots=True)
 class Play:
     """One run."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: dict[Asked, Outcome] = field(default_factory=dict)
     failed: int = 0
     router_cpu_s: float = 0.0
 
@@ -133,16 +137,16 @@ async def play(url: str, talks: list[Talk]) -> Play:
     played, loop = Play(), asyncio.get_running_loop()
     begin_s = loop.time()
 
-    async def one(client: Client, talk: Talk) -> None:
+    async def one(client: Client, number: int, talk: Talk) -> None:
         await asyncio.sleep(max(0.0, begin_s + talk.start_s - loop.time()))
-        for pause_s, request, tokens in talk.turns:
+        for turn, (pause_s, request, tokens) in enumerate(talk.turns):
             await asyncio.sleep(pause_s)
             answer = await client.ask(request)
             try:
-                played.outcomes.append(Outcome.of(answer, tokens, "?"))
+                played.outcomes[number, turn] = Outcome.of(answer, tokens, "?")
             except RuntimeError:
                 played.failed += 1
 
     async with Client(url, patience_s=60.0) as client:
-        await asyncio.gather(*(one(client, talk) for talk in talks))
+        await asyncio.gather(*(one(client, number, talk) for number, talk in enumerate(talks)))
     return played

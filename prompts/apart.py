@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import pickle
 import resource
 import signal
@@ -34,7 +33,7 @@ BEGINNING_BYTES = 2048
 NICE = 5
 """Who waits for a large body waits a little longer than everybody else."""
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"import os; os.nice({NICE}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from prompts.apart import main; sys.exit(main(int(sys.argv[2])))"
 )
 
@@ -164,7 +163,6 @@ def main(fd: int) -> int:
             memory_bytes, (setup, given) = pickle.load(stream)
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.nice(NICE)
             state = setup(*given)
             while True:
                 _obey(stream, state, memory_bytes)
