@@ -56,9 +56,11 @@ def render_chat(
     generated: Generated | None = None,
     behind: int = 0,
     told: bytes | None = None,
+    sent: list[Message] | None = None,
 ) -> str:
     """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. `told`: a digest of what
-    else than messages the request tells the template. Raises RequestError where the template cannot render it."""
+    else than messages the request tells the template. `sent`: messages instead of its own. Raises RequestError where
+    the template cannot render it."""
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     if told is None and not (request.tools is not None or request.documents is not None
@@ -67,7 +69,8 @@ def render_chat(
     skeletons = None
     if told is not None and request.chat_template is None and not continues:
         skeletons = template.skeletons(has_tools=request.tools is not None)
-    sent = request.messages or []
+    if sent is None:
+        sent = request.messages or []
     if skeletons is not None and not any(_is_billed(message) for message in sent):
         known = skeletons.known(sent, told, generation, behind)
         if known is not None:

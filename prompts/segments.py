@@ -47,6 +47,7 @@ SHORT_MAX = 4096
 """Characters of a text that is not looked up."""
 _CHARS_AT_ONCE, _PAUSE_S = 65_536, 1e-6
 """Characters of new text that are encoded by words before other threads get a turn."""
+_STARTS_MAX = 1024
 _RANDOM_STATE_KEYS = ("dropout",)
 
 
@@ -65,6 +66,8 @@ class SegmentPlan:
     """`pattern` in a group, where every token that it finds is a cut."""
     words: WordEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
+    longest: int = 0
+    """Characters of an added token."""
 
     def split(self, text: str) -> list[str]:
         """The segments of `text`, in order; their concatenation is `text`."""
@@ -118,6 +121,8 @@ class SegmentCache:
         self._entries: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
+        self._starts: dict[str, bool] = {}
+        """As many characters as a token has at most -> whether one begins there at which any text is cut."""
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
 
@@ -176,8 +181,15 @@ class SegmentCache:
 
     def starts_segment(self, text: str, at: int = 0) -> bool:
         """Whether there is a token in `text` at `at` at which any text is cut."""
-        found = self._plan.pattern.match(text, at)
-        return found is not None and found.group() in self._plan.anchors
+        begins = text[at : at + self._plan.longest]
+        starts = self._starts.get(begins)
+        if starts is None:
+            found = self._plan.pattern.match(begins)
+            starts = found is not None and found.group() in self._plan.anchors
+            if len(self._starts) >= _STARTS_MAX:
+                self._starts = {}
+            self._starts[begins] = starts
+        return starts
 
     def _known_beginning(self, text: str) -> Beginning | None:
         """The longest that is known of this text and at whose end the text is cut."""
@@ -301,7 +313,8 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
     words = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES, cuts)
     splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
     plan = SegmentPlan(
-        pattern, cuts, prefix, suffix, anchors, splitter, words if isinstance(words, WordEncoder) else None
+        pattern, cuts, prefix, suffix, anchors, splitter, words if isinstance(words, WordEncoder) else None,
+        max(map(len, contents)),
     )
     wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
     return plan if wrong is None else wrong

@@ -32,11 +32,16 @@ except ImportError:  # before Python 3.11
 
 try:
     from prompts._words import Words
+    from prompts._words import begin_alike as begin_alike
     from prompts._words import count_openings as count_openings
     from prompts._words import digests as digests
     from prompts._words import digests_among as digests_among
 except ImportError:
     _FOUND = False
+
+    def begin_alike(one: bytes, other: bytes, length: int) -> bool:
+        """Whether both have so many bytes, and the same ones."""
+        return length <= min(len(one), len(other)) and one.startswith(memoryview(other)[:length])
 
     def count_openings(text: bytes, end: int = sys.maxsize) -> int:
         """Of `[` and `{` before `end`: no JSON text has more lists and objects."""

@@ -61,6 +61,11 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
     return found;
 }
 
+// Whether both have so many bytes, and the same ones.
+bool begin_alike(nb::bytes one, nb::bytes other, std::size_t length) {
+    return length <= one.size() && length <= other.size() && std::memcmp(one.c_str(), other.c_str(), length) == 0;
+}
+
 // Of the beginnings of these bytes before `end` that have `first` bytes, an eighth more, two eighths ..., twice as many, an
 // eighth of that more, and so on. The seed is secret. Behind the first kAll bytes a quarter of them counts: what differs
 // there differs all the way.
@@ -255,6 +260,7 @@ private:
 NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
+    module.def("begin_alike", &begin_alike);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
     module.def("digests_among", &digests_among, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("among"), nb::arg("most"));

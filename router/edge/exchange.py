@@ -346,12 +346,12 @@ class Exchange:
         return self.request.path != RESPONSES or b"response.output" in data or b"event: response." not in data
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
-        connection = self._connection
+        connection, now = self._connection, self._proxy.now()
         if connection is not None:
             if self._paused:
                 connection.resume_reading()
             if reusable:
-                self._proxy.pool.release(connection, self._proxy.now())
+                self._proxy.pool.release(connection, now)
             else:
                 connection.close()
             self._connection = None
@@ -365,7 +365,7 @@ class Exchange:
                 self._proxy.core.progress(self.request_id, self.progress.reads)
             # Of an answer that went on, it is about another request than the last one that was routed.
             usage = None if self._stream is not None and self._stream.goes_on else self.usage
-            self._proxy.perform(self._proxy.core.finished(self.request_id, usage, self._proxy.now(), refused=refused))
+            self._proxy.perform(self._proxy.core.finished(self.request_id, usage, now, refused=refused))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
     # From the native relay ----------------------------------------------------------------------------------------

@@ -168,13 +168,13 @@ class Template(Generic[T]):
         """(where the head at `start` ends, its content-length) if it is the same head, else None."""
         prefix, suffix = self._prefix, self._suffix
         at = start + len(prefix)
-        if not data.startswith(prefix, start):
+        if data[start:at] != prefix:  # `startswith` takes its arguments from a tuple, four times a request
             return None
         if suffix is None:
             return at, None
         end, length = number_at(data, at)
         after = end + len(suffix)
-        if end == at or not data.startswith(suffix, end):
+        if end == at or data[end:after] != suffix:
             return None
         return after, length
 

@@ -29,9 +29,9 @@ class LoopTurns:
         """Whether one more has room in this turn, who then need not wait. Nobody overtakes those who do."""
         if self._waiting or not self._left:
             return False
-        if self._left == self._at_once:
-            asyncio.get_running_loop().call_soon(self._renew)
         self._left -= 1
+        if not self._left:  # not in every turn: that would make the loop turn once more for a request
+            asyncio.get_running_loop().call_soon(self._renew)
         return True
 
     def _renew(self) -> None:

@@ -11,7 +11,7 @@ import secrets
 from collections import OrderedDict
 
 from prompts.routed import Kind
-from prompts.words import digests, digests_among
+from prompts.words import begin_alike, digests, digests_among
 from router.prompting.beginning import Known as Known
 from router.prompting.beginning import Mark as Mark
 
@@ -54,7 +54,7 @@ class KnownBodies:
             for key in keys[most > 1 :]:
                 for known in reversed(alike[key]):
                     for mark in reversed(known.marks):
-                        if known.kind == kind and body.startswith(memoryview(known.body)[: mark.end]):
+                        if known.kind == kind and begin_alike(body, known.body, mark.end):
                             self._kept.move_to_end(id(known))
                             self.hits += 1
                             return known, mark

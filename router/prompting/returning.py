@@ -49,17 +49,21 @@ _messages = msgspec.json.Decoder(list[dict[str, Any]])
 class Rest:
     """A body with the stand-in, as it was read."""
 
-    def __init__(self, parsed: RoutingRequest, data: bytes, chat: RoutingRequest, heads: int, told: bytes) -> None:
+    def __init__(
+        self, parsed: RoutingRequest, data: bytes, chat: RoutingRequest, heads: int, told: bytes, before: int
+    ) -> None:
         self.parsed = parsed
         self.data = data
-        """Empty where nothing but messages was read."""
+        """Empty where nothing but messages was read: what opens the chat is then there instead of the stand-in."""
         self.chat = chat
         """What it is rendered of."""
         self.heads = heads
         """Messages of the chat before the stand-in."""
         self.told = told
+        self.before = before
+        """Messages of the chat, and of what was read as one, before what is new."""
         assert chat.messages is not None
-        self.new: list[Message] = chat.messages[heads + 1 :]
+        self.new: list[Message] = chat.messages[before:]
 
 
 class Returned:
@@ -73,13 +77,13 @@ class Returned:
     @property
     def parsed(self) -> RoutingRequest:
         """What it asks for. Of a chat's messages those are there that open it, and what is new."""
-        if self.known.kind != "chat":
+        if self.known.kind != "chat" or not self.rest.data:
             return self.rest.parsed
         return msgspec.structs.replace(self.rest.parsed, messages=[*self.known.opening, *self.rest.new])
 
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
-        drawn = outline(self.rest.parsed, self.rest.heads + 1)
+        drawn = outline(self.rest.parsed, self.rest.before)
         if drawn is None:
             return None
         words = self.known.words[: WORDS * self.mark.count] + drawn.messages
@@ -135,7 +139,7 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
         return None
     drawn, messages, marks = outline(parsed), chat.messages, list[Mark]()
     first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
-    if drawn is None or any(message.get("role") == "developer" for message in messages):
+    if drawn is None or _has_developer(messages):
         return None
     for back in (CHANGED, 1):
         place = _before_last(body, back)
@@ -187,7 +191,7 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
         fresh = len(rest.new) - len(last.new)
         if fresh < 1 or rest.new[fresh:] != last.new:
             return None
-    drawn = outline(rest.parsed)
+    drawn = outline(rest.parsed, rest.before)
     if drawn is None:
         return None
     count, tail = mark.count + fresh, [mark.before, mark.last, *rest.new]
@@ -198,8 +202,7 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     )  # fmt: skip
     if made is None:
         return None
-    after = WORDS * (rest.heads + 1)
-    words = known.words[: WORDS * mark.count] + drawn.messages[after : after + WORDS * fresh]
+    words = known.words[: WORDS * mark.count] + drawn.messages[: WORDS * fresh]
     if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
         mark = msgspec.structs.replace(mark, tail="", tail_ids=0)
     marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]
@@ -233,7 +236,7 @@ def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Res
     template = tokenizer.chat_template
     if bare is None or template is None or template.as_sent != known.as_sent:
         return None
-    if not end <= close <= end + NEW_BYTES_MAX or not body.endswith(memoryview(before)[before_close:]):
+    if not end <= close <= end + NEW_BYTES_MAX or body[close:] != before[before_close:]:
         return None
     data = b"[{}%b]" % body[end:close]
     if count_openings(data) > NEW_OBJECTS_MAX:
@@ -242,11 +245,15 @@ def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Res
         messages = _messages.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    if has_media(messages) or any(message.get("role") == "developer" for message in messages):
+    if has_media(messages) or _has_developer(messages):
         return None
-    messages[0] = _STANDIN
+    messages[:1] = known.opening
     parsed = msgspec.structs.replace(bare, messages=messages)
-    return Rest(parsed, b"", parsed, known.heads, known.told)
+    return Rest(parsed, b"", parsed, known.heads, known.told, len(known.opening))
+
+
+def _has_developer(messages: list[Message]) -> bool:
+    return "developer" in [message.get("role") for message in messages]
 
 
 def _with_standin(body: bytes, start: int, end: int) -> bytes:
@@ -273,7 +280,7 @@ def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -
     programs = chat.chat_template is not None or chat.scores_prompt or chat.has_media
     if programs or chat.continue_final_message or chat.add_special_tokens:
         return None
-    if any(message.get("role") == "developer" for message in messages):
+    if _has_developer(messages):
         return None
     if not template.has_rest(has_tools=chat.tools is not None):
         return None
@@ -281,7 +288,7 @@ def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -
         (chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
          template.as_sent)
     )  # fmt: skip
-    return Rest(parsed, data, chat, heads, blake2b(told, digest_size=16).digest())
+    return Rest(parsed, data, chat, heads, blake2b(told, digest_size=16).digest(), heads + 1)
 
 
 def _text(tokenizer: Tokenizer, rest: Rest, first: Message, count: int, messages: list[Message]) -> str:
@@ -289,8 +296,9 @@ def _text(tokenizer: Tokenizer, rest: Rest, first: Message, count: int, messages
     template = tokenizer.chat_template
     assert template is not None
     firsts = 2 - count % 2
-    shown = msgspec.structs.replace(rest.chat, messages=[*[first] * firsts, *messages])
-    return render_chat(template, shown, tokenizer.generated, behind=firsts + 1, told=rest.told)
+    return render_chat(
+        template, rest.chat, tokenizer.generated, behind=firsts + 1, told=rest.told, sent=[*[first] * firsts, *messages]
+    )
 
 
 def _mark(
