@@ -310,12 +310,11 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
     prefix, suffix = _affixes(hf, sorted(cuts)[0]) or (None, None)
     contents = [token["content"] for token in literal]
     anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
-    words = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES, cuts)
+    planned = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES, cuts)
+    words = planned if isinstance(planned, WordEncoder) else None
     splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
-    plan = SegmentPlan(
-        pattern, cuts, prefix, suffix, anchors, splitter, words if isinstance(words, WordEncoder) else None,
-        max(map(len, contents)),
-    )
+    longest = max(map(len, contents))
+    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, splitter, words, longest)
     wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
     return plan if wrong is None else wrong
 
