@@ -71,8 +71,9 @@ def render_chat(
         skeletons = template.skeletons(has_tools=request.tools is not None)
     if sent is None:
         sent = request.messages or []
-    if skeletons is not None and not any(_is_billed(message) for message in sent):
-        known = skeletons.known(sent, told, generation, behind)
+    context = (told, generation, behind)
+    if skeletons is not None and not _are_billed(sent):
+        known = skeletons.known(sent, context)
         if known is not None:
             return known.partition(MEDIA_MARKER)[0]
     tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
@@ -106,14 +107,17 @@ def render_chat(
             **variables,
         )
 
-    key = None if skeletons is None or not messages else skeletons.key(messages, told, generation, behind)
+    key = None if skeletons is None or not messages else skeletons.key(messages, context)
     text = render(messages) if skeletons is None or key is None else skeletons.text(key, messages, render)
     return text.partition(MEDIA_MARKER)[0]
 
 
-def _is_billed(message: Message) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) and content.startswith(BILLING_LINE)
+def _are_billed(messages: list[Message]) -> bool:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and content.startswith(BILLING_LINE):
+            return True
+    return False
 
 
 def _message(message: Message, form: ContentFormat, generated: Generated | None) -> Message:

@@ -32,10 +32,10 @@ class _Skeleton:
         self._before = before
         self._places = places
 
-    def fill(self, messages: Sequence[Message]) -> str:
+    def fill(self, texts: Sequence[str]) -> str:
         parts = [self._before]
         for number, left, right, after in self._places:
-            text = _text(messages[number]) or ""
+            text = texts[number]
             if left or right:
                 text = text.strip() if left and right else text.lstrip() if left else text.rstrip()
             parts.append(text)
@@ -54,28 +54,36 @@ class Skeletons:
         self._edges = edges
         self._kept: dict[Key, _Skeleton | None] = {}
 
-    def key(self, messages: Sequence[Message], *told: object) -> Key | None:
+    def key(self, messages: Sequence[Message], told: object = ()) -> Key | None:
         """What tells the chat from those that have another skeleton; None where it has none. `told`: what else the
         template is told."""
+        texts = self._texts(messages)
+        return None if texts is None else (told, *[message["role"] for message in messages])
+
+    def known(self, messages: Sequence[Message], told: object = ()) -> str | None:
+        """The text of a chat as it was sent, where its contents are strings and it has a kept skeleton."""
+        texts = self._texts(messages) if self._form is str else None
+        if texts is None:
+            return None
+        skeleton = self._kept.get((told, *[message["role"] for message in messages]))
+        return None if skeleton is None else skeleton.fill(texts)
+
+    def _texts(self, messages: Sequence[Message]) -> list[str] | None:
+        """What each message of a chat says that may have a skeleton; None of another."""
         if len(messages) > MESSAGES_MAX:
             return None
-        key: list[object] = list(told)
+        texts: list[str] = []
         for message in messages:
-            role = message.get("role")
-            if len(message) != 2 or type(role) is not str or type(message.get("content")) is not self._form:
+            role, content = message.get("role"), message.get("content")
+            if len(message) != 2 or type(role) is not str or type(content) is not self._form:
                 return None
-            if len(role) > _ROLE_CHARS_MAX or not self._copied(_text(message)):
+            text = content if type(content) is str else _text(message)
+            if text is None or len(role) > _ROLE_CHARS_MAX or not self._copied(text):
                 return None
-            key.append(role)
-        return tuple(key)
+            texts.append(text)
+        return texts
 
-    def known(self, messages: Sequence[Message], *told: object) -> str | None:
-        """The text of a chat as it was sent, where its contents are strings and it has a kept skeleton."""
-        key = self.key(messages, *told) if self._form is str else None
-        skeleton = None if key is None else self._kept.get(key)
-        return None if skeleton is None else skeleton.fill(messages)
-
-    def _copied(self, text: str | None) -> bool:
+    def _copied(self, text: str) -> bool:
         if not text or text.isspace():
             return False
         for lacked in self._lacks:
@@ -89,15 +97,16 @@ class Skeletons:
     def text(self, key: Key, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> str:
         """What `render`, which is the template, makes of the chat. Raises what that raises."""
         skeleton = self._kept.get(key)
+        texts = [_text(message) or "" for message in messages]
         if skeleton is not None:
-            return skeleton.fill(messages)
+            return skeleton.fill(texts)
         text = render(list(messages))
-        if key not in self._kept and len(text) - sum(len(_text(m) or "") for m in messages) <= _CHARS_MAX:
+        if key not in self._kept and len(text) - sum(map(len, texts)) <= _CHARS_MAX:
             if len(self._kept) >= _KEPT_MAX:
                 self._kept = {}
             self._kept[key] = None
             made = self._made(messages, render)
-            self._kept[key] = made if made is not None and made.fill(messages) == text else None
+            self._kept[key] = made if made is not None and made.fill(texts) == text else None
         return text
 
     def _made(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> _Skeleton | None:

@@ -20,6 +20,7 @@ from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.sampled import Span
 from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
@@ -156,7 +157,8 @@ class RequestReading:
         name = parsed.model
         if self.names is not None and self.names.renames and name is not None:
             name = self._renamed(self.names, name, parsed, said, holder)
-        return Asked(request, parsed, said, holder, *self._model(name))
+        model, base, lora, tokens_max = self._model(name)
+        return Asked(request, parsed, said, holder, model, base, lora, tokens_max)
 
     def _renamed(
         self, names: ModelNames, name: str, parsed: RoutingRequest, said: HeadFields, holder: str | None
@@ -238,25 +240,27 @@ class RequestReading:
     def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, PromptRead] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises
         RequestError."""
-        work = self._work(request, found)
-        return None if work is None else self._went_on(request, found[0], work())
+        known, mark = found
+        by = self._read_by(known)
+        if by is None:
+            return None
+        return self._went_on(request, known, self._prompts.go_on(known, mark, request.body, by[0], by[1]))
 
     async def go_on_later(
         self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool]
     ) -> tuple[Asked, PromptRead]:
         """The same in a thread; or as any other body."""
-        work = self._work(request, found)
-        went_on = None if work is None else self._went_on(request, found[0], await self._prompts.run(work))
+        known, mark = found
+        by, went_on = self._read_by(known), None
+        if by is not None:
+            work = partial(self._prompts.go_on, known, mark, request.body, by[0], by[1])
+            went_on = self._went_on(request, known, await self._prompts.run(work))
         return went_on or await self.read(request, path, wanted)
 
-    def _work(
-        self, request: HttpRequest, found: tuple[Known, Mark]
-    ) -> Callable[[], tuple[Returned, PromptRead] | None] | None:
-        known, mark = found
+    def _read_by(self, known: Known) -> tuple[Tokenizer, int | None] | None:
+        """The tokenizer of its model, and how many tokens that takes; None where nobody serves it here."""
         tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
-        if tokenizer is None or served is None:
-            return None
-        return partial(self._prompts.go_on, known, mark, request.body, tokenizer, served.max_model_len)
+        return None if tokenizer is None or served is None else (tokenizer, served.max_model_len)
 
     def _went_on(
         self, request: HttpRequest, known: Known, found: tuple[Returned, PromptRead] | None

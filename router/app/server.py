@@ -181,7 +181,7 @@ class RouterApp:
                 return
             went_on = reading.go_on(request, found)
             if went_on is not None:
-                self._place(self._open(connection, request, tenant), tenant, *went_on)
+                self._place(self._open(connection, request, tenant), tenant, went_on[0], went_on[1])
                 return
         if not reading.is_light(request, path):
             exchange = self._open(connection, request, tenant)

@@ -71,7 +71,11 @@ class Proxy(Carrier):
     ) -> Exchange:
         """Begin the life of a complete request."""
         self._count += 1
-        exchange = kind(self, client, request, f"r{self._count}", trace_id)
+        name = f"r{self._count}"
+        if kind is Exchange:  # named, so that a compiled one is made without asking what it takes
+            exchange = Exchange(self, client, request, name, trace_id)
+        else:
+            exchange = kind(self, client, request, name, trace_id)
         self.exchanges[exchange.request_id] = exchange
         if self.tracer is not None:
             exchange.span = self.tracer(exchange, self.now())
@@ -112,11 +116,11 @@ class Proxy(Carrier):
         except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
             exchange.crash(error)
 
-    def _tell(self, listeners: list[Callable[..., None]], *what: object) -> None:
+    def _tell(self, listeners: list[Callable[..., None]], what: object) -> None:
         """Tell all; one that raises keeps nothing from the others."""
         for listener in listeners:
             try:
-                listener(*what)
+                listener(what)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.crashed("listener", error)
 
@@ -166,4 +170,8 @@ class Proxy(Carrier):
 
     def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         self.metrics.attempt_failed(decision.worker if decision else "", kind.value)
-        self._tell(self.on_failure, decision, kind, reason)
+        for listener in self.on_failure:
+            try:
+                listener(decision, kind, reason)
+            except Exception as error:  # noqa: BLE001  a boundary
+                self.metrics.crashed("listener", error)

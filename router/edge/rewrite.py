@@ -34,45 +34,36 @@ def request_head(
 ) -> bytes:
     """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
     `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none."""
-    parts = [
-        request.method.encode(),
-        b" ",
-        target.prefix,
-        request.target if path is None else path,
-        b" HTTP/1.1\r\nhost: ",
-        target.authority,
-        b"\r\nx-request-id: ",
-        trace_id,
-        b"\r\n",
-        request.headers.without(_DROPPED[2 * (authorization is not None) + (traceparent is not None)]),
-    ]
+    more = length = b""
     if traceparent is not None:
-        parts += (b"traceparent: ", traceparent, b"\r\n")
+        more = b"traceparent: %b\r\n" % traceparent
     if authorization:
-        parts += (b"authorization: ", authorization, b"\r\n")
+        more += b"authorization: %b\r\n" % authorization
     if rank is not None:
-        parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
+        more += b"x-data-parallel-rank: %d\r\n" % rank
     size = len(body[0]) if len(body) == 1 else sum(map(len, body))
     if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        parts.append(b"content-length: %d\r\n" % size)
-    parts.append(b"\r\n")
-    return b"".join(parts)
+        length = b"content-length: %b\r\n" % str(size).encode()
+    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
+        request.method.encode(), target.prefix, request.target if path is None else path, target.authority, trace_id,
+        request.headers.without(_DROPPED[2 * (authorization is not None) + (traceparent is not None)]), more, length,
+    )  # fmt: skip
 
 
 def answer_head(
     head: ResponseHead, trace_id: bytes, decision: Decision | None, *, chunks: bool, keep_alive: bool
 ) -> bytes:
     """The head of a worker's answer for the client. `chunks`: the client understands a chunked body."""
-    parts = [b"HTTP/1.1 ", head.reason_line, b"\r\nx-request-id: ", trace_id]
+    told = framing = b""
     if decision is not None:
-        parts.append(
-            b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d"
-            % (decision.worker.encode(), decision.predicted_cached_tokens)
-        )
-    parts += (b"\r\n", head.headers.without(_NOT_RETURNED))
+        told = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
+            decision.worker.encode(), str(decision.predicted_cached_tokens).encode(),
+        )  # fmt: skip
     if head.chunked and chunks:
-        parts.append(b"transfer-encoding: chunked\r\n")
+        framing = b"transfer-encoding: chunked\r\n"
     elif head.length is not None:
-        parts.append(b"content-length: %d\r\n" % head.length)
-    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-    return b"".join(parts)
+        framing = b"content-length: %b\r\n" % str(head.length).encode()
+    return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b\r\n" % (
+        head.reason_line, trace_id, told, head.headers.without(_NOT_RETURNED), framing,
+        b"" if keep_alive else b"connection: close\r\n",
+    )  # fmt: skip

@@ -48,13 +48,17 @@ class LoopTurns:
 
     def _next(self) -> None:
         loop, waiting = asyncio.get_running_loop(), self._waiting
-        for _ in range(self._at_once):
-            if not waiting:
-                return
+        turns: list[Callable[[], None]] = []
+        while waiting and len(turns) < self._at_once:
             party = next(iter(waiting))
             queue = waiting.pop(party)
-            loop.call_soon(queue.popleft())  # each by itself: what raises keeps nobody else from his turn
+            turns.append(queue.popleft())
             if queue:
                 waiting[party] = queue
         if waiting:
             loop.call_soon(self._next)
+        for go_on in turns:
+            try:
+                go_on()
+            except Exception as error:  # noqa: BLE001  what raises keeps nobody else from his turn
+                loop.call_exception_handler({"message": "in a turn of the loop", "exception": error})

@@ -108,7 +108,7 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     if mark.objects > OBJECTS_MAX - NEW_OBJECTS_MAX:
         return None
     rest = _read_on(known, mark, body, tokenizer) or _read(known.kind, known.start, mark.end, body, tokenizer)
-    if rest is None or (rest.told, rest.heads) != (known.told, known.heads):
+    if rest is None or rest.told != known.told or rest.heads != known.heads:
         return None
     assert rest.chat.messages is not None
     opening, tail = known.opening, mark.tail
