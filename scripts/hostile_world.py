@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ BLOCKS_HELD, BLOCKS_GONE = 1 << 16, 9 << 15
 (kDepartedMax)."""
 NICE = 10
 """Of what attacks: it would be on other machines, and makes bodies of 60 MB here with the router's cores."""
+BESIDE_S = 0.1
 NOBODY = (0.0, 0.0, 0, "", 0.0, 0.0)
 TRACEBACK = "Traceback (most recent call last)"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
@@ -186,7 +188,7 @@ class World:
 
     def close_books(self, windows: list[dict[str, Any]]) -> None:
         """What the victim saw and what memory was, in each of these windows (`begun`, `end`)."""
-        lines = [json.loads(line) for line in self._file.read_text().splitlines()]
+        lines = sorted(json.loads(line) for line in self._file.read_text().splitlines())
         for window in [*self.attacks, *windows]:
             end_s = window.get("end", time.monotonic())
             inside = [line for line in lines if window["begun"] <= line[0] <= end_s]
@@ -195,6 +197,8 @@ class World:
                 delays = [line[1] for line in answered]
                 window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), rank(delays, 0.99)
                 worst = max(answered, key=lambda line: line[1])
+                if not key:
+                    window["beyond_ms"] = max(0.0, *(line[1] - beside_ms(line, lines) for line in answered))
                 window |= {} if key else {"ran_ms": worst[4], "waited_ms": worst[5]}
             sizes = [mib for at_s, mib in self._samples if window["begun"] <= at_s <= end_s]
             window["mib_most"] = round(max(sizes, default=0))
@@ -266,6 +270,21 @@ class World:
         with contextlib.suppress(OSError):
             await writer.wait_closed()
         return [int(status) for status in _STATUS.findall(data) if status != b"100"], end
+
+
+def beside_ms(line: Sequence[Any], lines: Sequence[Sequence[Any]]) -> float:
+    """The longest delay of who asked a worker directly while this request of the victim waited, or just before it:
+    what held that one up held this one up too."""
+    first, last = (
+        bisect_left(lines, line[0] - BESIDE_S, key=_due),
+        bisect_right(lines, line[0] + line[1] / 1e3, key=_due),
+    )
+    return max((other[1] for other in lines[first:last] if other[3] == "direct"), default=0.0)
+
+
+def _due(line: Sequence[Any]) -> float:
+    due_s: float = line[0]
+    return due_s
 
 
 def named(found: dict[str, Any], world: World, count: int) -> list[tuple[str, Any]]:

@@ -130,8 +130,13 @@ class Chooser:
         chosen = self._price(request, prompt, few, matches, now, factor, held_s=held_s, pool=pool)
         if ahead:
             chosen.cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
+        promised = chosen.cost.cached
+        if few[0].speeds.silent and not all(target.prefills for target in few):
+            # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
+            chosen.cost.cached = chosen.resident[:]
         winner = self._affine(request, few, now) if self._affinity else None
         chosen.winner = self._by_policy(request, few, chosen) if winner is None else winner
+        chosen.cost.cached[chosen.winner] = promised[chosen.winner]
         if order is not None:
             computed_tokens = request.prompt_tokens - chosen.cost.cached[chosen.winner]
             order.asked(request.prompt_tokens, computed_tokens, chosen.cost.expected_tokens)

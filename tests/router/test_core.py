@@ -40,12 +40,32 @@ def test_goes_where_the_prefix_is_cached() -> None:
 
 
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
-    core, _ = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
+    model = ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)
+    core, _ = make("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
     prompt = list(range(200))
     asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_max=4) for i in range(40)]
     workers = [sent_to(core.route(one, 1.0)) for one in asked]
     assert workers[0] == workers[1] == workers[2]
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
+
+
+def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_worker() -> None:
+    core, index = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
+    prompt = list(range(200))
+    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_max=4) for i in range(8)]
+    results = [core.route(one, 1.0 + 0.001 * i) for i, one in enumerate(asked)]
+    first = [sent_to(result) for result in results]
+    assert sorted(first[:4]) == ["a", "b", "c", "d"]
+    for result in results[4:]:  # all have something to do: what was promised counts
+        assert isinstance(result, Forward)
+        assert result.decision.predicted_cached_tokens == 200
+    core.first_token("r0", 1.2)
+    index.store(core.workers[first[0]].holders[0], prompt)
+    for name in ("r1", "r2", "r3"):
+        core.finished(name, None, 1.2)
+    again = core.route(request("later", prompt + [9] * 4, output_max=4), 1.2)
+    assert isinstance(again, Forward)
+    assert again.decision.predicted_cached_tokens == 200
 
 
 def test_ties_rotate() -> None:

@@ -104,3 +104,15 @@ def test_answers_are_judged(hostile: Any, error: str, body: bytes, seen: str) ->
     hostile.hostile_groups._judge(world, "upstream: a stream that ends", answer, ())
     assert bool(world.faults) == bool(seen)
     assert seen in "".join(fault["what"] for fault in world.faults)
+
+
+def test_a_delay_is_judged_by_who_asked_directly_at_that_moment(hostile: Any) -> None:
+    lines = sorted(
+        [due_s, delay_ms, 200, name, 0.0, 0.0]
+        for due_s, delay_ms, name in (
+            (9.7, 80.0, "direct"), (10.0, 90.0, "router"), (10.05, 70.0, "direct"), (10.1, 99.0, "direct"),
+            (11.0, 50.0, "router"), (11.0, 3.0, "direct"), (10.95, 4.0, "direct"), (12.0, 8.0, "router"),
+        )
+    )  # fmt: skip
+    beside = {line[0]: hostile.hostile_world.beside_ms(line, lines) for line in lines if line[3] == "router"}
+    assert beside == {10.0: 70.0, 11.0: 4.0, 12.0: 0.0}
