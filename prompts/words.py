@@ -124,7 +124,8 @@ class WordEncoder:
 def _byte_level() -> dict[int, int]:
     """How byte-level tokenizers spell ASCII bytes that cannot be seen."""
     hidden = [*range(33), 127]
-    return {byte: 256 + place for place, byte in enumerate(hidden)}
+    seen = {byte: byte for byte in range(128)}  # what is missing costs an exception a character
+    return seen | {byte: 256 + place for place, byte in enumerate(hidden)}
 
 
 _BYTE_LEVEL = _byte_level()
