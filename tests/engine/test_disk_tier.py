@@ -166,6 +166,27 @@ def test_host_memory_loses_the_ends_of_paths_as_without_a_disk() -> None:
     drain(bench)
 
 
+def test_behind_paths_that_are_partly_on_the_device_others_are_written() -> None:
+    """All that came to host memory whole is written when nothing runs, but for what hangs from the device's."""
+    bench, _ = bench_on({}, host_units=200)
+    for number in range(8):
+        bench.add(f"r{number}", [number // 4, *other(number)[:55]], max_tokens=2)
+        bench.drain()
+    drain(bench)
+    tree = bench.cache.tree
+    for node in list(tree.nodes()):
+        at = node
+        while at is not None and at.on_host(0):
+            at = at.parent  # type: ignore[assignment]
+        assert at is not None or node.hash in written(bench) or node.hash % 37 == 0 or _cut(node)
+
+
+def _cut(node: object) -> bool:
+    """Above it is one whose keys do not fit."""
+    above = node.parent  # type: ignore[attr-defined]
+    return above is not None and (above.hash % 37 == 0 or _cut(above))
+
+
 def test_a_full_disk_gives_up_ends_of_paths_used_longest_ago() -> None:
     bench, _ = bench_on({}, slots=14, host_units=30)
     for number in (0, 1, 2, 3, 4, 0, 1):

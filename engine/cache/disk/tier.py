@@ -36,8 +36,8 @@ STAGED_MAX = 4
 """Blocks that only the device has, copied with one step."""
 WANTED_MAX = 4096
 """Blocks that are to be written; beyond these the oldest is passed over."""
-TRIED_MAX = 16
-"""Of these, looked at between two steps."""
+VISITED_MAX = 512
+"""Nodes that are looked at for these between two steps."""
 FAILURES_MAX = 3
 """Writes that fail in a row before no more are tried."""
 
@@ -58,6 +58,9 @@ class DiskTier:
         self._held_max = max(1, blocks // HELD_SHARE)
         self._read_max = max(1, blocks // READ_SHARE)
         self._wanted: OrderedDict[Node, None] = OrderedDict()
+        self._stalled: dict[Node, list[Node]] = {}
+        """Others of these, by the node above that cannot be held yet: the device has it, or it is on its way down."""
+        self._visited = 0
         self._writes: deque[Write] = deque()
         """Not handed to the thread yet, parents first."""
         self._writing: dict[DiskBlock, Block[Node]] = {}
@@ -88,7 +91,7 @@ class DiskTier:
     @property
     def busy(self) -> bool:
         """Whether the thread has something to do, or done something that was not taken in."""
-        return bool(self._writing or self._reading or self._done)
+        return bool(self._writing or self._reading or self._done or self._wanted)
 
     @property
     def awaited(self) -> bool:
@@ -111,6 +114,7 @@ class DiskTier:
             if node is not None and self._failures < FAILURES_MAX:
                 self._wanted[node] = None
                 self._wanted.move_to_end(node)
+                self._retry(node)
         while len(self._wanted) > WANTED_MAX:
             self._wanted.popitem(last=False)
             self.totals.passed_over += 1
@@ -118,27 +122,41 @@ class DiskTier:
     def plan(self) -> list[Write]:
         """A step is planned. Returns what it copies to be written."""
         self._planned += 1
+        if self._stalled:
+            self._retry(next(iter(self._stalled)))
         self._save_wanted(stage=True)
         staged, self._staged = self._staged, []
         return staged
 
     def _save_wanted(self, *, stage: bool) -> None:
-        for node in list(islice(self._wanted, TRIED_MAX)):
-            if self._room <= 0:
-                break
+        self._visited = 0
+        while self._wanted and self._room > 0 and self._visited < VISITED_MAX:
+            node = next(iter(self._wanted))
             saved = self._save(node, stage)
-            if saved is not None:
-                del self._wanted[node]
+            if saved is None:
+                break
+            del self._wanted[node]
+            if isinstance(saved, Node):
+                self._stalled.setdefault(saved, []).append(node)
+            else:
                 self.totals.passed_over += not saved
+        while len(self._stalled) > WANTED_MAX:
+            self.totals.passed_over += len(self._stalled.pop(next(iter(self._stalled))))
         self._flush()
+
+    def _retry(self, stalls: Node) -> None:
+        """It may be there now."""
+        for node in self._stalled.pop(stalls, ()):
+            self._wanted[node] = None
 
     @property
     def _room(self) -> int:
         """Blocks that may be held besides for the thread to write."""
         return self._held_max - len(self._writes) - len(self._writing) - len(self._done)
 
-    def _save(self, node: Node, stage: bool) -> bool | None:
-        """Hold the path to `node` for the thread; None where that is to go on later, False where it cannot.
+    def _save(self, node: Node, stage: bool) -> bool | Node | None:
+        """Hold the path to `node` for the thread; False where that cannot be. None where there is no room just now;
+        or the node of the path that cannot be held yet.
 
         `stage`: the step being planned may copy what only the device has.
         """
@@ -149,9 +167,11 @@ class DiskTier:
             return False
         parent, missing = path
         for one in missing:
-            found = self._hold(one, stage) if self._room > 0 else None
-            if found is None:
+            if self._room <= 0:
                 return None
+            found = self._hold(one, stage)
+            if found is None:
+                return one
             own, ready = found
             evicted: list[DiskBlock] = []
             entry = self.index.add(one.name, parent, evicted) if self.disk.fits(one.name) else None
@@ -175,7 +195,9 @@ class DiskTier:
         """(the entry above them, what of the path to `node` is not on the disk); None: its name is another's there."""
         path: list[Node] = []
         at: Node | None = node
+        self._visited += 1
         while at is not None and (at.entry is None or at.entry.forgotten):
+            self._visited += 1
             path.append(at)
             at = at.parent
         entry = None if at is None else at.entry
@@ -292,7 +314,7 @@ class DiskTier:
         if succeeded:
             self.disk.erase(entry)
         if self._failures >= FAILURES_MAX:
-            self._wanted.clear()
+            self.give_up()
 
     # ------------------------------------------------------------------ up
 
@@ -408,6 +430,7 @@ class DiskTier:
     def clear(self) -> None:
         """Every name is forgotten, as those of host memory are already."""
         self._wanted.clear()
+        self._stalled.clear()
         self.index.clear()
         self.disk.clear()
         for wait in list(self._open):
@@ -417,6 +440,7 @@ class DiskTier:
         """Write nothing more."""
         self._failures = FAILURES_MAX
         self._wanted.clear()
+        self._stalled.clear()
 
     def references(self) -> list[Block[Node]]:
         """Blocks of the host that are held, one entry each time."""
