@@ -13,7 +13,8 @@ with `router epp` beside it (interpreted, from this checkout), with a message fo
 deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
 
 The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
-turn within each round: CPU us a request, of which tokenising. `--cases`: these only.
+turn within each round: CPU us a request, of which tokenising. `--cases`: these only. One of eight conversations is such
+that the router looks for why its turns miss, as one of eight is by default.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from harness.figures import cpu_seconds, in_words, machine, markdown, rank, writ
 from harness.load import Answer, Client, closed_loop
 from harness.peers import PEERS, before_mocks, peer_command
 from harness.programs import Program, await_true, free_ports, metric, ours
-from harness.talks import CHAT, SIZES, TALKS, Bodies, question
+from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
+from router.edge.reasons import beginning, is_drawn
+from router.turns.config import TurnsConfig
 
 CHUNKS = 64
 STREAMS = 64
@@ -107,6 +110,12 @@ class Gateway:
             firsts.append(sent[0][0] - answer.sent_s)
             ages += [at_s - sent_s for at_s, sent_s in sent]
         return firsts, ages
+
+
+def is_reasoned(messages: list[Message]) -> bool:
+    """Whether a router as it is by default looks for why turns of this conversation miss."""
+    parsed = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
+    return is_drawn(beginning(parsed), TurnsConfig().share)
 
 
 def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -234,7 +243,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies, tokenizer = Bodies(), Tokenizer.load(folder)
+        bodies, tokenizer = Bodies(is_reasoned), Tokenizer.load(folder)
         seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
         announced = [tokenizer.chat_ids(parse_routing(CHAT, body.encode())) for body in seen]
         mocks = []

@@ -81,13 +81,14 @@ class Reasons:
 
     def enter(self, request_id: str, read: Read) -> None:
         """A request was read and is about to be placed."""
-        if self.enabled and read.parsed.kind != "other" and (self.share >= 1 or self._drawn(read)):
+        if self.enabled and read.parsed.kind != "other" and self._drawn(read):
             self._read[request_id] = read
 
     def _drawn(self, read: Read) -> bool:
         """Whether its conversation, with those that it started, is one of the share."""
-        name = read.session.parent or read.session.name or _beginning(read.parsed)
-        return _digest(name) < self.share * 2**32
+        return self.share >= 1 or is_drawn(
+            read.session.parent or read.session.name or beginning(read.parsed), self.share
+        )
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -224,14 +225,19 @@ class IndexFacts:
 
 def begins_with(parsed: RoutingRequest) -> int | None:
     """A digest of what its user said first; None of what is no chat."""
-    return None if parsed.messages is None else _digest(_beginning(parsed))
+    return None if parsed.messages is None else _digest(beginning(parsed))
+
+
+def is_drawn(name: str, share: float) -> bool:
+    """Whether a conversation of this name, or that begins so, is one of the share."""
+    return _digest(name) < share * 2**32
 
 
 def _digest(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) & 0xFFFF_FFFF
 
 
-def _beginning(parsed: RoutingRequest) -> str:
+def beginning(parsed: RoutingRequest) -> str:
     """What stays the same in all turns of a conversation without a name: what its user said first."""
     found: Any = parsed.prompt
     for message in parsed.messages or ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,11 +50,22 @@ def question(number: int) -> Message:
 class Bodies:
     """Requests that end in a turn never seen before."""
 
-    def __init__(self) -> None:
-        text = self._text = repo_text()
-        self.talks = {name: [talk(random.Random(size + i), text, size) for i in range(TALKS)]
-                      for name, size in SIZES.items()}  # fmt: skip
+    def __init__(self, reasoned: Callable[[list[Message]], bool] | None = None) -> None:
+        """`reasoned`: of which conversations a router tells why they miss; one of each size is such a one then, as many
+        as in a draw of 1 / TALKS."""
+        self._text = repo_text()
+        self.talks = {name: self._talks(size, reasoned) for name, size in SIZES.items()}
         self._count = 0
+
+    def _talks(self, size: int, reasoned: Callable[[list[Message]], bool] | None) -> list[list[Message]]:
+        made = (talk(random.Random(size + i), self._text, size) for i in itertools.count())
+        if reasoned is None:
+            return list(itertools.islice(made, TALKS))
+        found: dict[bool, list[list[Message]]] = {True: [], False: []}
+        while not found[True] or len(found[False]) < TALKS - 1:
+            one = next(made)
+            found[reasoned(one)].append(one)
+        return [found[True][0], *found[False][: TALKS - 1]]
 
     def make(self, size: str, count: int, *, new: int = 0, **fields: Any) -> list[bytes]:
         """`new`: characters of text in the last turn, each time another part of the repo's."""
