@@ -19,6 +19,7 @@ SOURCES = ("docs/*.md", "*.md", "engine/**/*.py", "router/**/*.py", "events/*.py
 SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000, "1m": 1_000_000}
 TALKS = 8
 """Of each size."""
+TRIES = 20 * TALKS
 CHAT = "/v1/chat/completions"
 Message = dict[str, str]
 
@@ -58,14 +59,18 @@ class Bodies:
         self._count = 0
 
     def _talks(self, size: int, reasoned: Callable[[list[Message]], bool] | None) -> list[list[Message]]:
-        made = (talk(random.Random(size + i), self._text, size) for i in itertools.count())
-        if reasoned is None:
+        made = (talk(random.Random(size + i), self._text, size) for i in range(TRIES))
+        if reasoned is None or size < 1000:  # what begins with the question is drawn by that
             return list(itertools.islice(made, TALKS))
-        found: dict[bool, list[list[Message]]] = {True: [], False: []}
-        while not found[True] or len(found[False]) < TALKS - 1:
-            one = next(made)
-            found[reasoned(one)].append(one)
-        return [found[True][0], *found[False][: TALKS - 1]]
+        few: dict[bool, list[list[Message]]] = {True: [], False: []}
+        wanted = {True: 1, False: TALKS - 1}
+        for one in made:
+            kind = reasoned(one)
+            if len(few[kind]) < wanted[kind]:
+                few[kind].append(one)
+            if len(few[True]) + len(few[False]) == TALKS:
+                return few[True] + few[False]
+        raise ValueError(f"no conversation of {size} is drawn, or all are")
 
     def make(self, size: str, count: int, *, new: int = 0, **fields: Any) -> list[bytes]:
         """`new`: characters of text in the last turn, each time another part of the repo's."""
