@@ -78,9 +78,11 @@ def fleet() -> Iterator[Short]:
 
     settings = {"RAY_raylet_start_wait_time_s": "120", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    folder, cluster = mkdtemp(prefix="bcray"), Cluster()  # pytest's own folder is too long for Ray's sockets
+    settings["RAY_TMPDIR"] = folder  # in it is a folder `ray` with the cluster's address, which Ray does not make
+    (Path(folder) / "ray").mkdir()
     before = {key: os.environ.get(key) for key in settings}
     os.environ |= settings
-    folder, cluster = mkdtemp(prefix="bcray"), Cluster()  # pytest's own folder is too long for Ray's sockets
     handler = signal.getsignal(signal.SIGTERM)
     try:
         cluster.add_node(num_cpus=4, include_dashboard=False, temp_dir=folder)

@@ -20,7 +20,7 @@ BLOCK = 16
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Program], Program]]:
     folder: Path = tmp_path_factory.mktemp("sampled")
-    with two_engines_and_a_router(folder, *ENGINE) as programs:
+    with two_engines_and_a_router(folder, *ENGINE, router_flags=("--reasons-share", "1")) as programs:
         yield programs
 
 
@@ -85,9 +85,9 @@ def test_a_router_prices_and_forwards_what_was_sampled(fleet: tuple[list[Program
                 assert cached >= computed // BLOCK * BLOCK
             worker, computed = headers["x-blockcast-worker"], usage["total_tokens"] - 1
             status, _, why = call(f"{router.url}/requests/{headers['x-request-id']}")
-            if status == 200:  # its conversation is one of the share that is looked at
-                assert why.get("sampled_tokens", 0) == explained["sampled_tokens"]
-                taken += explained["sampled_tokens"]
+            assert status == 200
+            assert why.get("sampled_tokens", 0) == explained["sampled_tokens"]
+            taken += explained["sampled_tokens"]
     assert metric(router, "blockcast_router_sampled_tokens_total") > 0
     assert taken > 0, "who asks is told that the prediction stands on sampled ids"
 
