@@ -31,6 +31,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -94,6 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     parser.add_argument("--host-memory", type=float, default=0.0, help="under each cache, times its size")
     parser.add_argument("--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES:,} bytes a token")
+    parser.add_argument("--prefill-order", choices=["arrival", "shortest"], default="arrival",
+                        help="which prompt an engine computes first; 100 %% load is that of arrival")  # fmt: skip
     for name, value in asdict(StepTimes()).items():
         if name == "load_s_per_token":
             continue
@@ -102,6 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
     parser.add_argument("--ablate", action="store_true", help="with --grid: ours without each term, beside ours")
     parser.add_argument("--sample", type=int, help="so many of the grid's settings (default: all)")
+    parser.add_argument("--draws", type=int, default=1, help="of each of them, with seeds from --seed on: their means")
     parser.add_argument("--workload", choices=["traces", "chat"], default="traces")
     chats = parser.add_argument_group("--workload chat")
     chats.add_argument("--system-prompts", type=int, default=1, help="how many, all asked equally often")
@@ -117,6 +121,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for path in arguments.trace:
         if not path.is_file():
             parser.error(f"--trace {path}: no such file")
+    if arguments.draws < 1:
+        parser.error(f"--draws {arguments.draws}: expected at least 1")
     arguments.workers = arguments.workers or ([8] if arguments.quick else [4, 8, 16])
     arguments.cache = arguments.cache or ([30.0] if arguments.quick else [10.0, 30.0, 100.0])
     arguments.load = arguments.load or [70.0, 95.0]
@@ -145,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     talks = arguments.workload == "chat"
     options = Options(
         service=service,
-        limits=EngineLimits(arguments.seats, preempts=talks),
+        limits=EngineLimits(arguments.seats, preempts=talks, shortest=arguments.prefill_order == "shortest"),
         event_delay_s=arguments.event_delay,
         routers=arguments.routers,
         seed=arguments.seed,
@@ -241,22 +247,22 @@ def run_grid(arguments: argparse.Namespace) -> None:
         kept = {name: row for name, row in known.get(str(point), {}).items() if name not in (arguments.policy or ())}
         missing = [name for name in wanted if name not in kept]
         if missing:
-            work.append((point, kept, missing, arguments.seed))
+            work.append((point, kept, missing, range(arguments.seed, arguments.seed + arguments.draws)))
         else:
             done[str(point)] = kept
-    count = len(work) + len(done)
+    count, drawn = len(work) + len(done), {"seed": arguments.seed, "draws": arguments.draws}
     print(f"{count} settings, {len(done)} known")
     with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
         for name, policies, seconds in pool.imap_unordered(_play, work):
             done[name] = policies
             if arguments.ablate:
                 print(f"{len(done)}/{count} {name}; {seconds:.0f} s", flush=True)
-                write_json(arguments.json, {"settings": {**known, **done}, "seed": arguments.seed, "machine": host})
+                write_json(arguments.json, {"settings": {**known, **done}, **drawn, "machine": host})
                 continue
             ratios = grid.verdict(policies)["ratios"].items()
             found = ", ".join(f"{key} {value:.3f} ({who})" for key, (value, who) in ratios)
             print(f"{len(done)}/{count} {name}: over the best {found}; {seconds:.0f} s", flush=True)
-            document = {**grid.summary(done), "settings": {**known, **done}, "seed": arguments.seed, "machine": host}
+            document = {**grid.summary(done), "settings": {**known, **done}, **drawn, "machine": host}
             write_json(arguments.json, document)
     if arguments.ablate:
         means = {name: grid.means(done, name, grid.OURS) for name in ABLATIONS}
@@ -268,11 +274,15 @@ def run_grid(arguments: argparse.Namespace) -> None:
     print(f"{time.time() - started:.0f} s")
 
 
-def _play(work: tuple[grid.Point, dict[str, Any], list[str], int]) -> tuple[str, dict[str, Any], float]:
-    point, kept, missing, seed = work
+def _play(work: tuple[grid.Point, dict[str, Any], list[str], range]) -> tuple[str, dict[str, Any], float]:
+    point, kept, missing, seeds = work
     started = time.time()
-    played = {**kept, **grid.play(point, missing, seed)}
-    return str(point), played, time.time() - started
+    draws = [grid.play(point, missing, seed) for seed in seeds]
+    played = {
+        policy: {figure: statistics.fmean(draw[policy][figure] for draw in draws) for figure in draws[0][policy]}
+        for policy in missing
+    }
+    return str(point), {**kept, **played}, time.time() - started
 
 
 def as_json(scores: dict[str, Score]) -> dict[str, dict[str, Any]]:

@@ -96,6 +96,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             max_model_len=executor.max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             enough_prompt_tokens=executor.enough_prompt_tokens,
+            prefill_order=config.prefill_order,
         )
         scheduler = Scheduler(scheduler_config, cache)
         runner = executor.runner(tuple(eos_token_ids), grammars)
@@ -130,6 +131,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         groups=groups,
         event_sources=[] if publisher is None else [publisher.source()],
         prefix_caching=config.enable_prefix_caching,
+        prefill_order=config.prefill_order,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
         unconstrained=unconstrained,
     )

@@ -55,6 +55,9 @@ class EngineConfig:
     max_num_batched_tokens: Annotated[Tokens | None, Flag(),
         "Tokens in one step; longer prompts are computed in chunks. [default: 2048; of a large model on a CPU as many "
         "as take about a second]"] = None
+    prefill_order: Annotated[Literal["shortest", "arrival"], Flag(),
+        "Whose prompt is computed first: shortest: who has the fewest tokens left to compute, and who has waited long; "
+        "arrival: who came first."] = "shortest"
     num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
     kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
     host_cache_memory: Annotated[Bytes | None, Flag(),

@@ -33,6 +33,10 @@ class RequestEntry:
     """Aborted or finished while a plan with it is out: it goes when the last of these is applied."""
     plain_until: int = 0
     """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
+    came: int = 0
+    left: int = 0
+    turn: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
+    """Of its prompt, these three, as `engine.turns` has them."""
 
     def __lt__(self, other: RequestEntry) -> bool:
         return self.order < other.order

@@ -42,6 +42,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     event_sources: list[EventSource]
     """The answer of /kv_event_sources."""
     prefix_caching: bool = True
+    prefill_order: str = "shortest"
+    """Whose prompt is computed first (`engine.turns`)."""
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
     unconstrained: str | None = None

@@ -1,14 +1,17 @@
 """Which sequences compute which positions in the next step.
 
 Continuous batching: every step mixes decodes and chunks of prefills under a token budget. Decodes go first (one token
-each), then started prefills, then waiting requests by (priority, arrival). When memory runs out, the running sequence
-that is last in that order is preempted: its blocks are released (most stay cached) and it is recomputed later.
+each), then prefills, started ones and waiting requests, as their turn is (`engine.turns`). When memory runs out, the
+running sequence that is last by (priority, arrival) is preempted: its blocks are released (most stay cached) and it is
+recomputed later.
 
-Owns the order of requests, the budget, and when a sequence ends. Refuses to know tensors, clocks and block contents.
+Owns the budget, seats, memory, and when a sequence ends. Refuses to know tensors, clocks and block contents.
 
-Starvation: `max_num_batched_tokens >= max_num_seqs`, so every running sequence advances in every step; the sequence
-first in order is never preempted, and a waiting request is overtaken only while it waits for a prefix that a running
-sequence is about to compute (computing it twice would be slower for both).
+Starvation: `max_num_batched_tokens >= max_num_seqs`, so everybody who decodes advances in every step. Turns come, and
+a waiting request whose turn has come is overtaken only while it waits for a prefix that a running sequence is about to
+compute (computing it twice would be slower for both). The sequence first by (priority, arrival) is never preempted, and
+whoever was preempted is admitted again only when all that is known of it fits: so between two preemptions of one, those
+before it have taken memory that they keep. That ends.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from engine.cache.kv_cache import KVCache
 from engine.decoding import Decoders, RequestEntry
+from engine.turns import PrefillOrder, PrefillTurns
 from engine.types import (
     Chunk,
     FinishReason,
@@ -47,6 +51,7 @@ class SchedulerConfig:
 
     Where a step of so many tokens is as efficient as a larger one, those who came first get their first token sooner.
     """
+    prefill_order: PrefillOrder = "shortest"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -77,6 +82,26 @@ class SchedulerTotals:
     finished: int = 0
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A plan being made."""
+
+    chunks: dict[RequestEntry, Chunk] = field(default_factory=dict)
+    unnamed: list[RequestEntry] = field(default_factory=list)
+    """Those whose blocks have no names yet: up to then they can be preempted."""
+    budget: int = 0
+    enough: int = 1
+    """Of the budget must be left for another prompt to be taken in."""
+    passed: int = 0
+    """Waiting requests that were passed over."""
+    moved: int = 0
+    """Those that went back to their place."""
+    admitted: bool = False
+    """Somebody was: nobody is preempted any more."""
+    closed: bool = False
+    """Nobody is admitted any more."""
+
+
 class _MustWait(Exception):
     """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
 
@@ -96,7 +121,7 @@ class Scheduler:
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
         self._entries: dict[str, RequestEntry] = {}
-        self._waiting: list[RequestEntry] = []
+        self._waiting = PrefillTurns(config.prefill_order, cache)
         self._running: list[RequestEntry] = []
         self._arrivals = 0
         self._arrived: list[RequestEntry] = []
@@ -157,7 +182,7 @@ class Scheduler:
         self._arrivals += 1
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
-        insort(self._waiting, entry)
+        self._waiting.arrive(entry)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time; None where it is not known (any more).
@@ -182,13 +207,10 @@ class Scheduler:
         if self._decoders is not None and (chunks := self._go_on(self._decoders)) is not None:
             return self._send(chunks, self._decoders.entries, [], self._decoders)
         self._decoders = None
-        preemptions = self.totals.preemptions
         try:
-            planned, budget = self._continue_running()
+            planned = self._plan()
         except _MustWait:
             return None
-        if self.totals.preemptions == preemptions:
-            self._admit(planned, budget)
         if not planned and not self._running and self._waiting:
             disk = self.cache.disk
             assert disk is not None and disk.awaited, "requests wait, and there is nothing that they could wait for"  # noqa: PT018
@@ -331,21 +353,42 @@ class Scheduler:
     def _compare_arrivals(self) -> None:
         """Let prefills under way stop where a request that came meanwhile can resume."""
         arrived, self._arrived = self._arrived, []
-        if not arrived or self.cache.spec.state is None:
+        if not arrived or not self._compares:
             return
-        prefills = [e.seq for e in self._running if len(e.seq.token_ids) - e.seq.computed > 1]
-        for entry in arrived[:_COMPARED_MAX]:
-            if entry.name in self._entries:
-                for seq in prefills:
-                    self.cache.plan_common(seq, entry.seq)
+        new = [entry for entry in arrived[:_COMPARED_MAX] if entry.name in self._entries]
+        for entry in self._running:
+            if len(entry.seq.token_ids) - entry.seq.computed > 1:
+                self._waiting.compare(entry.seq, new)
 
-    def _continue_running(self) -> tuple[dict[RequestEntry, Chunk], int]:
-        """Chunks for running sequences, decodes before prefills; and what is left of the budget."""
-        size = self.cache.block_size
-        chunks: dict[RequestEntry, Chunk] = {}
+    @property
+    def _compares(self) -> bool:
+        """Whether it matters what prompts have in common."""
+        return self._waiting.shortest or self.cache.spec.state is not None
+
+    def _plan(self) -> dict[RequestEntry, Chunk]:
+        """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustWait."""
+        draft = _Draft()
+        started, loads = self._decode(draft), self.cache.loads
+        draft.budget = budget = self.config.max_num_batched_tokens - len(draft.chunks)
+        if self.config.enough_prompt_tokens is not None:
+            draft.enough = max(1, budget - self.config.enough_prompt_tokens + 1)
+        if loads is not None:
+            loads.begin(beside_decodes=bool(draft.chunks))
+        for entry in self._waiting.begun(entry for entry in started if entry.seq in self.cache):
+            if self._waiting.shortest:
+                self._admit(draft, entry)
+            if draft.budget >= (draft.enough if self._waiting.shortest else 1):
+                self._go_on_with(entry, draft)
+        draft.passed = 0  # what they waited for may be in this step
+        self._admit(draft)
+        self._name(draft)
+        self._waiting.computed_tokens += max(0, budget - draft.budget)
+        return draft.chunks
+
+    def _decode(self, draft: _Draft) -> list[RequestEntry]:
+        """Chunks for those who decode. Who does not, yet."""
+        size, loads, chunks = self.cache.block_size, self.cache.loads, draft.chunks
         prefills: list[RequestEntry] = []
-        asking: list[RequestEntry] = []
-        loads = self.cache.loads
         for entry in list(self._running):
             seq = entry.seq
             start, known = seq.computed, len(seq.token_ids)
@@ -355,41 +398,47 @@ class Scheduler:
                 pass  # nothing is left to do but to apply what is out
             elif known - start > 1 or (loads and seq in loads):
                 prefills.append(entry)
-            elif self._grow(entry, start + 1, chunks):
+            elif self._grow(entry, start + 1, draft):
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
                 entry.decodes(start, size)
-                asking.append(entry)
-        budget = self.config.max_num_batched_tokens - len(chunks)
-        if loads is not None:
-            loads.begin(beside_decodes=bool(chunks))
-        for entry in prefills:
-            seq = entry.seq
-            if budget < 1 or seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
-                continue
-            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
-            if self._grow(entry, end, chunks):
-                chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
-                asking.append(entry)
-                budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
-        for entry in asking:
-            if entry in chunks:  # not preempted meanwhile
-                self.cache.reserve(entry.seq, chunks[entry].end)
-        return chunks, budget
+                draft.unnamed.append(entry)
+        return prefills
 
-    def _grow(self, entry: RequestEntry, end: int, chunks: dict[RequestEntry, Chunk]) -> bool:
-        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself.
+    def _go_on_with(self, entry: RequestEntry, draft: _Draft) -> None:
+        """A chunk for a prompt that was begun."""
+        seq, loads = entry.seq, self.cache.loads
+        if seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
+            return
+        end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        if self._grow(entry, end, draft):
+            draft.chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+            draft.budget -= end - seq.computed
+            draft.unnamed.append(entry)
 
-        Raises _MustWait.
+    def _name(self, draft: _Draft) -> None:
+        """Name the blocks that its chunks finish: who is admitted from now on shares them."""
+        for entry in draft.unnamed:
+            if entry in draft.chunks:  # not preempted meanwhile
+                self.cache.reserve(entry.seq, draft.chunks[entry].end)
+        draft.unnamed.clear()
+
+    def _grow(self, entry: RequestEntry, end: int, draft: _Draft) -> bool:
+        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself, or would
+        have to be preempted for one who was just admitted. Raises _MustWait.
         """
         while True:
             if entry.seq not in self.cache:
                 return False
             if self.cache.grow(entry.seq, end):
                 return True
+            if draft.admitted:
+                return False
             if self._out:
                 raise _MustWait
             victim = self._running[-1]
-            chunks.pop(victim, None)
+            if (chunk := draft.chunks.pop(victim, None)) is not None:
+                draft.budget += chunk.end - chunk.start
+            draft.closed = True
             self._preempt(victim)
             if victim is entry:
                 return False
@@ -402,7 +451,7 @@ class Scheduler:
         entry.plain_until = 0
         entry.prompt_logprobs.clear()
         self.totals.preemptions += 1
-        insort(self._waiting, entry)
+        self._waiting.add(entry)
 
     def _loading(self, planned: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
@@ -427,49 +476,58 @@ class Scheduler:
         self.totals.host_hit_tokens += times * seq.host_tokens
         self.totals.prompt_tokens += times * seq.prompt_len
 
-    def _admit(self, planned: dict[RequestEntry, Chunk], budget: int) -> None:
-        """Start waiting requests, in order, while budget, seats and memory last.
+    def _admit(self, draft: _Draft, before: RequestEntry | None = None) -> None:
+        """Start waiting requests, in order, while budget, seats and memory last; only those whose turn is `before`
+        this one's.
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
         """
-        index = 0
-        least = 1  # of the budget, to take in another one
-        if (enough := self.config.enough_prompt_tokens) is not None:
-            prompt_tokens = sum(c.end - c.start for c in planned.values() if c.end - c.start > 1)
-            least = max(1, budget + prompt_tokens - enough + 1)
+        waiting = self._waiting
         while (
-            index < min(len(self._waiting), _COMPARED_MAX)
-            and budget >= least
+            draft.passed < min(len(waiting), _COMPARED_MAX)
+            and not draft.closed
+            and draft.budget >= draft.enough
             and len(self._running) < self.config.max_num_seqs
         ):
-            entry = self._waiting[index]
+            if before is None:  # nobody is preempted any more
+                self._name(draft)
+            entry = waiting[draft.passed]
             seq = entry.seq
+            if before is not None and entry.turn >= before.turn:
+                return
             # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
             spare = self._spare_blocks if self._running else 0
             if not self.cache.has_spare(spare + 1):
-                break
-            if self.cache.should_wait(seq):
-                index += 1
-                continue
-            if not self.cache.admit(seq, spare):
-                break
-            del self._waiting[index]
-            for other in self._waiting[:_COMPARED_MAX]:
-                self.cache.plan_common(seq, other.seq)
-            insort(self._running, entry)
-            if not seq.preemptions:
-                seq.cached_tokens = seq.computed
-                self._count_prompt(seq, 1)
-            if self.cache.loads and seq in self.cache.loads:
-                continue
-            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
-            grown = self.cache.grow(seq, end)
-            assert grown, "admitted without room for its tokens"
-            self.cache.reserve(seq, end)
-            chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
-            assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
-            planned[entry] = chunk
-            budget -= end - seq.computed
+                draft.closed = True
+            elif self.cache.should_wait(seq):
+                draft.passed += 1
+            elif draft.moved < _COMPARED_MAX and waiting.goes_back(entry):
+                draft.moved += 1
+            elif self.cache.admit(seq, spare):
+                draft.admitted = True
+                self._begin(entry, draft)
+            else:
+                draft.closed = True
+
+    def _begin(self, entry: RequestEntry, draft: _Draft) -> None:
+        """The first chunk of a request that was just admitted."""
+        seq, waiting = entry.seq, self._waiting
+        waiting.remove(entry)
+        if self._compares:
+            waiting.compare(seq, waiting.first(_COMPARED_MAX))
+        insort(self._running, entry)
+        if not seq.preemptions:
+            seq.cached_tokens = seq.computed
+            self._count_prompt(seq, 1)
+        if self.cache.loads and seq in self.cache.loads:
+            return
+        end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        grown = self.cache.grow(seq, end)
+        assert grown, "admitted without room for its tokens"
+        assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
+        draft.chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+        draft.unnamed.append(entry)
+        draft.budget -= end - seq.computed
 
     # ------------------------------------------------------------------ applying
 
@@ -529,7 +587,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()
-        assert self._waiting == sorted(self._waiting)
+        self._waiting.check_invariants()
         assert self._running == sorted(self._running)
         assert len(self._running) <= self.config.max_num_seqs
         assert len(self._running) + len(self._waiting) == len(self._entries) + len(self._ended)
@@ -540,6 +598,3 @@ class Scheduler:
             assert (entry.last > self._applied) == (out > 0)
             assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
-        for entry in self._waiting:
-            assert entry.seq not in self.cache
-            assert entry.seq.computed == 0

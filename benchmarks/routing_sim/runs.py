@@ -62,7 +62,7 @@ class Options:
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
     host_memory: float = 0.0
-    """Times each worker's cache, under it; the saturation is that without."""
+    """Times each worker's cache, under it; the saturation is that without, and with prompts as they come."""
     cache_blocks: int | None = None
     """Each worker's cache, where the setting does not say it as a share of the working set."""
 
@@ -111,8 +111,10 @@ POLICIES: dict[str, Factory] = {
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
     "blockcast_told": lambda o: Ours(CoreConfig(), seed=o.seed, told=True),
+    "blockcast_order_untold": lambda o: Ours(CoreConfig(), seed=o.seed, order_told=False),
 }
-"""Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
+"""Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
+it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
     "hot": lambda: patch.object(CacheBook, "hot", lambda *of: (0, 0.0)),
@@ -229,9 +231,9 @@ class Calibration:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._known:
-            self._known[key] = _saturation(
-                setting, workload, replace(options, routers=1, slow_workers={}, host_memory=0.0)
-            )
+            limits = replace(options.limits, shortest=False)
+            plain = replace(options, routers=1, slow_workers={}, host_memory=0.0, limits=limits)
+            self._known[key] = _saturation(setting, workload, plain)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
         return self._known[key]

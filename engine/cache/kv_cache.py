@@ -152,6 +152,18 @@ class KVCache:
         self.tree.match(names if len(names) == count else names[:count], nodes)
         return nodes
 
+    def cached(self, seq: Sequence) -> int:
+        """Tokens of `seq` that need not be computed if it is admitted now; changes nothing."""
+        return self._windows.resumable(self.match(seq)) * self.block_size
+
+    def findable(self, seq: Sequence) -> int:
+        """Those, and what the disk has, for which a request waits; changes nothing."""
+        cached = self.cached(seq)
+        if self.disk is None or seq.request.params.prompt_logprobs is not None:
+            return cached
+        count = (len(seq.token_ids) - 1) // self.block_size
+        return max(cached, len(self.disk.index.match(self._names.of(seq, count)[:count])) * self.block_size)
+
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
@@ -226,17 +238,23 @@ class KVCache:
             self._turns[seq] = self._order.begin([name.hash for name in names[:count]], len(known))
         return True
 
-    def plan_common(self, seq: Sequence, other: Sequence) -> None:
-        """Plan a checkpoint of the running `seq` where its prompt and that of the waiting `other` part."""
-        if self._checkpoints is None or not self.enable_prefix_caching or self._chains[seq].detached:
-            return
-        low, high = 0, min(len(seq.token_ids) - 1, len(other.token_ids) - 1) // self.block_size
+    def plan_common(self, seq: Sequence, other: Sequence) -> int:
+        """Tokens that the waiting `other` can have of the running `seq`, up to where their prompts part.
+
+        If a state is needed there, a checkpoint of `seq` is planned.
+        """
+        if not self.enable_prefix_caching or self._chains[seq].detached:
+            return 0
+        low, high = 1, min(len(seq.token_ids) - 1, len(other.token_ids) - 1) // self.block_size
         ours, theirs = self._names.of(seq, high), self._names.of(other, high)
+        if not high or ours[0].hash != theirs[0].hash:
+            return 0
         while low < high:  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
             middle = (low + high + 1) // 2
             low, high = (middle, high) if ours[middle - 1].hash == theirs[middle - 1].hash else (low, middle - 1)
-        if low:
+        if self._checkpoints is not None:
             self._checkpoints.plan(seq, low, ours[low - 1].hash)
+        return 0 if other.request.params.prompt_logprobs is not None else low * self.block_size
 
     def clip(self, seq: Sequence, end: int) -> int:
         """Where a chunk of `seq` that could go to `end` must stop, so that a planned checkpoint can be taken."""

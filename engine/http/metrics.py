@@ -185,6 +185,7 @@ class MetricsPage:
             "num_cpu_blocks": str(info.num_host_blocks),
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(info.prefix_caching),
+            "prefill_order": info.prefill_order,
             "engine": "0",
         }
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=list(config))

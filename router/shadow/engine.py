@@ -1,6 +1,8 @@
 """The simulated engine: a step loop (options/steps.py says what a step takes) and a block cache with leaf-first LRU.
 
-Chunks are filled first come first served up to the step's token budget, decoding requests take one token of it each.
+Chunks are filled up to the step's token budget, decoding requests take one token of it each: first come first served,
+or of who has the least left first, as our engine does. There what came later counts a tenth of what was
+computed meanwhile more: once ten times a prompt's length was, nobody who comes goes before it.
 Pages are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
 preempted where there are none left: it gives up its pages and begins again, with what it had said as prompt. Stretches
 without prefill are jumped over in closed form, so the cost of a run grows with requests, not with tokens.
@@ -10,12 +12,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from options.steps import StepTimes
 from router.shadow.workload import SimRequest
+
+AGEING = 0.1
+"""Of a prompt token computed before a request came, in what it has left; the engine's figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class EngineLimits:
     preempts: bool = False
     """Pages are taken as tokens come and the youngest sequence is preempted where there are none; else the pages of the
     whole request are reserved when it begins."""
+    shortest: bool = False
+    """Of the prompts, who has the least left goes first, whether it has begun or not; else who came first."""
 
 
 class Cache:
@@ -162,6 +171,9 @@ class Job:
     left: int = 0
     """Tokens to generate after them."""
     computed: int = 0
+    """Of `length`; while it waits, what the cache had of it when it came."""
+    came: int = 0
+    """Prompt tokens that the engine had computed by then."""
     hit_blocks: int = 0
     named: int = 0
     pages: int = 0
@@ -180,6 +192,11 @@ class Job:
     def __post_init__(self) -> None:
         self.length = self.request.prompt_tokens
         self.left = self.request.output_tokens
+
+    @property
+    def turn(self) -> float:
+        """The lowest goes first, where that is the order."""
+        return self.length - self.computed + AGEING * self.came
 
 
 @dataclass(slots=True)
@@ -243,7 +260,8 @@ class SimWorker:
 
     def submit(self, job: Job, now: float) -> None:
         """A request arrives."""
-        self.waiting.append(job)
+        job.came = self.prefilled_tokens
+        self._wait(job)
         if self.wake_s is None:
             self._start(now)
         elif self._stretch is not None and len(self.waiting) == 1:
@@ -277,37 +295,32 @@ class SimWorker:
             steps += min(done, planned)
         return [(job, job.request.output_tokens - max(job.finish_step - steps, 0)) for _, _, job in self.decode]
 
+    def _wait(self, job: Job) -> None:
+        if not self.limits.shortest:
+            self.waiting.append(job)
+            return
+        job.computed = self.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // self.block) * self.block
+        insort(self.waiting, job, key=lambda one: one.turn)
+
     # Steps -------------------------------------------------------------------------------------------------------
     def _start(self, now: float) -> None:
         service = self.service
         if self.limits.preempts:
             self._grow()
         budget = service.step_tokens - len(self.decode)
-        chunks: list[tuple[Job, int]] = []
-        for job in self.prefilling:
+        chunks = self._chunks
+        started = self.prefilling
+        if self.limits.shortest:
+            started = sorted(started, key=lambda job: job.turn)
+        for job in started:
+            if self.limits.shortest:
+                budget = self._take_in(budget, now, job.turn)
             if budget <= 0:
                 break
             tokens = min(budget, job.length - job.computed)
             chunks.append((job, tokens))
             budget -= tokens
-        while budget > 0 and self.waiting:
-            job = self.waiting[0]
-            if self.running >= self.limits.seats:
-                self._full_s = now
-                break
-            if not self._admit(job):
-                break
-            self.waiting.popleft()
-            if not job.answered and job.routed_s <= self._full_s:
-                self.seat_waits += 1
-                if job.elsewhere_s is not None:
-                    here_s = self.service.prefill_s(job.length - job.computed, job.computed)
-                    self.seat_waits_vain += now - job.routed_s > job.elsewhere_s - here_s
-            self.prefilling.append(job)
-            tokens = min(budget, job.length - job.computed)
-            chunks.append((job, tokens))
-            budget -= tokens
-        self._chunks = chunks
+        self._take_in(budget, now)
         n = len(self.decode)
         if chunks:
             seconds = service.decode_s(n, self.decode_context)
@@ -328,6 +341,27 @@ class SimWorker:
                 f"worker {self.number} cannot take a request even when idle: its cache is too small"
             )
             self.wake_s = None
+
+    def _take_in(self, budget: int, now: float, before: float = math.inf) -> int:
+        """Begin those who wait, while there is room and their turn is earlier; what is left of the budget."""
+        while budget > 0 and self.waiting and self.waiting[0].turn < before:
+            job = self.waiting[0]
+            if self.running >= self.limits.seats:
+                self._full_s = now
+                break
+            if not self._admit(job):
+                break
+            self.waiting.popleft()
+            if not job.answered and job.routed_s <= self._full_s:
+                self.seat_waits += 1
+                if job.elsewhere_s is not None:
+                    here_s = self.service.prefill_s(job.length - job.computed, job.computed)
+                    self.seat_waits_vain += now - job.routed_s > job.elsewhere_s - here_s
+            self.prefilling.append(job)
+            tokens = min(budget, job.length - job.computed)
+            self._chunks.append((job, tokens))
+            budget -= tokens
+        return budget
 
     def _cut_stretch(self, now: float) -> None:
         """A request arrived during decode-only steps: it joins at the end of the step that is running."""
@@ -430,4 +464,8 @@ class SimWorker:
         self.cache.release(job.request.ids[: job.named], job.pages - job.named)
         job.length += said
         job.left -= said
-        self.waiting.appendleft(job)
+        job.computed = 0
+        if self.limits.shortest:
+            self._wait(job)
+        else:
+            self.waiting.appendleft(job)

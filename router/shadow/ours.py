@@ -57,11 +57,11 @@ class BlockScaled:
 
 class Ours(Router):
     """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `told`: it is given the workers'
-    true constants and learns nothing."""
+    true constants and learns nothing; `order_told`: it knows which prompt they compute first."""
 
-    def __init__(self, config: CoreConfig, *, seed: int = 0, told: bool = False) -> None:
+    def __init__(self, config: CoreConfig, *, seed: int = 0, told: bool = False, order_told: bool = True) -> None:
         self._config = replace(config, learn=LearnConfig(enabled=False)) if told else config
-        self._seed, self._told = seed, told
+        self._seed, self._told, self._order_told = seed, told, order_told
         self._pending = False
 
     def attach(self, cluster: Cluster) -> None:
@@ -76,6 +76,7 @@ class Ours(Router):
                 models=(ServedModel(MODEL, MODEL),),
                 cache_tokens=None if blocks is None else blocks * cluster.workload.block,
                 host_tokens=int((blocks or 0) * cluster.config.host_memory) * cluster.workload.block,
+                shortest_first=cluster.config.limits.shortest and self._order_told,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]

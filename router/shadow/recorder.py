@@ -119,7 +119,10 @@ class Recorder:
         """What is known of the workers that the window names."""
         named = {seen.worker for seen in self.seen}
         specs = [worker.spec for worker in self.core.workers.values()]
-        engines = [Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.seats) for s in specs]
+        engines = [
+            Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.seats, s.shortest_first)
+            for s in specs
+        ]
         gone = named - {engine.name for engine in engines}
         return engines + [Engine(name) for name in sorted(gone)]
 

@@ -37,6 +37,7 @@ class Engine(msgspec.Struct, frozen=True):
     name: str
     cache_tokens: int | None = None
     seats: int | None = None
+    shortest_first: bool = False
 
 
 class Sums(msgspec.Struct):
@@ -150,7 +151,11 @@ def compare(
         speed=1.0,
         service=StepTimes(),
         each=[(steps[engine.name], room) for engine, room in zip(engines, rooms)],
-        limits=EngineLimits(min(engine.seats or SEATS for engine in engines), preempts=True),
+        limits=EngineLimits(
+            min(engine.seats or SEATS for engine in engines),
+            preempts=True,
+            shortest=all(engine.shortest_first for engine in engines),
+        ),
     )
     places = [number[s.worker] for s in seen]
     placed = Placed(places)

@@ -16,10 +16,11 @@ from fake_device import EOS, Bench
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec, StateSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
+from engine.turns import PrefillOrder
 from engine.types import StepPlan
 
 
-def make_bench(rng: random.Random) -> Bench:
+def make_bench(rng: random.Random, order: PrefillOrder) -> Bench:
     """Any model; caches from too small for anything to large enough for loads of many steps."""
     size, large = rng.randint(1, 4), rng.random() < 0.5
     groups = [group(rng.randint(1, 2))]
@@ -35,6 +36,7 @@ def make_bench(rng: random.Random) -> Bench:
         max_num_batched_tokens=budget,
         max_model_len=60 if large else rng.choice([20, 40, 400]),
         eos_token_ids=frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
+        prefill_order=order,
     )
     cache = KVCache(
         CacheSpec(block_size=size, groups=tuple(groups), state=state),
@@ -50,7 +52,7 @@ def make_bench(rng: random.Random) -> Bench:
 class History:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.bench = make_bench(self.rng)
+        self.bench = make_bench(self.rng, "arrival" if seed % 2 else "shortest")
         self.texts: list[list[int]] = [[]]
         self.count = 0
 

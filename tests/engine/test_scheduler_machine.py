@@ -12,6 +12,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.core import FAILURES_MAX
 from engine.scheduler import RequestRefusedError, SchedulerConfig
+from engine.turns import PrefillOrder
 from engine.types import StepPlan
 
 
@@ -27,6 +28,7 @@ class CoreMachine(RuleBasedStateMachine):
         adaptive=st.booleans(),
         host_units=st.sampled_from([0, 1, 4, 20]),
         load_bytes_max=st.sampled_from([None, 1, 1000]),
+        order=st.sampled_from(["shortest", "arrival"]),
     )
     def start(
         self,
@@ -40,6 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         adaptive: bool,
         host_units: int,
         load_bytes_max: int | None,
+        order: PrefillOrder,
     ) -> None:
         budget = max_num_seqs + extra_budget
         config = SchedulerConfig(
@@ -47,6 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
+            prefill_order=order,
         )
         host = {"host_units": host_units, "load_bytes_max": load_bytes_max}
         cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, **host)  # type: ignore[arg-type]

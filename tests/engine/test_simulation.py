@@ -23,6 +23,7 @@ from engine.simulation.executor import some_words
 from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
 from engine.simulation.spec import PRESETS, read_spec
 from engine.tiny.tokenizer import cached_tokenizer
+from engine.turns import PrefillOrder
 from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
@@ -50,13 +51,20 @@ class Clock:
         self.now_s += seconds
 
 
-def engine(clock: Clock, times: StepTimes, answers: Answers | None = None, units: int = 4096) -> EngineCore:
+def engine(
+    clock: Clock,
+    times: StepTimes,
+    answers: Answers | None = None,
+    units: int = 4096,
+    order: PrefillOrder = "shortest",
+) -> EngineCore:
     made = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
     limits = SchedulerConfig(
         max_num_seqs=256,
         max_num_batched_tokens=times.step_tokens,
         max_model_len=100_000,
         eos_token_ids=frozenset({EOS}),
+        prefill_order=order,
     )
     return EngineCore(Scheduler(limits, KVCache(CACHE, units)), made, lambda events: None)
 
@@ -131,9 +139,12 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
     st.lists(
         st.tuples(st.integers(0, 30_000).map(lambda k: k * 1.00013e-4), st.integers(2, 5000), st.integers(1, 40)),
         min_size=1, max_size=8, unique_by=lambda arrival: arrival[0],
-    )
+    ),
+    st.sampled_from(["shortest", "arrival"]),
 )  # fmt: skip
-def test_it_takes_the_time_of_the_offline_simulator(arrivals: list[tuple[float, int, int]]) -> None:
+def test_it_takes_the_time_of_the_offline_simulator(
+    arrivals: list[tuple[float, int, int]], order: PrefillOrder
+) -> None:
     """The engine's own scheduler over sleeping steps, and router/shadow: two step loops, one service model."""
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     if folder not in sys.path:
@@ -141,6 +152,7 @@ def test_it_takes_the_time_of_the_offline_simulator(arrivals: list[tuple[float, 
     from routing_sim import peers
 
     from router.shadow import cluster, workload
+    from router.shadow.engine import EngineLimits
 
     requests, block = [], 0
     for i, (at, length, out) in enumerate(arrivals):
@@ -150,10 +162,11 @@ def test_it_takes_the_time_of_the_offline_simulator(arrivals: list[tuple[float, 
         made.final_ids = ids[: length // 512]
         requests.append(made)
     times = StepTimes()
-    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times)
+    limits = EngineLimits(shortest=order == "shortest")
+    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times, limits=limits)
     offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     clock = Clock()
-    first, end = run(engine(clock, times), clock, arrivals)
+    first, end = run(engine(clock, times, order=order), clock, arrivals)
     assert first == pytest.approx([offline.ttft_s[i] for i in range(len(first))], rel=1e-6, abs=1e-6)
     assert end == pytest.approx([offline.e2e_s[i] for i in range(len(end))], rel=1e-6, abs=1e-6)
 
