@@ -44,7 +44,8 @@ class ProcessConfig:
     workers: Annotated[tuple[str, ...], Flag("--worker", metavar="SPEC"),
         "A worker: its URL, or url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be "
         "repeated. events=none: guess its cache from what is sent to it. cache_tokens=N: how much it holds, "
-        "unless it tells. seats=N: sequences it runs at once, else that is learned. reannounce=1: its clients ask "
+        "unless it tells. seats=N: sequences it runs at once, else that is learned. prefill_order=shortest: it "
+        "computes the prompt with the least left first (engines of ours tell). reannounce=1: its clients ask "
         "for kv_cache_report_mode=full, so stores that repeat are no second copies. model=NAME,root=FOLDER,"
         "block_size=N instead of url=: others send it its requests, and ask POST /route where to."] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),

@@ -63,6 +63,7 @@ class Worker(Struct, forbid_unknown_fields=True):
     roles: str | UnsetType = UNSET
     cache_tokens: _Positive | UnsetType = UNSET
     seats: _Positive | UnsetType = UNSET
+    prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET
     reannounce: Literal[0, 1] | UnsetType = UNSET
     send_key: Literal[0, 1] | UnsetType = UNSET
     model: str | UnsetType = UNSET

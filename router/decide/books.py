@@ -105,6 +105,9 @@ class CacheBook:
         self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + below)
         if spec.seats is not None:
             target.seats, target.seats_told = spec.seats, True
+        if target.shortest_first is not spec.shortest_first:
+            target.shortest_first = spec.shortest_first
+            target.requeue()
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
         if target.capacity_tokens is None:

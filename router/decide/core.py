@@ -304,7 +304,11 @@ class RouterCore:
         if may_hold and request.priority >= self._behind:
             if self._held.counts[0] or not self._is_idle(choice.target, now):
                 return self._hold(live, choice, now)
-        elif may_hold and self._reorders and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s)):
+        elif (
+            may_hold
+            and self._holds(choice)
+            and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s))
+        ):
             return self._hold(live, choice, now)  # or who has just come would pass by those who wait for that worker
         if len(self._held):
             if queue.fair:
@@ -408,6 +412,11 @@ class RouterCore:
         return Forward(request.request_id, decision)
 
     # The reordering queue ----------------------------------------------------------------------------------------
+    def _holds(self, choice: Chosen) -> bool:
+        """Whether requests for that worker may wait here; one that reorders them itself has them at once, unless
+        tenants are to have their turns."""
+        return self._reorders and (self.config.queue.fair or not choice.target.shortest_first)
+
     def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
         known, where = request.request_id in self._held, self._where(live, choice)

@@ -89,6 +89,9 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     stall_s: float = 0.0
     """For how long those who decode there stand still, all together, while this request's share of what several begin
     with is computed once more; counts `decode_weight` times."""
+    overtaken_s: float = 0.0
+    """What those that wait there, and have more left, wait longer for this prompt, all together: where its engine takes
+    who has the least left first. They are not in `queue_s`."""
     others_requests: int = 0
     """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
     and those that wait in `queue_s`."""

@@ -131,6 +131,8 @@ class KvCost:
                 prefill -= hot_share * part
                 stall = decode_weight * self.stalled(part) * target.sharers
             cost = weight * prefill + wait
+            if wait and target.shortest_first:
+                cost = weight * prefill + self.placed(target, hit, wait)
             if ahead is not None:
                 cost += ahead[i]
             cost = target.slow * cost + utilisation_weight * target.utilisation_scaled
@@ -165,6 +167,12 @@ class KvCost:
         """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
         return (1.0 - self.hot_share) * part_s
 
+    def placed(self, target: Target, hit: int, wait_s: float) -> float:
+        """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
+        own_s = target.prefill_seconds(self.prompt_tokens, hit)
+        before_s, later = target.place(own_s, wait_s)
+        return before_s + later * own_s
+
     def load_seconds(self, i: int) -> float:
         """To fetch what candidate i has on slower tiers."""
         return self.loads[i] if self.loads is not None else 0.0
@@ -173,7 +181,9 @@ class KvCost:
         """Candidate i's price and what it is made of."""
         config, target, hit = self.config, self.targets[i], self.cached[i]
         prefill = target.prefill_seconds(self.prompt_tokens, hit)
-        waiting = self.waits[i]
+        waiting, overtaken = self.waits[i], 0
+        if target.shortest_first:
+            waiting, overtaken = target.place(prefill, waiting)
         held = self.ahead[i] if self.ahead is not None else 0.0
         utilisation = target.utilisation_scaled * self.factor
         decoding = target.decode_requests
@@ -184,7 +194,8 @@ class KvCost:
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         part = target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
         hot_s, stall_s = self.hot_share * part, self.stalled(part) * target.sharers
-        cost = target.slow * (waiting + held + (1.0 + self.beta) * (prefill - hot_s))
+        overtaken_s = overtaken * prefill
+        cost = target.slow * (waiting + overtaken_s + held + (1.0 + self.beta) * (prefill - hot_s))
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
         seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
@@ -197,6 +208,7 @@ class KvCost:
             prefill_s=prefill,
             queue_s=waiting,
             held_s=held,
+            overtaken_s=overtaken_s,
             slow=target.slow,
             load_s=load_s,
             crowding_s=crowding_s,

@@ -301,6 +301,8 @@ class WorkerSnapshot:
     """Of those, what no router of ours sent, as far as it is believed; counted in, too."""
     cache_tokens: int | None
     """What its KV cache holds: told, or as its events show it; None where neither is known."""
+    prefill_order: str
+    """`arrival`, or `shortest`: which of its prompts it computes first."""
     queue_s: float
     utilisation: float
     slow: float
@@ -341,6 +343,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         engine_load=claims.load if claims is not None else None,
         others_requests=others.prefill_requests + others.decode_requests if others else 0,
         cache_tokens=target.capacity_tokens,
+        prefill_order="shortest" if target.shortest_first else "arrival",
         queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slow=target.slow,

@@ -128,7 +128,11 @@ class LoadOrder:
         prompt, answer = int(self.typical.prompt), self.typical.answer
         computed = int(self.typical.computed)
         prefill_s = target.prefill_seconds(prompt, prompt - computed)
-        key = target.slow * (target.waiting_s - 0.5 * target.oldest_s + prefill_s) + target.seat_s
+        wait_s = target.waiting_s - 0.5 * target.oldest_s
+        if target.shortest_first:
+            before_s, later = target.place(prefill_s, wait_s)
+            wait_s = before_s + later * prefill_s
+        key = target.slow * (wait_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.sharers:
             key += 0.5 * target.step_now_s

@@ -7,7 +7,9 @@ is derived (slow, Q's parts) is recomputed by `refresh` and `requeue` after each
 from __future__ import annotations
 
 import enum
+import itertools
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ from router.index.protocol import HolderId, Tally
 
 _JOINED_TOKENS, _JOINED_STEPS = 4.0, 16
 """An interval of so many steps' tokens, or of so many steps, is not made longer."""
+_LINED_UP_MAX: Final = 128
+"""Of those without a first token, the oldest, that are put in their order whenever one comes or goes."""
+_LEFT_MIN: Final = 0.05
+"""Of a P that should be done, where others went first meanwhile."""
 SEATS_PRIOR: Final = 256
 """Of an engine of which that is not known; vLLM's default."""
 LEFT_PRIOR: Final = 256.0
@@ -66,6 +72,10 @@ class InFlight:
         self.stream = stream
         self.load_s = load_s
         """To fetch what lies on slower tiers, by the configured rates."""
+        self.done_s = 0.0
+        """Of its P, by when another went first."""
+        self.number = target.sent
+        """In the order of routing there."""
         self.phase = RequestPhase.PREFILL
         self.context_tokens = 0
         self.interval: Interval | None = None
@@ -78,6 +88,10 @@ class InFlight:
         """Of its answer then."""
         self.wager: Wager | None = None
         """Where its target's engine claims to have requests of others."""
+
+    def left_s(self) -> float:
+        """Of its P."""
+        return max(self.prefill_s - self.done_s, _LEFT_MIN * self.prefill_s)
 
 
 class DecodeSums:
@@ -188,6 +202,21 @@ class Target:
     seats: int = SEATS_PRIOR
     """Sequences that run at once: told, or learned, or as many as is usual."""
     seats_told: bool = False
+    shortest_first: bool = False
+    """Of `prefills`, who has the least left is computed first; else in their order."""
+    lefts: list[float] = field(default_factory=list)
+    """Then: what is left of each P, the least first, and the sums of the first so many; where there are very many, of
+    those that came first, each of which stands for `each` of all."""
+    left_sums: list[float] = field(default_factory=lambda: [0.0])
+    each: float = 1.0
+    first: InFlight | None = None
+    """Of those."""
+    turned_s: float = -math.inf
+    """When it became the first."""
+    sent: int = 0
+    """Requests, ever."""
+    answered_number: int = -1
+    """The latest of them that has its first token."""
     seat_s: float = 0.0
     """How long one more request would wait for a seat: as many have to end as are too many."""
     ended_s: float = -math.inf
@@ -300,6 +329,40 @@ class Target:
         left, overdue = self.oldest_s - progress, self.overdue_share * progress
         return waiting - self.oldest_s + (left if left > overdue else overdue)
 
+    def settle(self, now: float) -> None:
+        """Call before what is in the queue changes: where the order may change, what was done so far is noted."""
+        first = self.first
+        if first is not None:
+            done_s = (now - self.busy_since_s) / self.slow
+            if done_s > 0.0:
+                first.done_s += done_s
+        self.turned_s = now
+
+    def place(self, own_s: float, wait_s: float) -> tuple[float, int]:
+        """(what of Q = `wait_s` is computed before a prompt of P = `own_s`, how many it overtakes), where who has the
+        least left goes first."""
+        before_s, later, lefts, peer = 0.0, 0, self.lefts, self.peer
+        if lefts:
+            first_s = lefts[0] - (self.waiting_s - wait_s)  # it has made progress
+            count = bisect_right(lefts, own_s, 1)
+            before_s = (self.left_sums[count] - self.left_sums[1]) * self.each
+            later = round((len(lefts) - count) * self.each)
+            if first_s <= own_s:
+                before_s += max(first_s, 0.0)
+            else:
+                later += 1
+        if peer is not None and peer.prefill_requests:
+            if peer.prefill_s <= own_s * peer.prefill_requests:
+                before_s += peer.prefill_s
+            else:
+                later += peer.prefill_requests
+        return before_s, later
+
+    def first_seconds(self, own_s: float, now: float) -> float:
+        """What is computed before a prompt of P = `own_s`."""
+        wait_s = self.queue_s(now)
+        return self.place(own_s, wait_s)[0] if wait_s and self.shortest_first else wait_s
+
     def overdue(self, now: float) -> float | None:
         """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
         if not self.prefills:
@@ -308,7 +371,8 @@ class Target:
 
     def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
         """Until such a prompt has its first token: what waits, a step and a half, seats and memory."""
-        seconds = self.slow * (self.queue_s(now) + self.prefill_seconds(prompt_tokens, cached_tokens))
+        prefill_s = self.prefill_seconds(prompt_tokens, cached_tokens)
+        seconds = self.slow * (self.first_seconds(prefill_s, now) + prefill_s)
         over = prompt_tokens - cached_tokens - self.room_tokens
         memory_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
         return seconds + 1.5 * self.step_now_s + self.seat_s + memory_s
@@ -413,15 +477,31 @@ class Target:
             oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
         self.waiting_s = self.prefill_s
         peer = self.peer
+        if self.shortest_first:
+            oldest_s, oldest_routed_s = self._line_up()
+        elif self.first is not None:
+            self.first, self.lefts, self.left_sums = None, [], [0.0]
         if peer is not None:
             since = max(since, peer.head_since_s)
         if peer is not None and peer.prefill_s > 0.0:
             self.waiting_s += peer.prefill_s
             if peer.oldest_routed_s < oldest_routed_s:
                 oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
-        self.busy_since_s = max(since, oldest_routed_s)
+        self.busy_since_s = max(since, oldest_routed_s)  # with the shortest first that is later
         self.lead_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
         self.oldest_s = min(oldest_s, self.waiting_s)
+
+    def _line_up(self) -> tuple[float, float]:
+        """Put those without a first token in the order of what is left of them: (that of the first, since when)."""
+        flights = sorted(itertools.islice(self.prefills.values(), _LINED_UP_MAX), key=InFlight.left_s)
+        self.first = flights[0] if flights else None
+        self.lefts = [flight.left_s() for flight in flights]
+        self.left_sums = list(itertools.accumulate(self.lefts, initial=0.0))
+        self.waiting_s, self.each = self.left_sums[-1], 1.0
+        if len(flights) < len(self.prefills):
+            self.each = len(self.prefills) / len(flights)
+            self.waiting_s += max(0.0, self.prefill_s - sum(flight.prefill_s for flight in flights))
+        return (self.lefts[0], self.turned_s) if flights else (0.0, math.inf)
 
 
 @dataclass(slots=True)

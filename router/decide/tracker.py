@@ -97,13 +97,14 @@ class LoadTracker:
         """
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
+        target.settle(now)
         flight = InFlight(
             request_id,
             target,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             expected_tokens=expected_tokens,
-            expected_s=target.slow * (target.queue_s(now) + prefill_s),
+            expected_s=target.slow * (target.first_seconds(prefill_s, now) + prefill_s),
             prefill_s=prefill_s,
             routed_s=now,
             stream=stream,
@@ -113,6 +114,7 @@ class LoadTracker:
             flight.wager = self._wager(flight, target.claims, now)
         if not stream:
             heapq.heappush(self._estimates, (now + flight.expected_s, request_id))
+        target.sent += 1
         self.requests[request_id] = flight
         self._touch(target)
         target.prefills[request_id] = flight
@@ -169,6 +171,7 @@ class LoadTracker:
         target = flight.target
         self._touch(target)
         target.accrue(now)
+        target.settle(now)
         target.requests -= 1
         target.ended_s = now
         if computed:
@@ -229,6 +232,7 @@ class LoadTracker:
     def _start_decode(self, flight: InFlight, now: float) -> None:
         target = flight.target
         self._touch(target)
+        target.settle(now)
         self._leave_prefill(flight)
         target.accrue(now)
         target.head_since_s = max(target.head_since_s, now)
@@ -285,7 +289,11 @@ class LoadTracker:
         if not flight.stream:
             return
         target = flight.target
-        oldest = next(iter(target.prefills)) == flight.request_id
+        if target.shortest_first:
+            in_turn = flight.number > target.answered_number
+            target.answered_number = max(flight.number, target.answered_number)
+        else:
+            in_turn = next(iter(target.prefills)) == flight.request_id
         alone = (target.peer is None or target.peer.prefill_s <= 0.0) and target.believed is None
         uncached = flight.prompt_tokens - flight.cached_tokens
         quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
@@ -293,7 +301,7 @@ class LoadTracker:
         since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
         merges = interval is not None and now - interval.end_s <= _MERGE_S
         if interval is not None and not merges:
-            merges = oldest and interval.joins(flight.routed_s, since, target.service.step_tokens)
+            merges = in_turn and interval.joins(flight.routed_s, since, target.service.step_tokens)
             if merges:
                 interval.join(target.decode_requests, target.context_tokens)
         if interval is not None and merges:
@@ -314,7 +322,7 @@ class LoadTracker:
             quadratic=quadratic,
             decode_requests=target.decode_requests,
             decode_context=target.context_tokens,
-            usable=oldest and alone,
+            usable=in_turn and alone,
             steps_before=waits,
             step_s=start_s + (now - start_s) * waits / (1.0 + waits),
             load_s=flight.load_s,

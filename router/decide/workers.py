@@ -68,6 +68,8 @@ class WorkerSpec:
     seats: int | None = None
     """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
     block_size: int | None = None
+    shortest_first: bool = False
+    """Of the prompts it was sent, it computes the one with the least left first; else the one that came first."""
 
 
 @dataclass(slots=True)

@@ -149,6 +149,11 @@ def read_host_capacity(metrics: str) -> int | None:
     return _count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
 
 
+def read_shortest_first(metrics: str) -> bool:
+    """Whether an engine of ours computes the prompt with the least left first (`--prefill-order`)."""
+    return any(config.get("prefill_order") == "shortest" for config in _cache_configs(metrics))
+
+
 def read_block_size(metrics: str) -> int | None:
     """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
     sizes = [

@@ -33,6 +33,7 @@ from router.fleet.answers import (
     read_models,
     read_roots,
     read_server_info,
+    read_shortest_first,
     read_sources,
     wanted_lines,
 )
@@ -60,6 +61,8 @@ class WorkerFlag:
     cache_tokens: int | None = None
     seats: int | None = None
     """Sequences it runs at once; engines do not tell."""
+    shortest_first: bool | None = None
+    """`prefill_order=shortest`: which of its prompts it computes first; None: as it tells, else in their order."""
     reannounces: bool = False
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
     keyed: bool = True
@@ -87,6 +90,7 @@ class WorkerFacts:
     """model -> what the worker loaded it from: a folder, or a name on a hub."""
     engine: str = ""
     host_tokens: int | None = None
+    shortest_first: bool = False
 
     @property
     def epochs(self) -> tuple[str | None, ...]:
@@ -99,14 +103,15 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce", "send_key",
-         "model", "root", "block_size")  # fmt: skip
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "prefill_order", "reannounce",
+         "send_key", "model", "root", "block_size")  # fmt: skip
 """The last three instead of `url`."""
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
     """`http://host:8000`, or
-    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,reannounce=1`;
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,
+    prefill_order=shortest,reannounce=1`;
     `model=...,root=...,block_size=N` instead of `url` for one that is sent its requests by others.
 
     Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
@@ -155,6 +160,9 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     for key in ("reannounce", "send_key"):
         if values.get(key, "0") not in ("0", "1"):
             raise ConfigError(f"worker: {key}={values[key]!r}, expected 0 or 1")
+    order = values.get("prefill_order")
+    if order not in (None, "arrival", "shortest"):
+        raise ConfigError(f"worker: prefill_order={order!r}, expected arrival or shortest")
     worker_id = values.get("id") or worker_id_of(url)
     if _ID.fullmatch(worker_id) is None:
         raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
@@ -168,6 +176,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         roles=frozenset(filter(None, values.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
         seats=int(seats) if seats is not None else None,
+        shortest_first=None if order is None else order == "shortest",
         reannounces=values.get("reannounce") == "1",
         keyed=values.get("send_key", "1") == "1",
         model=values.get("model", ""),
@@ -246,6 +255,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         host_tokens=facts.host_tokens,
         seats=flag.seats,
         block_size=facts.block_size,
+        shortest_first=facts.shortest_first if flag.shortest_first is None else flag.shortest_first,
     )
 
 
@@ -294,7 +304,8 @@ class Prober:
             block_size = sources[0].block_size or read_block_size(metrics)
         # vLLM's label of that name is of its swap space.
         host_tokens = read_host_capacity(metrics) if engine == OURS else None
-        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine, host_tokens)
+        shortest_first = engine == OURS and read_shortest_first(metrics)
+        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine, host_tokens, shortest_first)
 
     async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""

@@ -14,6 +14,7 @@ import pytest
 from programs import call, until
 
 from events import BlockStored, Message, StreamSource, Subscriber, discover
+from router.fleet.answers import read_shortest_first
 
 pytestmark = pytest.mark.live
 
@@ -96,6 +97,8 @@ def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) 
         return {name: float(value) for name, value in re.findall(r"^engine:simulated_(\w+) (\S+)$", text, re.M)}
 
     until(lambda: page().get("steps_total", 0) >= tokens, page)
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as response:
+        assert read_shortest_first(response.read().decode())
     assert page()["step_seconds_total"] == pytest.approx(0.02 * tokens, rel=0.1)
     assert page()["late_seconds_total"] >= page()["late_seconds_max"] > 0
     engine.close()

@@ -23,13 +23,17 @@ pytestmark = pytest.mark.live
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.004, "kv_tokens": 65536, "max_model_len": 32768}
 
 
+def engine(folder: Path, model: str, *flags: str) -> Program:
+    what = ("--simulate", json.dumps(SPEC), "--served-model-name", model, "--port", "0")
+    return Program(folder / f"{model}.log", "engine", "serve", *what, *flags)
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
     """One simulated worker of each model."""
     folder, started = tmp_path_factory.mktemp("fleet"), {}
     for model in ("m1", "m2"):
-        flags = ("--simulate", json.dumps(SPEC), "--served-model-name", model, "--port", "0")
-        started[model] = Program(folder / f"{model}.log", "engine", "serve", *flags)
+        started[model] = engine(folder, model)
     try:
         yield {model: one.await_ready() for model, one in started.items()}
     finally:
@@ -203,8 +207,18 @@ def test_a_ledger_that_cannot_be_kept_is_said_at_the_start(tmp_path: Path) -> No
         assert f"--ledger {path}" in refused(tmp_path / "router.log", "--ledger", str(path))
 
 
-def test_what_cannot_begin_in_time_may_come_when_it_was_told(start_router: Any, fleet: dict[str, Program]) -> None:
-    router = start_router(workers=[fleet["m1"].url])
+@pytest.fixture
+def in_turn(tmp_path: Path) -> Iterator[Program]:
+    """A worker at which a short prompt waits for the long one before it."""
+    worker = engine(tmp_path, "m1", "--prefill-order", "arrival")
+    try:
+        yield worker.await_ready()
+    finally:
+        worker.close()
+
+
+def test_what_cannot_begin_in_time_may_come_when_it_was_told(start_router: Any, in_turn: Program) -> None:
+    router = start_router(workers=[in_turn.url])
     for number in range(4):  # teach the router how fast the worker is
         complete(router.url, "m1", f"{number} warms up, " * 300)
     long = {"model": "m1", "prompt": "a long prompt comes first; " * 1500, "max_tokens": 1, "stream": True}

@@ -1,0 +1,264 @@
+"""Engines that compute the prompt with the least left first: what waits before a prompt there, what it costs those that
+it overtakes, how the router knows, and the same in the simulated engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from options import ConfigError
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, Hold
+from router.decide.policy import KvCost
+from router.decide.route import RouteRequest
+from router.decide.target import SharedLoad, Target
+from router.decide.tracker import LoadTracker
+from router.decide.workers import ServedModel, WorkerSpec
+from router.fleet.answers import read_shortest_first
+from router.fleet.discovery import WorkerFacts, parse_worker_flag, worker_spec
+from router.index import make_index
+from router.index.protocol import HolderId, Scope
+from router.shadow.engine import AGEING, Cache, EngineLimits, Job, SimWorker
+from router.shadow.workload import SimRequest
+
+
+def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Target]]:
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
+    targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
+    for target in targets:
+        target.shortest_first = True
+        target.requeue()
+    return tracker, targets
+
+
+def price(tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float) -> KvCost:
+    factor = tracker.utilisation_factor(now)
+    return KvCost(targets, cached, None, prompt_tokens=tokens, utilisation_factor=factor, now=now, config=CostConfig())
+
+
+# The price -----------------------------------------------------------------------------------------------------------
+@given(st.lists(st.integers(1, 60_000), max_size=12), st.integers(1, 60_000), st.floats(0.0, 8.0))
+def test_what_waits_before_a_prompt_is_who_has_less_left(others: list[int], own: int, passed: float) -> None:
+    assume(own not in others)  # of two that are alike, whichever goes first
+    tracker, (target,) = tracker_of(1)
+    for i, tokens in enumerate(others):
+        tracker.route(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+    lefts = sorted(target.prefill_seconds(tokens, 0) for tokens in others)
+    own_s, wait_s = target.prefill_seconds(own, 0), target.queue_s(passed)
+    if lefts:  # by how much the first is done is what `queue_s` says
+        lefts[0] -= target.prefill_s - wait_s
+    before_s, later = target.place(own_s, wait_s)
+    assert before_s == pytest.approx(sum(left for left in lefts if left <= own_s), abs=1e-9)
+    assert later == sum(left > own_s for left in lefts)
+    assert target.first_seconds(own_s, passed) == pytest.approx(before_s)
+    cost = price(tracker, [target], [0], own, passed)
+    terms = cost.terms(0, 0)
+    assert terms.queue_s == pytest.approx(before_s)
+    assert terms.overtaken_s == pytest.approx(later * own_s)
+    least = sum(min(left, own_s) for left in lefts)
+    assert terms.queue_s + terms.overtaken_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
+
+
+def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere() -> None:
+    """Worker 0 has the conversation and a prompt of 40,000 tokens to compute. In the order of arrival a turn of 500 new
+    tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
+    tracker, targets = tracker_of(2)
+    tracker.route("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 0
+    assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose(0) == 1
+    for target in targets:
+        target.shortest_first = False
+        target.requeue()
+    assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 1
+
+
+@pytest.mark.parametrize("count", [128, 129, 1000])
+def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
+    tracker, (target,) = tracker_of(1)
+    sizes = [500 + 61 * (i * 37 % 100) for i in range(count)]
+    for i, tokens in enumerate(sizes):
+        tracker.route(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+    assert target.queue_s(0.0) == pytest.approx(target.prefill_s)
+    assert len(target.lefts) == 128
+    for own in (400, 1000, 3500, 9000):
+        own_s = target.prefill_seconds(own, 0)
+        before_s, later = target.place(own_s, target.queue_s(0.0))
+        truth = [s for tokens in sizes if (s := target.prefill_seconds(tokens, 0)) <= own_s]
+        assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
+        assert later == pytest.approx(count - len(truth), rel=0.12)
+    tracker.check_invariants()
+
+
+def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
+    tracker, targets = tracker_of(3)
+    for i, tokens in enumerate((9000, 2000, 30_000, 500, 12_000, 7000)):
+        tracker.route(str(i), targets[i % 3], prompt_tokens=tokens, cached_tokens=tokens // 3, stream=True, now=0.1 * i)
+    for now in (0.6, 0.9, 2.0):
+        for tokens in (100, 3000, 20_000):
+            cost = price(tracker, targets, [0, 90, 50], tokens, now)
+            told = [cost.terms(i, 0).cost for i in range(3)]
+            assert cost.choose(0) == told.index(min(told))
+
+
+def test_what_other_routers_sent_counts_by_its_mean() -> None:
+    tracker, (target,) = tracker_of(1)
+    load = SharedLoad(prefill_s=6.0, prefill_requests=3, oldest_prefill_s=2.0, updated_s=0.0)
+    tracker.set_peer("other", {target.name: load})
+    assert target.place(1.0, target.queue_s(0.0)) == (0.0, 3)
+    assert target.place(2.5, target.queue_s(0.0)) == (6.0, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["route", "blind", "first", "end", "turn"]), st.integers(0, 9), st.integers(1, 9000)),
+        max_size=60,
+    )
+)
+def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> None:
+    tracker, (target,) = tracker_of(1, learn=True)
+    for i, (what, number, tokens) in enumerate(steps):
+        name, now = str(number), i * 0.1
+        if what in ("route", "blind") and name not in tracker.requests:
+            tracker.route(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
+        elif what == "first":
+            tracker.first_token(name, now)
+        elif what == "end":
+            tracker.end(name, now)
+        elif what == "turn":  # its engine was restarted with the other order
+            target.shortest_first = not target.shortest_first
+            target.requeue()
+        tracker.advance(now)
+        tracker.check_invariants()
+        assert target.queue_s(now) >= 0.0
+        if target.shortest_first:
+            flights = target.prefills.values()
+            assert target.lefts == sorted(flight.left_s() for flight in flights)
+            assert all(0.05 * f.prefill_s <= f.left_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
+            before_s, later = target.place(target.prefill_seconds(tokens, 0), target.queue_s(now))
+            assert 0.0 <= before_s <= target.queue_s(now) + 1e-9
+            assert later <= len(flights)
+    for name in list(tracker.requests):
+        tracker.end(name, 1e6)
+    assert (target.requests, target.prefill_s, target.lefts, target.waiting_s) == (0, 0.0, [], 0.0)
+
+
+def test_what_was_done_before_another_went_first_is_remembered() -> None:
+    tracker, (target,) = tracker_of(1)
+    tracker.route("long", target, prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    p = target.prefill_seconds(40_000, 0)
+    tracker.route("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
+    tracker.first_token("short", 3.2)
+    assert target.lefts == [pytest.approx(p - 3.0, rel=0.1)]
+
+
+def test_the_queue_holds_nothing_for_an_engine_that_has_one_of_its_own() -> None:
+    def core_of(*, shortest: bool, fair: bool = False) -> RouterCore:
+        core = RouterCore(make_index(), CoreConfig(queue=QueueConfig(enabled=True, fair=fair)), seed=0)
+        core.add_worker(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), shortest_first=shortest), 0.0)
+        return core
+
+    def second(core: RouterCore) -> object:
+        for name in ("a", "b"):
+            answer = core.route(RouteRequest(name, "m", Scope("m"), None, 50_000), 0.0)
+        return answer
+
+    assert isinstance(second(core_of(shortest=False)), Hold)
+    assert isinstance(second(core_of(shortest=True)), Forward)
+    assert isinstance(second(core_of(shortest=True, fair=True)), Hold), "turns between tenants are the router's"
+
+
+# How it is known -----------------------------------------------------------------------------------------------------
+def test_the_engine_tells_and_an_operator_knows_better() -> None:
+    line = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="9",prefill_order="%s"} 1.0\n'
+    assert read_shortest_first(line % "shortest")
+    assert not read_shortest_first(line % "arrival")
+    assert not read_shortest_first('vllm:cache_config_info{block_size="16"} 1.0\n')
+    for flag, told, expected in (
+        ("url=http://a", True, True),
+        ("url=http://a", False, False),
+        ("url=http://a,prefill_order=arrival", True, False),
+        ("url=http://a,prefill_order=shortest", False, True),
+    ):
+        facts = WorkerFacts(True, shortest_first=told)
+        assert worker_spec(parse_worker_flag(flag), facts).shortest_first is expected
+    with pytest.raises(ConfigError, match="prefill_order='longest', expected arrival or shortest"):
+        parse_worker_flag("url=http://a,prefill_order=longest")
+
+
+def test_a_worker_that_comes_back_with_the_other_order_is_priced_by_it() -> None:
+    core = RouterCore(make_index(), CoreConfig(), seed=0)
+    spec = WorkerSpec("w", "http://w", (ServedModel("m", "m"),))
+    for shortest, order in ((False, "arrival"), (True, "shortest"), (False, "arrival")):
+        core.add_worker(WorkerSpec(spec.worker_id, spec.url, spec.models, shortest_first=shortest), 0.0)
+        (row,) = core.snapshot(0.0).workers
+        assert row.prefill_order == order
+
+
+# The simulated engine ------------------------------------------------------------------------------------------------
+def served(
+    arrivals: list[tuple[float, int]],
+    limits: EngineLimits,
+    *,
+    capacity: int = 10**6,
+    came: dict[int, int] | None = None,
+) -> dict[int, float]:
+    """Seconds at which each of (arrival, tokens) has its first token; prompts have nothing in common. `came`: takes
+    what had been computed when each arrived."""
+    from options.steps import StepTimes
+
+    worker = SimWorker(0, StepTimes(0.001, 1e12, 0.0, 0.0, 0.0, 64), Cache(capacity), limits, 16)
+    todo = sorted(enumerate(arrivals), key=lambda pair: pair[1][0])
+    first: dict[int, float] = {}
+    while todo or worker.wake_s is not None:
+        if todo and (worker.wake_s is None or todo[0][1][0] <= worker.wake_s):
+            number, (at, tokens) = todo.pop(0)
+            ids = [number * 10_000 + i for i in range(tokens // 16)]
+            made = SimRequest(number, number, at, tokens, 1, ids)
+            made.final_ids = ids
+            worker.submit(job := Job(made, at), at)
+            if came is not None:
+                came[number] = job.came
+        else:
+            now = worker.wake_s
+            assert now is not None
+            for job in worker.advance(now).first_tokens:
+                first[job.request.index] = now
+    return first
+
+
+SHORTEST = EngineLimits(shortest=True)
+
+
+def test_the_simulated_engine_lets_short_prompts_by() -> None:
+    arrivals = [(0.0, 6400), (1.0, 128), (1.0, 64)]
+    assert served(arrivals, EngineLimits()) == {0: pytest.approx(6.4), 1: pytest.approx(6.528), 2: pytest.approx(6.592)}
+    first = served(arrivals, SHORTEST)
+    assert first[2] < first[1] < 1.4
+    assert first[0] == pytest.approx(6.592), "nothing is computed twice"
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 9.0), st.integers(1, 600)), min_size=1, max_size=40))
+def test_who_comes_after_ten_times_a_prompts_length_was_computed_goes_behind_it(
+    arrivals: list[tuple[float, int]],
+) -> None:
+    came: dict[int, int] = {}
+    first = served(arrivals, SHORTEST, came=came)
+    assert len(first) == len(arrivals)
+    for i, (_, tokens) in enumerate(arrivals):
+        late = [j for j in came if came[j] - came[i] > tokens / AGEING]
+        assert all(first[i] <= first[j] for j in late)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 2.0), st.just(300)), min_size=1, max_size=20))
+def test_prompts_of_one_length_go_in_their_order(arrivals: list[tuple[float, int]]) -> None:
+    assert served(arrivals, SHORTEST) == pytest.approx(served(arrivals, EngineLimits()))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(16, 600)), min_size=1, max_size=15), st.booleans())
+def test_a_cache_that_is_too_small_ends_all_the_same(arrivals: list[tuple[float, int]], preempts: bool) -> None:
+    limits: Any = EngineLimits(seats=4, preempts=preempts, shortest=True)
+    assert len(served(arrivals, limits, capacity=45)) == len(arrivals)
