@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.execution.disk_opening import check_disk_flags, open_disk
+from engine.execution.disk_opening import check_disk_flags, open_disk, weights_fingerprint
 from engine.execution.sizing import (
     count_host_units,
     load_bytes_max,
@@ -71,6 +71,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     if leader is not None:
         leader.load(config, folder)
     shard = None if leader is None else leader.shard
+    weights = {} if config.disk_cache is None else weights_fingerprint(folder)
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     config = replace(config, max_num_batched_tokens=step_tokens(config, model, device))
     spec = model.cache_spec(config.block_size, dtype)
@@ -83,7 +84,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
     disk = None
     if config.disk_cache is not None:
-        disk = open_disk(config, spec, folder, dtype=dtype, device=device, max_model_len=max_model_len)
+        disk = open_disk(config, spec, folder, dtype=dtype, device=device, max_model_len=max_model_len, weights=weights)
     made: list[ModelRunner] = []
 
     def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:

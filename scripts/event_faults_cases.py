@@ -111,6 +111,14 @@ says("it moves to the host and back", lambda c: [
 says("it moves to the host and back, and leaves the device", lambda c: [
     c.stored(), [c.stored(medium="CPU"), c.removed()], [c.stored(), c.removed(medium="CPU")], c.removed()], 0, 2,
      "stale hit", blocks=20)  # fmt: skip
+says("both memories lose it, the disk keeps it", lambda c: [
+    c.stored(), [c.stored(medium="CPU"), c.removed()], c.stored(medium="STORAGE"), c.removed(medium="CPU")], 20, 2,
+     blocks=20)  # fmt: skip
+says("the disk loses its end too", lambda c: [
+    c.stored(), c.stored(medium="STORAGE"), c.removed(), c.removed(5, medium="STORAGE")], 5, 8, "stale hit",
+     blocks=20)  # fmt: skip
+says("found on the disk at the start, then the disk is lost", lambda c: [
+    c.stored(medium="STORAGE"), c.stored(0, 4), c.removed(medium="STORAGE")], 4, 8, "stale hit", blocks=20)  # fmt: skip
 says("half in a medium that nobody knows", lambda c: [c.stored(0, 10), c.stored(10, medium="TAPE")], 20, 2, blocks=20)
 says("children of an unknown parent, then the parent", lambda c: [c.stored(5), c.stored(0, 5)], 10, 8)
 

@@ -11,6 +11,7 @@ One process at a time has the folder. No error of the disk ends anything: it is 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,7 +23,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -44,6 +47,12 @@ _RECORD = struct.Struct("<16sQQQHH16s")
 _CHECK = struct.Struct("<Q")
 _LEARNED = 0.1
 """Weight of the last read in the mean time of one."""
+ERRORS_MAX = 3
+"""Reads in a row that end with an error of the disk before it is given up."""
+CLOSE_S_MAX = 5.0
+"""How long `close` waits for what was asked for; then what has not been begun is not written any more."""
+_Job = tuple[Callable[[], None], DiskBlock | None]
+"""What the thread does, and the entry that `done` is to answer for."""
 
 
 class DiskFiles:
@@ -60,6 +69,7 @@ class DiskFiles:
         self._fingerprint = hashlib.sha256(text.encode()).digest()
         self._folder = folder / self._fingerprint.hex()[:16]
         self._files: list[int] = []
+        self._told: set[str] = set()
         self.found: Sequence[Found] = ()
         try:
             self._open(folder, text)
@@ -72,13 +82,17 @@ class DiskFiles:
         self._memory: Callable[[BlockId], memoryview] = _nowhere
         self._settle: Callable[[], None] = _nothing
         self._work = threading.Condition()
-        self._reads: deque[Callable[[], None]] = deque()
-        self._others: deque[Callable[[], None]] = deque()
-        self._closing = False
+        self._reads: deque[_Job] = deque()
+        self._others: deque[_Job] = deque()
+        self._began_s: float | None = None
+        """When the job was begun that the thread is at."""
+        self._closing = self._ended = False
+        self.lost = False
+        self._errors = 0
+        """Of the disk, when blocks were read, since one was read."""
         self._done: deque[tuple[DiskBlock, bool]] = deque()
         self._something = threading.Event()
         self._read_s: float | None = None
-        self._told: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, memory: Callable[[BlockId], memoryview], settle: Callable[[], None]) -> None:
@@ -93,10 +107,10 @@ class DiskFiles:
         return len(_keys(name)) <= KEYS_BYTES
 
     def write(self, entry: DiskBlock, source: BlockId) -> None:
-        self._ask(self._others, partial(self._attempt, "write", self._write, entry, source))
+        self._ask(self._others, partial(self._attempt, "write", self._write, entry, source), entry)
 
     def read(self, entry: DiskBlock, target: BlockId) -> None:
-        self._ask(self._reads, partial(self._attempt, "read", self._read, entry, target))
+        self._ask(self._reads, partial(self._attempt, "read", self._read, entry, target), entry)
 
     def erase(self, entry: DiskBlock) -> None:
         self._ask(self._others, partial(self._quietly, partial(self._erase, entry.slot)))
@@ -109,7 +123,10 @@ class DiskFiles:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def read_s(self, blocks: int) -> float:
-        return 0.0 if self._read_s is None else self._read_s * (len(self._reads) + blocks)
+        """What hangs will hang, as far as is known, as long again."""
+        began_s = self._began_s
+        hangs_s = 0.0 if began_s is None else time.perf_counter() - began_s
+        return hangs_s + (self._read_s or 0.0) * (len(self._reads) + blocks)
 
     def wait(self, seconds: float) -> None:
         self._something.wait(seconds)
@@ -118,54 +135,108 @@ class DiskFiles:
         with self._work:
             self._closing = True
             self._work.notify()
-        if self._thread is not None:
-            self._thread.join()
+        if (thread := self._thread) is not None:
+            thread.join(CLOSE_S_MAX)
+            if thread.is_alive():
+                self._tell("slow: what is not written yet is dropped")
+                with self._work:
+                    self._reads.clear()
+                    self._others = deque(job for job in self._others if job[1] is None)
+                thread.join(CLOSE_S_MAX)
+                if thread.is_alive():  # it has the files still, until the process ends
+                    self._tell("hangs: its files are not closed")
+                    return
             self._thread = None
         self._close_files()
 
-    def _ask(self, queue: deque[Callable[[], None]], job: Callable[[], None]) -> None:
+    def _ask(self, queue: deque[_Job], job: Callable[[], None], entry: DiskBlock | None = None) -> None:
         with self._work:
-            queue.append(job)
-            self._work.notify()
+            if self._ended:
+                self._refuse(entry)
+            else:
+                queue.append((job, entry))
+                self._work.notify()
+
+    def _refuse(self, entry: DiskBlock | None) -> None:
+        if entry is not None:
+            self._answer(entry, False)
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while True:
+        try:
+            while (job := self._next()) is not None:
+                job()
+        finally:  # nobody is to wait for an answer that nobody gives
             with self._work:
-                while not (self._reads or self._others or self._closing):
-                    self._work.wait()
-                queue = self._reads or self._others
-                if not queue:
-                    return
-                job = queue.popleft()
-            job()
+                self._ended = True
+                if not self._closing:
+                    self._lose("its thread has ended")
+                for _, entry in chain(self._reads, self._others):
+                    self._refuse(entry)
+                self._reads.clear()
+                self._others.clear()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Waits for a job. None: there are to be no more."""
+        with self._work:
+            self._began_s = None
+            while not (self._reads or self._others or self._closing):
+                self._work.wait()
+            queue = self._reads or self._others
+            if not queue:
+                return None
+            self._began_s = time.perf_counter()
+            return queue.popleft()[0]
 
     def _attempt(self, what: str, job: Callable[[DiskBlock, BlockId], bool], entry: DiskBlock, block: BlockId) -> None:
         succeeded = False
         try:
             self._settle()
             succeeded = job(entry, block)
-        except OSError as error:
-            self._tell(f"cannot {what}: {error}")
-        except Exception:  # whatever it is: the step loop waits for an answer
-            log.exception("--disk-cache: cannot %s a block", what)
+            if what == "read":
+                self._errors = 0
+        except Exception as error:  # noqa: BLE001 - whatever it is: the step loop waits for an answer
+            self._tell_error(f"cannot {what}", error)
+            if what == "read":
+                self._errors += 1
+                if self._errors == ERRORS_MAX:
+                    self._lose(f"{ERRORS_MAX} reads in a row have failed")
+        finally:
+            self._answer(entry, succeeded)
+
+    def _answer(self, entry: DiskBlock, succeeded: bool) -> None:
         self._done.append((entry, succeeded))
         self._something.set()
 
     def _quietly(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except OSError as error:
-            self._tell(f"cannot erase: {error}")
+        except Exception as error:  # noqa: BLE001 - nobody waits for it
+            self._tell_error("cannot erase", error)
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told and len(self._told) < 100:
-            self._told.add(what)
-            log.warning("--disk-cache %s: %s (told once)", self._folder, what)
+    def _lose(self, why: str) -> None:
+        self.lost = True
+        self._tell(f"{why}: nothing of it is used any more, and nothing written, until the next start")
+
+    def _tell_error(self, what: str, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._tell(f"{what}: {error}")
+        elif self._tell(f"{what}: {type(error).__name__}"):
+            log.error("--disk-cache: the first time", exc_info=error)
+
+    def _tell(self, what: str) -> bool:
+        """Whether it is told: each thing once."""
+        if what in self._told or len(self._told) >= 100:
+            return False
+        self._told.add(what)
+        log.warning("--disk-cache %s: %s (told once)", self._folder, what)
+        return True
 
     def _write(self, entry: DiskBlock, source: BlockId) -> bool:
         memory = self._memory(source)
+        if not (os.fstat(self._index).st_nlink and os.fstat(self._blocks).st_nlink):
+            raise OSError(errno.ENOENT, "its files were removed")
         self._erase(entry.slot)
         _write_all(self._blocks, memory, entry.slot * self.block_bytes)
         _write_all(self._index, memoryview(self._record(entry, xxh3_128_digest(memory))), self._place(entry.slot))
@@ -209,14 +280,19 @@ class DiskFiles:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--disk-cache {folder}: another engine has it; give each a folder of its own") from None
-        others = sorted(path.name for path in folder.iterdir() if path.is_dir() and path != self._folder)
+        others = sorted(path.parent.name for path in folder.glob("*/index") if path.parent != self._folder)
         if others:
             log.warning(
                 "--disk-cache %s: what other models or settings wrote is not used, and not deleted: %s",
                 folder, ", ".join(others[:8]),
             )  # fmt: skip
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        (self._folder / "fingerprint.json").write_text(fingerprint + "\n", encoding="utf-8")
+        if self._folder.stat().st_mode & 0o077:
+            self._folder.chmod(0o700)
+        told = self._folder / "fingerprint.json"
+        if not told.exists():  # for who looks there; a disk that is full by now has it already
+            told.touch(mode=0o600)
+            told.write_text(fingerprint + "\n", encoding="utf-8")
         for name in ("index", "blocks"):
             self._files.append(os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         _, self._index, self._blocks = self._files
@@ -235,17 +311,30 @@ class DiskFiles:
                 magic, record_bytes, block_bytes, fingerprint, self._generation = _HEADER.unpack_from(header)
                 wanted = _MAGIC, self._record_bytes, self.block_bytes, self._fingerprint
                 if (magic, record_bytes, block_bytes, fingerprint) == wanted:
-                    found = []
-                    for slot in range(self.slots):
-                        record = file.read(self._record_bytes)
-                        if len(record) < self._record_bytes:
-                            break
-                        if (one := self._parse(slot, record)) is not None:
-                            found.append(one)
-                    return found
+                    return self._find_records(file)
+        if header:
+            self._tell("its index is damaged: it begins anew")
         os.ftruncate(self._index, 0)
         self._begin_anew()
         return []
+
+    def _find_records(self, file: BinaryIO) -> list[Found]:
+        found, damaged = [], 0
+        there = min(self.slots, os.fstat(self._blocks).st_size // self.block_bytes)
+        for slot in range(self.slots):
+            record = file.read(self._record_bytes)
+            if len(record) < self._record_bytes:
+                break
+            rest = record[_CHECK.size :]
+            if record[: _CHECK.size] == bytes(_CHECK.size):
+                continue  # erased, or never written
+            if slot >= there or record[: _CHECK.size] != _check(rest):
+                damaged += 1
+            elif (one := self._parse(slot, rest)) is not None:
+                found.append(one)
+        if damaged:
+            self._tell(f"{damaged} blocks are damaged or torn: they are not used")
+        return found
 
     def _write_header(self) -> None:
         header = _HEADER.pack(_MAGIC, self._record_bytes, self.block_bytes, self._fingerprint, self._generation)
@@ -261,10 +350,8 @@ class DiskFiles:
         rest = (head + packed + keys).ljust(self._record_bytes - _CHECK.size, b"\0")
         return _check(rest) + rest
 
-    def _parse(self, slot: int, record: bytes) -> Found | None:
-        rest = record[_CHECK.size :]
-        if record[: _CHECK.size] != _check(rest):
-            return None
+    def _parse(self, slot: int, rest: bytes) -> Found | None:
+        """`rest`: of a whole record, behind its checksum."""
         generation, serial, parent, hash_, packed_bytes, keys_bytes, _ = _RECORD.unpack_from(rest)
         if generation != self._generation:
             return None

@@ -23,6 +23,8 @@ def check_disk_flags(config: EngineConfig) -> None:
     if config.disk_cache is None:
         return
     flag = f"--disk-cache {config.disk_cache}"
+    if not config.disk_cache:
+        raise ConfigError("--disk-cache: an empty name; name a folder, or leave it out")
     if config.host_cache_memory is None:
         raise ConfigError(f"{flag}: needs --host-cache-memory, through which blocks come and go")
     if config.tensor_parallel_size > 1:
@@ -31,9 +33,12 @@ def check_disk_flags(config: EngineConfig) -> None:
 
 def open_disk(
     config: EngineConfig, spec: CacheSpec, folder: Path, *, dtype: torch.dtype, device: torch.device,
-    max_model_len: int,
+    max_model_len: int, weights: dict[str, object],
 ) -> DiskFiles:  # fmt: skip
-    """Take the folder and find what is there of this very model. Raises ConfigError."""
+    """Take the folder and find what is there of this very model. Raises ConfigError.
+
+    `weights`: what `weights_fingerprint` said before the weights were read.
+    """
     assert config.disk_cache is not None
     if len(spec.groups) > 1 or spec.groups[0].sliding_window is not None or spec.state is not None:
         raise ConfigError(
@@ -41,6 +46,8 @@ def open_disk(
             "recurrent states or sliding windows"
         )
     fingerprint = kv_fingerprint(config, spec, folder, dtype=dtype, device=device, max_model_len=max_model_len)
+    if fingerprint["weights"] != weights:
+        raise ConfigError(f"--disk-cache {config.disk_cache}: {folder} has changed while it was loaded; start again")
     place = Path(config.disk_cache).expanduser()
     return DiskFiles(place, fingerprint, config.disk_cache_size, spec.block_bytes(0), spec.block_size)
 
@@ -51,9 +58,8 @@ def kv_fingerprint(
 ) -> dict[str, object]:  # fmt: skip
     """Everything that decides what KV a token has and how it lies in a block; if any of it differs, so does this."""
     try:
-        weights = {path.name: _of_weights(path) for path in sorted(folder.glob("*.safetensors"))}
         config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(f"--disk-cache {config.disk_cache}: cannot read {folder}: {error}") from error
     group = spec.groups[0]
     return {
@@ -68,8 +74,16 @@ def kv_fingerprint(
         "attention_backend": config.attention_backend or "auto",
         "max_model_len": max_model_len,
         "config.json": config_digest,
-        "weights": weights,
+        "weights": weights_fingerprint(folder),
     }
+
+
+def weights_fingerprint(folder: Path) -> dict[str, object]:
+    """By the name of each safetensors file. Raises ConfigError."""
+    try:
+        return {path.name: _of_weights(path) for path in sorted(folder.glob("*.safetensors"))}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--disk-cache: cannot read {folder}: {error}") from error
 
 
 def _of_weights(path: Path) -> list[object]:

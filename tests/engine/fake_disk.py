@@ -21,6 +21,7 @@ class FakeDisk:
     """An `engine.cache.disk.jobs.Disk`. `kept`: what lies on it, also for another one after a restart."""
 
     block_bytes = 1
+    lost = False
 
     def __init__(self, slots: int, rng: random.Random | None = None, kept: Slots | None = None) -> None:
         """With `rng` it works at random moments and sometimes fails; else when it is asked what is done."""

@@ -7,59 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+from disk_hands import BYTES, content, fill, finished, found, opened
 
 from engine.cache.disk.index import DiskIndex
-from engine.cache.nodes import DiskBlock, HashBlock
-from engine.execution.disk_files import DiskFiles
+from engine.cache.nodes import HashBlock
 from engine.types import BlockId
-from events.hashing import block_hash, pack_token_ids
 from options import ConfigError
-
-BYTES, TOKENS = 1000, 4
-SIZE = 50_000
-
-
-def opened(folder: Path, size: int = SIZE, model: str = "a") -> tuple[DiskFiles, bytearray]:
-    """The files, and the host memory of sixteen blocks."""
-    files = DiskFiles(folder, {"model": model}, size, BYTES, TOKENS)
-    memory = bytearray(16 * BYTES)
-    files.start(lambda block: memoryview(memory)[block * BYTES : (block + 1) * BYTES], lambda: None)
-    return files, memory
-
-
-def finished(files: DiskFiles, count: int) -> list[bool]:
-    found: list[bool] = []
-    while len(found) < count:
-        files.wait(5.0)
-        found += [succeeded for _, succeeded in files.done()]
-    return found
-
-
-def content(number: int) -> bytes:
-    return random.Random(number).randbytes(BYTES)
-
-
-def fill(folder: Path, count: int) -> list[HashBlock]:
-    """A chain of blocks, each under a name, written by a process that ends."""
-    files, memory = opened(folder)
-    index, parent = DiskIndex(files.slots, files.found), None
-    names: list[HashBlock] = []
-    for number in range(count):
-        tokens = [number] * TOKENS
-        hash_ = block_hash(None if parent is None else parent.hash, tokens)
-        names.append(HashBlock(hash_, pack_token_ids(tokens), ("salt",) if not number else None, None))
-        memory[number * BYTES : (number + 1) * BYTES] = content(number)
-        parent = index.add(names[-1], parent, [])
-        assert parent is not None
-        files.write(parent, BlockId(number))
-        index.written(parent)
-    files.close()
-    assert all(succeeded for _, succeeded in files.done())
-    return names
-
-
-def found(files: DiskFiles, names: list[HashBlock]) -> list[DiskBlock]:
-    return DiskIndex(files.slots, files.found).match(names)
 
 
 def test_what_was_written_is_found_and_read(tmp_path: Path) -> None:

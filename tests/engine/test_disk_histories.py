@@ -15,6 +15,8 @@ from drawn_specs import group
 from fake_device import EOS, Bench
 from fake_disk import FakeDisk, Slots
 
+from engine.cache.disk.tier import DiskTier
+from engine.cache.event_log import EventLog
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
@@ -34,6 +36,7 @@ class History:
             max_num_batched_tokens=seqs + rng.randint(0, 20),
             max_model_len=60,
             eos_token_ids=frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
+            prefill_order="arrival" if seed % 2 else "shortest",
         )
         self.adaptive, self.overlap = rng.random() < 0.5, rng.random() < 0.6
         self.load_bytes_max = rng.choice([1, 600, None])
@@ -140,7 +143,41 @@ def test_every_read_every_event_and_every_answer_is_right(first: int) -> None:
         history.play()
         assert history.bench.cache.disk is not None
         loaded += history.loaded + history.bench.cache.disk.totals.loaded
-    assert loaded > 10, "the disk was of use"
+    assert loaded > 5, "the disk was of use"
+
+
+def unsaved_untold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EventLog, "unsaved", lambda self, entry: None)
+
+
+def saved_untold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EventLog, "saved", lambda self, entry: None)
+
+
+def saved_when_asked_for(patch: pytest.MonkeyPatch) -> None:
+    real = DiskTier._flush
+
+    def flush(self: DiskTier) -> None:
+        for write in self._writes:
+            if write.ready:
+                self._tree.log.saved(write.entry)
+        real(self)
+
+    patch.setattr(DiskTier, "_flush", flush)
+
+
+@pytest.mark.parametrize("mutant", [unsaved_untold, saved_untold, saved_when_asked_for])
+def test_events_of_the_disk_that_lie_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        _play(range(60))
+
+
+def _play(seeds: range) -> None:
+    for seed in seeds:
+        History(seed).play()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from drawn_specs import group
 
 from engine.cache.spec import CacheSpec, StateSpec
 from engine.config import EngineConfig
-from engine.execution.disk_opening import check_disk_flags, kv_fingerprint, open_disk
+from engine.execution.disk_opening import check_disk_flags, kv_fingerprint, open_disk, weights_fingerprint
 from engine.tiny.model import PRESETS, cached_model
 from options import ConfigError
 
@@ -70,7 +70,7 @@ def test_it_differs_with_whatever_decides_what_kv_is(folder: Path) -> None:
 )
 def test_other_models_than_of_full_attention_are_refused(folder: Path, spec: CacheSpec) -> None:
     with pytest.raises(ConfigError, match="recurrent states or sliding windows"):
-        open_disk(CONFIG, spec, folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=100)
+        open_disk(CONFIG, spec, folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=100, weights={})
 
 
 def test_several_ranks_and_no_host_memory_are_refused() -> None:
@@ -79,3 +79,24 @@ def test_several_ranks_and_no_host_memory_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs --host-cache-memory"):
         check_disk_flags(replace(CONFIG, host_cache_memory=None))
     check_disk_flags(EngineConfig())
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an empty name"):
+        check_disk_flags(replace(CONFIG, disk_cache=""))
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(folder: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, disk_cache=str(tmp_path / "cache"))
+    known = weights_fingerprint(folder)
+
+    def take() -> None:
+        open_disk(
+            config, SPEC, folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=100, weights=known
+        ).close()
+
+    take()
+    (weights,) = folder.glob("*.safetensors")
+    os.utime(weights, ns=(1, 1))
+    with pytest.raises(ConfigError, match="has changed while it was loaded"):
+        take()

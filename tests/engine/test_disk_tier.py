@@ -2,59 +2,9 @@
 
 from __future__ import annotations
 
-from drawn_specs import group
-from fake_device import Bench
-from fake_disk import FakeDisk, Slots
+from disk_hands import SIZE, TEXT, after_a_restart, bench_on, drain, other, written
 
-from engine.cache.kv_cache import KVCache
-from engine.cache.spec import CacheSpec
-from engine.scheduler import SchedulerConfig
 from events import STORAGE, BlockRemoved, BlockStored
-
-SIZE = 4
-TEXT = [1, 2, 3, 0] * 12
-"""Twelve blocks."""
-
-
-def bench_on(
-    kept: Slots, *, slots: int = 100, units: int = 20, host_units: int = 60, overlap: bool = False
-) -> tuple[Bench, FakeDisk]:
-    disk = FakeDisk(slots, kept=kept)
-    cache = KVCache(
-        CacheSpec(block_size=SIZE, groups=(group(1),)), units, host_units=host_units, step_tokens_max=40, disk=disk
-    )
-    config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=78)
-    bench = Bench(cache, config, overlap=overlap)
-    disk.device = bench.device
-    return bench, disk
-
-
-def other(number: int) -> list[int]:
-    """Eighteen blocks: what fills the device."""
-    return [number % 5] * 72
-
-
-def drain(bench: Bench) -> None:
-    bench.drain()
-    while bench.core.has_events:
-        bench.step()
-    bench.check()
-    bench.assert_correct()
-
-
-def written(bench: Bench) -> set[int]:
-    return {name for _, name, medium in bench.events.resident if medium == STORAGE}
-
-
-def after_a_restart() -> Slots:
-    """TEXT was evicted from the device, and written."""
-    bench, disk = bench_on({})
-    bench.add("text", TEXT, max_tokens=1)
-    drain(bench)
-    bench.add("other", other(4), max_tokens=6)
-    drain(bench)
-    assert len(written(bench)) >= 10
-    return disk.kept
 
 
 def test_what_it_has_is_read_and_the_rest_computed() -> None:

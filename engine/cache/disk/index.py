@@ -40,7 +40,10 @@ class DiskIndex:
         self._clock = 0
         self._restore([one for one in found if one.slot < slots])
         taken = {entry.slot for entry in self._entries.values()}
-        self._free = [slot for slot in range(slots - 1, -1, -1) if slot not in taken]
+        self._fresh = max(taken, default=-1) + 1
+        """Slots from here on were never anybody's."""
+        self._free = [slot for slot in range(self._fresh - 1, -1, -1) if slot not in taken]
+        """And of those before, these are nobody's."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,7 +51,7 @@ class DiskIndex:
     @property
     def used(self) -> int:
         """Slots that are somebody's."""
-        return self.slots - len(self._free)
+        return self._fresh - len(self._free)
 
     def __iter__(self) -> Iterator[DiskBlock]:
         """Parents before children."""
@@ -101,14 +104,17 @@ class DiskIndex:
             return None
         if parent is not None:
             parent.pins += 1
-        victim = None if self._free else self._oldest_end()
+        victim = None if self._has_room else self._oldest_end()
         if parent is not None:
             parent.pins -= 1
             self._consider(parent)
         if victim is not None:
             evicted += self.forget(victim)
-        if not self._free:
+        if not self._has_room:
             return None
+        if not self._free:
+            self._free.append(self._fresh)
+            self._fresh += 1
         self._clock += 1
         return self._insert(DiskBlock(name, parent, self._free.pop(), self._clock))
 
@@ -155,6 +161,10 @@ class DiskIndex:
         self._ends.clear()
 
     # ------------------------------------------------------------------ inside
+
+    @property
+    def _has_room(self) -> bool:
+        return bool(self._free) or self._fresh < self.slots
 
     def _restore(self, found: list[Found]) -> None:
         by_serial: dict[int, DiskBlock] = {}
@@ -217,7 +227,8 @@ class DiskIndex:
         """`being_written`: each entry once."""
         unwritten = list(being_written)
         slots = [entry.slot for entry in self._entries.values() if entry.written] + [e.slot for e in unwritten]
-        assert sorted(slots + self._free) == list(range(self.slots))
+        assert sorted(slots + self._free) == list(range(self._fresh))
+        assert self._fresh <= self.slots
         assert {e for e in self._entries.values() if not e.written} == {e for e in unwritten if not e.forgotten}
         queued = {(stamp, entry) for stamp, _, entry in self._ends}
         for hash_, entry in self._entries.items():

@@ -19,6 +19,8 @@ class Disk(Protocol):
     found: Items[Found]
     """What an earlier process wrote, in any order."""
     block_bytes: int
+    lost: bool
+    """Nothing can be read any more."""
 
     def fits(self, name: HashBlock) -> bool:
         """Whether there is room for its keys."""
@@ -53,7 +55,7 @@ class Disk(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was asked for, and give the files up. Idempotent."""
+        """Finish what was asked for, as far as that takes some seconds, and give the files up. Idempotent."""
         ...
 
 

@@ -13,6 +13,7 @@ thread touches memory of the host only while it is held here and no step that wa
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -25,6 +26,8 @@ from engine.cache.nodes import DiskBlock, HashBlock, Node
 from engine.cache.pool import Block
 from engine.cache.prefix import FULL, PrefixTree
 from engine.types import Move, Sequence, Way
+
+log = logging.getLogger("engine.disk")
 
 WAIT_S_MIN, WAIT_S_MAX = 0.1, 5.0
 """Bounds of how long a request waits for the disk; between them as long as computing the same would take."""
@@ -78,6 +81,8 @@ class DiskTier:
         self._planned = self._over = 0
         """Steps."""
         self._failures = 0
+        """Writes, since one succeeded."""
+        self._given_up = False
         self._token_s: float | None = None
         """What computing a token of a prompt takes."""
         self._prompt_tokens = 0
@@ -111,7 +116,7 @@ class DiskTier:
                 continue
             own.there = content
             node = own.node
-            if node is not None and self._failures < FAILURES_MAX:
+            if node is not None and not self._given_up:
                 self._wanted[node] = None
                 self._wanted.move_to_end(node)
                 self._retry(node)
@@ -271,6 +276,8 @@ class DiskTier:
                 self._was_written(entry, succeeded)
             else:
                 self._was_read(self._reading.pop(entry), succeeded)
+        if self.disk.lost:
+            self._lose()
         self._begin_reads(self._planned + bool(self._moves))
         for wait in list(self._open):
             if now >= wait.until_s:
@@ -300,7 +307,7 @@ class DiskTier:
         self._token_s = token_s if self._token_s is None else 0.8 * self._token_s + 0.2 * token_s
 
     def _was_written(self, entry: DiskBlock, succeeded: bool) -> None:
-        if self._failures < FAILURES_MAX:
+        if not self._given_up:
             self._failures = 0 if succeeded else self._failures + 1
         self.totals.stored += succeeded
         self.totals.failed_writes += not succeeded
@@ -313,7 +320,8 @@ class DiskTier:
         self.index.released(entry)
         if succeeded:
             self.disk.erase(entry)
-        if self._failures >= FAILURES_MAX:
+        elif self._failures == FAILURES_MAX and not self._given_up:
+            log.warning("%d writes in a row have failed: nothing more is written to the disk cache", FAILURES_MAX)
             self.give_up()
 
     # ------------------------------------------------------------------ up
@@ -436,9 +444,15 @@ class DiskTier:
         for wait in list(self._open):
             self._end(wait)
 
+    def _lose(self) -> None:
+        """What it has cannot be read any more, and is there no more for anybody."""
+        self.give_up()
+        for entry in [entry for entry in self.index if entry.parent is None]:
+            self._removed(self.index.forget(entry))
+
     def give_up(self) -> None:
-        """Write nothing more."""
-        self._failures = FAILURES_MAX
+        """Write nothing more until the next start."""
+        self._given_up = True
         self._wanted.clear()
         self._stalled.clear()
 
