@@ -120,6 +120,7 @@ class Leaves(Generic[PlaceT]):
         entry = self._at.pop(leaf)
         entry.leaf = parent
         self._at[parent] = entry
+        self._superseded.pop(parent, None)
         turn = entry.turn
         shared = None
         if parent.depth < turn.base and not turn.shared:
