@@ -41,6 +41,8 @@ def our_program() -> Path:
     for name in ("router", "prompts", "events", "options"):
         for path in sorted((ROOT / name).rglob("*.[ch]pp")) + sorted((ROOT / name).rglob("*.py")):
             digest.update(path.read_bytes())
+    for path in (ROOT / "CMakeLists.txt", ROOT / "scripts" / "compile_router.py"):
+        digest.update(path.read_bytes())
     known = (HOME / "blockcast" / "bin" / "router").exists()
     what = ["--force-reinstall", "--no-deps", str(ROOT)] if known else [f"{ROOT}[router]"]
     programs = _install("blockcast", what, digest.hexdigest())
