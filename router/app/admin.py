@@ -430,7 +430,7 @@ class Admin:
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
-        body: dict[str, Any] = msgspec.to_builtins(decision)
+        body: dict[str, Any] = decision.fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         body["sampled_tokens"] = sum(len(ids) for _, _, ids in asked.spans)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.decide.decision import Decision as Decision
+from router.decide.decision import Forward as Forward
 from router.decide.route import RouteRequest as RouteRequest
 
 
@@ -95,37 +97,6 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     others_requests: int = 0
     """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
     and those that wait in `queue_s`."""
-
-
-class Decision(msgspec.Struct, gc=False):
-    """Where one attempt of a request goes, and why."""
-
-    request_id: str
-    worker: str
-    rank: int | None
-    """Data-parallel rank whose cache matched best, where the worker has several; else None."""
-    attempt: int
-    """0 for the first, counted up by retries."""
-    prompt_tokens: int
-    predicted_cached_tokens: int
-    predicted_ttft_s: float
-    terms: Terms
-    decided_s: float
-    waited_s: float = 0.0
-    """How long the reordering queue held it."""
-    best: Terms | None = None
-    """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
-    candidates: list[Terms] = []
-    """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
-    not_eligible: dict[str, str] = {}
-    """worker -> why it was not a candidate; filled with `candidates`."""
-
-
-class Forward(msgspec.Struct, frozen=True):
-    """Send the request to the decision's worker now."""
-
-    request_id: str
-    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Proxy(Carrier):
         try:
             if isinstance(instruction, Forward):
                 if exchange.sampled:
-                    fields = msgspec.to_builtins(instruction.decision)
+                    fields = instruction.decision.fields()
                     text = msgspec.json.encode(fields).decode()
                     log.info("decision %s", text, extra={"fields": {"decision": fields}})
                 exchange.forward(instruction.decision)

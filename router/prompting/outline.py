@@ -169,14 +169,18 @@ def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
     return compress(bare, bytes(kinds.tolist()).translate(_ROLES_OF)) if said else bare
 
 
+def is_said(kind: int) -> bool:
+    """Whether a message of this kind is no system prompt."""
+    return kind & _ROLE != 0
+
+
 def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | None]:
     """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
     one's. Both are whole. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
     thought, or another encoding was chosen."""
     before, now = old.messages, new.messages
     count = min(len(before), len(now)) // WORDS
-    old_words, new_words = before[::WORDS].tolist(), now[::WORDS].tolist()
-    changed = [i for i in range(count) if old_words[i] != new_words[i]]
+    changed = _changed(before, now, count)
     if old.tools != new.tools:
         return "tools", None
     if changed:
@@ -190,6 +194,14 @@ def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | Non
     asked = max((i for i, kind in enumerate(kinds) if kind & _ROLE == 1), default=-1)
     thought = next((i for i, kind in enumerate(kinds) if i > asked and kind & THINKS), None)
     return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
+
+
+def _changed(before: array[int], now: array[int], count: int) -> list[int]:
+    """Of the first `count` messages, those that were sent otherwise."""
+    last = WORDS * (count - 1)
+    if count and before[:last] == now[:last]:  # nearly always
+        return [count - 1] if before[last] != now[last] else []
+    return [i for i in range(count) if before[WORDS * i] != now[WORDS * i]]
 
 
 def _at(before: array[int], changed: list[int], share: float) -> int:

@@ -204,11 +204,11 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
         return None
     words = known.words[: WORDS * mark.count] + drawn.messages[: WORDS * fresh]
     if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
-        mark = msgspec.structs.replace(mark, tail="", tail_ids=0)
+        mark = mark.without_tail()
     marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]
-    return msgspec.structs.replace(
-        known, words=words, marks=marks, back=back, body=body, ids=returned.ids, close=close, parsed=_bare(rest),
-        memory=None, memory_bytes=0,
+    return Known(
+        known.kind, known.start, known.told, known.heads, known.opening, words, marks, body, returned.ids, close,
+        _bare(rest), known.as_sent, back, known.model,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from router.index.protocol import PrefixIndex, Scope
-from router.prompting.outline import contents
-from router.prompting.outlined import Outline
+from router.prompting.outline import contents, is_said
+from router.prompting.outlined import WORDS, Outline
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -79,7 +79,7 @@ class TurnBook:
     def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> Past | None:
         """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
         for past in self._candidates(session, None, keys):
-            if past.scope == scope and _begins(ids, past.ids):
+            if past.scope == scope and self._begins(ids, past.ids):
                 return past
         return None
 
@@ -93,14 +93,21 @@ class TurnBook:
         keys: Sequence[int],
     ) -> tuple[Past, int] | None:
         """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
+        candidates = self._candidates(session, parent, keys)
+        if len(candidates) == 1 and _have_common(outline, candidates[0], session):  # as usual: it need not be counted
+            return candidates[0], self._shared(candidates[0].ids, ids)
         best, found = (-1, -1), None
-        own = None if outline is None else set(contents(outline, said=session is None))
-        for past in self._candidates(session, parent, keys):
+        own = set(contents(outline, said=session is None)) if outline is not None and candidates else None
+        for past in candidates:
             common = self._shared(past.ids, ids)
             likeness = _likeness(past, own, common, len(ids))
             if likeness is not None and (likeness, common) > best:
                 best, found = (likeness, common), (past, common)
         return found
+
+    def _begins(self, ids: array[int], past: array[int]) -> bool:
+        count = len(past)
+        return 0 < count <= len(ids) and ids[count - 1] == past[count - 1] and self._shared(past, ids) == count
 
     def put(self, past: Past, instead: Past | None = None) -> None:
         """It was computed; `instead` of the one it goes on from."""
@@ -142,13 +149,14 @@ class TurnBook:
 
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
         if session is None:
-            found: dict[int, Past] = {}
-            for key in filter(self._keys.__contains__, reversed(keys)):  # the longest common beginning first
-                past = self._keys[key]
-                found[id(past)] = past
-                if len(found) == BRANCHES_MAX:
-                    break
-            return list(found.values())
+            found, known = list[Past](), self._keys
+            for place in range(len(keys) - 1, -1, -1):  # the longest common beginning first
+                past = known.get(keys[place])
+                if past is not None and past not in found:
+                    found.append(past)
+                    if len(found) == BRANCHES_MAX:
+                        break
+            return found
         return self._sessions.get(session) or (self._sessions.get(parent, []) if parent is not None else [])
 
     def _drop(self, past: Past) -> None:
@@ -181,18 +189,25 @@ def short_keys(index: PrefixIndex, ids: array[int], scope: Scope, chunk_tokens: 
 
 def marks(keys: Sequence[int]) -> tuple[int, ...]:
     """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
-    count, places = len(keys), {len(keys) - 1}
-    while count > 1:
+    count, found = len(keys), list[int]()
+    while count:
+        found.append(keys[count - 1])
         count //= 2
-        places.add(count - 1)
-    return tuple(keys[place] for place in sorted(places) if place >= 0)
+    found.reverse()
+    return tuple(found)
 
 
-def _begins(ids: array[int], past: array[int]) -> bool:
-    count = len(past)
-    if count > len(ids) or ids[count - 1 : count] != past[-1:]:
+def _have_common(outline: Outline | None, past: Past, session: str | None) -> bool:
+    """Whether a message, at its place, is the same in both: then `_likeness` finds one."""
+    if outline is None or past.outline is None:
         return False
-    return past.tobytes().startswith(memoryview(ids).cast("B")[: count * past.itemsize])
+    own, old = outline.messages, past.outline.messages
+    for at in range(0, min(len(own), len(old)), WORDS):
+        if own[at + 2] == old[at + 2] and (
+            (session is not None or is_said(own[at + 3])) and (past.session is not None or is_said(old[at + 3]))
+        ):
+            return True
+    return False
 
 
 def _likeness(past: Past, own: set[int] | None, common: int, tokens: int) -> int | None:
