@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
-
 from prompts.anthropic import MessagesRequest, as_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
-from prompts.routed import Kind as Kind
 from prompts.routed import RoutedBody, decoder
-from prompts.routed import RoutingRequest as RoutingRequest
+from prompts.routing_request import Kind as Kind
+from prompts.routing_request import RoutingRequest as RoutingRequest
 from prompts.schemas import Message, Prompt, decode_json, is_media
 
 KINDS: dict[str, Kind] = {
@@ -124,7 +122,7 @@ def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingReq
             raise RequestError("what this prompt is depends on the model's chat template", param=None)
         fields = as_chat(source, template)
     read = {name: fields[name] for name in _RENDERED if name in fields}
-    return msgspec.structs.replace(parsed, kind="chat", source=None, has_media=has_media(read["messages"]), **read)
+    return parsed.replaced(kind="chat", source=None, has_media=has_media(read["messages"]), **read)
 
 
 def check_object(data: bytes) -> None:

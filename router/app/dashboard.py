@@ -127,7 +127,7 @@ class Dashboard:
         """`why`: what is known of why a request's prompt was computed."""
         self._core = core
         self._version, self._why = version, why
-        self._retried = 0
+        self._retried = self._ended_count = 0
         self._proxy = proxy
         self._prompts = prompts
         self._workers = workers
@@ -232,7 +232,8 @@ class Dashboard:
             if cached is not None:
                 self._told_of += route.prompt_tokens
                 self._actual += cached
-        if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
+        self._ended_count += 1
+        if route.token_ids is not None and self._ended_count % SAMPLE_EVERY == 0:
             self._samples.append((route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
         row = _Ended(exchange, route, decision, cached, time.time())
         self._decisions.append(row)

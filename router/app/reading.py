@@ -146,7 +146,7 @@ class RequestReading:
         kind = _kind(request, path)
         parsed = read_routing(kind or "other", request.body) if self._is_json(request, path) else _NOTHING_READ
         if kind is None:
-            parsed = msgspec.structs.replace(parsed, kind="completion" if parsed.messages is None else "chat")
+            parsed = parsed.replaced(kind="completion" if parsed.messages is None else "chat")
         return self._asked(request, parsed)
 
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:

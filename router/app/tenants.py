@@ -90,7 +90,7 @@ class Tenants:
         if salt is not None and request.path in SALTED:
             given = asked.parsed.cache_salt
             fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
-            asked.parsed = msgspec.structs.replace(asked.parsed, cache_salt=salt)
+            asked.parsed = asked.parsed.replaced(cache_salt=salt)
         if fields and _OBJECT.match(next((piece for piece in request.pieces if not piece.isspace()), b"")) is not None:
             request.pieces = amended(request.pieces, fields)
 

@@ -79,7 +79,7 @@ class Returned:
         """What it asks for. Of a chat's messages those are there that open it, and what is new."""
         if self.known.kind != "chat" or not self.rest.data:
             return self.rest.parsed
-        return msgspec.structs.replace(self.rest.parsed, messages=[*self.known.opening, *self.rest.new])
+        return self.rest.parsed.with_messages([*self.known.opening, *self.rest.new])
 
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
@@ -225,7 +225,7 @@ def _depends(parsed: RoutingRequest) -> bool:
 
 def _bare(rest: Rest) -> RoutingRequest | None:
     """Without its messages, of a chat: those of other kinds are part of more."""
-    return None if rest.parsed.source is not None else msgspec.structs.replace(rest.parsed, messages=None)
+    return None if rest.parsed.source is not None else rest.parsed.with_messages(None)
 
 
 def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Rest | None:
@@ -248,7 +248,7 @@ def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Res
     if has_media(messages) or _has_developer(messages):
         return None
     messages[:1] = known.opening
-    parsed = msgspec.structs.replace(bare, messages=messages)
+    parsed = bare.with_messages(messages)
     return Rest(parsed, b"", parsed, known.heads, known.told, len(known.opening))
 
 

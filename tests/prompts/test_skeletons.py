@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -95,7 +94,7 @@ CHATS = st.lists(
 def rendered(template: ChatTemplate, messages: list[dict[str, Any]], generation: bool, *, plain: bool) -> str:
     """By the template alone, or as prompts are."""
     if not plain:
-        return render_chat(template, msgspec.structs.replace(BARE, messages=messages, add_generation_prompt=generation))
+        return render_chat(template, BARE.replaced(messages=messages, add_generation_prompt=generation))
     if template.content_format() == "parts":
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return template.render(messages, add_generation_prompt=generation)
