@@ -267,6 +267,8 @@ class Scheduler:
             return None
         if loads is not None:
             loads.begin(beside_decodes=True)
+        if self._waiting:  # for a seat
+            self._waiting.step(self._prompt_room(len(decoders.entries)))
         chunks = decoders.chunks(fed=bool(self._out))
         for entry in filling:
             self.cache.reserve(entry.seq, entry.seq.computed + 1)
@@ -369,7 +371,8 @@ class Scheduler:
         """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustWait."""
         draft = _Draft()
         started, loads = self._decode(draft), self.cache.loads
-        draft.budget = budget = self.config.max_num_batched_tokens - len(draft.chunks)
+        decodes = len(draft.chunks)
+        draft.budget = budget = self.config.max_num_batched_tokens - decodes
         if self.config.enough_prompt_tokens is not None:
             draft.enough = max(1, budget - self.config.enough_prompt_tokens + 1)
         if loads is not None:
@@ -382,8 +385,15 @@ class Scheduler:
         draft.passed = 0  # what they waited for may be in this step
         self._admit(draft)
         self._name(draft)
-        self._waiting.computed_tokens += max(0, budget - draft.budget)
+        computed = max(0, budget - draft.budget)
+        full = bool(self._waiting) and len(self._running) >= self.config.max_num_seqs
+        self._waiting.step(max(computed, self._prompt_room(decodes)) if full else computed)
         return draft.chunks
+
+    def _prompt_room(self, decodes: int) -> int:
+        """Tokens of prompts that a step beside so many decodes is meant to compute at most."""
+        room, enough = self.config.max_num_batched_tokens - decodes, self.config.enough_prompt_tokens
+        return room if enough is None else min(room, enough)
 
     def _decode(self, draft: _Draft) -> list[RequestEntry]:
         """Chunks for those who decode. Who does not, yet."""

@@ -5,12 +5,14 @@ not, which makes the mean wait the shortest; that nobody waits for ever, those w
 turn of (priority, left + AGEING * came) goes first, where
 
     left   tokens of the prompt (and of an answer that is recomputed) that are neither computed nor cached
-    came   prompt tokens that this engine had computed in all when the request arrived
+    came   prompt tokens that this engine had computed in all when the request arrived, or could have: a step in which
+           somebody waits for a seat counts as full
 
 A clock is not needed: an engine that computes nothing keeps nobody waiting. What it promises: once `left / AGEING` more
 prompt tokens have been computed, nobody who arrives any more goes before a prompt that had `left` tokens left. It waits
 no longer than if requests were served in the order of their arrival and it had come that much work later, whatever else
-comes. Where all are equally long this is the order of their arrival.
+comes. Where all are equally long this is the order of their arrival; where seats are short, nearly: to compute a
+long prompt later makes nobody's wait for one shorter.
 
 Owns the order of those who wait, and what is expected to be left of each. That is an estimate, made when a request
 comes and again when it is about to be admitted: it orders, and decides nothing else. Refuses to know budgets and seats.
@@ -40,8 +42,8 @@ class PrefillTurns:
 
     def __init__(self, order: PrefillOrder, cache: KVCache) -> None:
         self.shortest = order == "shortest"
-        self.computed_tokens = 0
-        """Of prompts, since the start: whoever plans them counts them here."""
+        self._passed_tokens = 0
+        """Since the start: what steps have computed of prompts, or could have."""
         self._cache = cache
         self._waiting: list[RequestEntry] = []
 
@@ -60,8 +62,12 @@ class PrefillTurns:
 
     def arrive(self, entry: RequestEntry) -> None:
         """A request comes: it waits."""
-        entry.came = self.computed_tokens
+        entry.came = self._passed_tokens
         self.add(entry)
+
+    def step(self, tokens: int) -> None:
+        """A step was planned that computes so many tokens of prompts, or could."""
+        self._passed_tokens += tokens
 
     def add(self, entry: RequestEntry) -> None:
         """A request that has come before waits from now on."""

@@ -2,7 +2,8 @@
 
 Chunks are filled up to the step's token budget, decoding requests take one token of it each: first come first served,
 or of who has the least left first, as our engine does. There what came later counts a tenth of what was
-computed meanwhile more: once ten times a prompt's length was, nobody who comes goes before it.
+computed meanwhile more, or could have been where somebody waited for a seat: once ten times a prompt's length was,
+nobody who comes goes before it.
 Pages are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
 preempted where there are none left: it gives up its pages and begins again, with what it had said as prompt. Stretches
 without prefill are jumped over in closed form, so the cost of a run grows with requests, not with tokens.
@@ -173,7 +174,7 @@ class Job:
     computed: int = 0
     """Of `length`; while it waits, what the cache had of it when it came."""
     came: int = 0
-    """Prompt tokens that the engine had computed by then."""
+    """Prompt tokens that the engine had computed by then, or could have."""
     hit_blocks: int = 0
     named: int = 0
     pages: int = 0
@@ -233,6 +234,10 @@ class SimWorker:
         """Tokens that running sequences have said since they began."""
         self._full_s = -1.0
         """When a request last had to wait for a seat."""
+        self._passed_tokens = 0
+        """What steps have computed of prompts, or could have where somebody waited for a seat."""
+        self._missed = 0
+        """What each step of the stretch could have computed for those who wait for a seat."""
         self.prefilled_tokens = 0
         self.seat_waits = 0
         self.seat_waits_vain = 0
@@ -260,7 +265,9 @@ class SimWorker:
 
     def submit(self, job: Job, now: float) -> None:
         """A request arrives."""
-        job.came = self.prefilled_tokens
+        job.came = self._passed_tokens
+        if self._stretch is not None and self._missed:
+            job.came += self._missed * self._steps_begun(now)
         self._wait(job)
         if self.wake_s is None:
             self._start(now)
@@ -273,6 +280,7 @@ class SimWorker:
         steps = 1
         if self._stretch is not None:
             steps = self._stretch[1]
+            self._passed_tokens += self._missed * steps
             self._stretch = None
         self.steps += steps
         self.decode_context += len(self.decode) * steps
@@ -322,7 +330,10 @@ class SimWorker:
             budget -= tokens
         self._take_in(budget, now)
         n = len(self.decode)
+        full = bool(self.waiting) and self.running >= self.limits.seats
+        self._missed = max(service.step_tokens - n, 0) if full else 0
         if chunks:
+            self._passed_tokens += max(sum(tokens for _, tokens in chunks), self._missed)
             seconds = service.decode_s(n, self.decode_context)
             for job, tokens in chunks:
                 seconds += service.prefill_s(tokens, job.computed)
@@ -366,11 +377,16 @@ class SimWorker:
     def _cut_stretch(self, now: float) -> None:
         """A request arrived during decode-only steps: it joins at the end of the step that is running."""
         assert self._stretch is not None
-        start, planned = self._stretch
-        n = len(self.decode)
-        done = min(planned, self.service.steps_in(now - start, n, self.decode_context))
+        start, _ = self._stretch
+        done = self._steps_begun(now)
         self._stretch = (start, done)
-        self.wake_s = max(now, start + self.service.stretch_s(done, n, self.decode_context))
+        self.wake_s = max(now, start + self.service.stretch_s(done, len(self.decode), self.decode_context))
+
+    def _steps_begun(self, now: float) -> int:
+        """Of the stretch."""
+        assert self._stretch is not None
+        start, planned = self._stretch
+        return min(planned, self.service.steps_in(now - start, len(self.decode), self.decode_context))
 
     def _admit(self, job: Job) -> bool:
         hits = self.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // self.block)

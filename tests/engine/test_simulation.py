@@ -57,10 +57,11 @@ def engine(
     answers: Answers | None = None,
     units: int = 4096,
     order: PrefillOrder = "shortest",
+    seats: int = 256,
 ) -> EngineCore:
     made = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
     limits = SchedulerConfig(
-        max_num_seqs=256,
+        max_num_seqs=seats,
         max_num_batched_tokens=times.step_tokens,
         max_model_len=100_000,
         eos_token_ids=frozenset({EOS}),
@@ -141,9 +142,10 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
         min_size=1, max_size=8, unique_by=lambda arrival: arrival[0],
     ),
     st.sampled_from(["shortest", "arrival"]),
+    st.sampled_from([1, 2, 256]),
 )  # fmt: skip
 def test_it_takes_the_time_of_the_offline_simulator(
-    arrivals: list[tuple[float, int, int]], order: PrefillOrder
+    arrivals: list[tuple[float, int, int]], order: PrefillOrder, seats: int
 ) -> None:
     """The engine's own scheduler over sleeping steps, and router/shadow: two step loops, one service model."""
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -162,11 +164,11 @@ def test_it_takes_the_time_of_the_offline_simulator(
         made.final_ids = ids[: length // 512]
         requests.append(made)
     times = StepTimes()
-    limits = EngineLimits(shortest=order == "shortest")
+    limits = EngineLimits(seats, shortest=order == "shortest")
     config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times, limits=limits)
     offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     clock = Clock()
-    first, end = run(engine(clock, times, order=order), clock, arrivals)
+    first, end = run(engine(clock, times, order=order, seats=seats), clock, arrivals)
     assert first == pytest.approx([offline.ttft_s[i] for i in range(len(first))], rel=1e-6, abs=1e-6)
     assert end == pytest.approx([offline.e2e_s[i] for i in range(len(end))], rel=1e-6, abs=1e-6)
 
