@@ -163,7 +163,9 @@ def test_a_long_prompt_waits_for_a_seat_as_others_do(overlap: bool) -> None:
     questions with long answers compute hardly anything."""
     budget = 10
     cache = KVCache(SPEC, 400, step_tokens_max=budget, enable_prefix_caching=False)
-    bench = Bench(cache, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=400), overlap=overlap)
+    bench = Bench(
+        cache, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=400), overlap=overlap
+    )
     bench.add("first", [1] * 4, max_tokens=20)
     bench.step()
     bench.add("long", [2] * 30, max_tokens=1)
