@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("http", "sharing", "decide", "edge", "picker", "app", "prompting", "turns")
 """What runs for every request or chunk."""
-PROMPTS = ("messages", "prefixes", "routing", "routing_request", "segments", "skeletons", "tokenizer")
+PROMPTS = ("messages", "prefixes", "routing", "segments", "skeletons", "tokenizer")
 """Of `prompts`, which the engine has too: what runs for every prompt."""
 RARE = """#include <CPy.h>
 #define RARE(name) extern __typeof__(name) name __attribute__((cold))

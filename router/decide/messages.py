@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.decide.decision import Decision as Decision
-from router.decide.decision import Forward as Forward
+from router.decide.route import Decision as Decision
+from router.decide.route import Forward as Forward
 from router.decide.route import RouteRequest as RouteRequest
 
 

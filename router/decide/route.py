@@ -1,9 +1,11 @@
-"""What the core is asked of one request. Plain, so that a compiled core reads its fields at their places."""
+"""What the core is asked of one request, and what it decides. Plain, so that compiled code reads fields at their places."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from router.index.protocol import PromptMemory, Scope
 
@@ -11,6 +13,11 @@ _FIELDS = (
     "request_id", "model", "scope", "token_ids", "prompt_tokens", "like", "output_max", "output_min", "stream",
     "priority", "worker", "session", "parent", "final", "subset", "role", "deadline_s", "ttft_s_max", "tenant",
     "share", "kinds",
+)  # fmt: skip
+
+_DECIDED = (
+    "request_id", "worker", "rank", "attempt", "prompt_tokens", "predicted_cached_tokens", "predicted_ttft_s", "terms",
+    "decided_s", "waited_s", "best", "candidates", "not_eligible",
 )  # fmt: skip
 
 
@@ -86,3 +93,56 @@ class RouteRequest:
     def replaced(self, **changes: Any) -> RouteRequest:
         """The same but for these fields."""
         return RouteRequest(**{name: getattr(self, name) for name in _FIELDS} | changes)
+
+
+class Decision:
+    """Where one attempt of a request goes, and why: a worker, and what its price is made of (`messages.Terms`)."""
+
+    __slots__ = _DECIDED
+
+    def __init__(
+        self,
+        request_id: str,
+        worker: str,
+        rank: int | None,
+        attempt: int,
+        prompt_tokens: int,
+        predicted_cached_tokens: int,
+        predicted_ttft_s: float,
+        terms: Any,
+        decided_s: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.worker = worker
+        self.rank = rank
+        """Data-parallel rank whose cache matched best, where the worker has several; else None."""
+        self.attempt = attempt
+        """0 for the first, counted up by retries."""
+        self.prompt_tokens = prompt_tokens
+        self.predicted_cached_tokens = predicted_cached_tokens
+        self.predicted_ttft_s = predicted_ttft_s
+        self.terms = terms
+        self.decided_s = decided_s
+        self.waited_s = waited_s
+        """How long the reordering queue held it."""
+        self.best: Any = None
+        """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
+        self.candidates: list[Any] = []
+        """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
+        self.not_eligible: dict[str, str] = {}
+        """worker -> why it was not a candidate; filled with `candidates`."""
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in _DECIDED}
+
+
+class Forward:
+    """Send the request to the decision's worker now."""
+
+    __slots__ = ("decision", "request_id")
+
+    def __init__(self, request_id: str, decision: Decision) -> None:
+        self.request_id = request_id
+        self.decision = decision

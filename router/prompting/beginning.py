@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from prompts.routing_request import Kind, RoutingRequest
+from prompts.routing import Kind, RoutingRequest
 from prompts.schemas import Message
 
 _MARK_BYTES = 1000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 
-from prompts.routing_request import Kind
+from prompts.routing import Kind
 from prompts.words import begin_alike, digests, digests_among
 from router.prompting.beginning import Known as Known
 from router.prompting.beginning import Mark as Mark

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
-from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
-from prompts.routing_request import FIELDS
+from prompts.routing import FIELDS, KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
 from prompts.words import digests
 from router.prompting import returning
