@@ -1,4 +1,4 @@
-"""What the core is asked of one request, and what it decides. Plain, so that compiled code reads fields at their places."""
+"""What the core is asked of one request, and what it decides. Plain, so that compiled code reads fields in place."""
 
 from __future__ import annotations
 
