@@ -123,15 +123,6 @@ class RoutingRequest:
     def __reduce__(self) -> tuple[Callable[..., RoutingRequest], tuple[object, ...]]:
         return RoutingRequest, tuple([getattr(self, name) for name in FIELDS])
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RoutingRequest) and self.__reduce__()[1] == other.__reduce__()[1]
-
-    def __hash__(self) -> int:
-        raise TypeError("a RoutingRequest is no key")
-
-    def __repr__(self) -> str:
-        return f"RoutingRequest({', '.join(f'{name}={getattr(self, name)!r}' for name in FIELDS)})"
-
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
     """Read what routing needs of a body sent to `path`. Raises RequestError only where the body is no JSON object."""

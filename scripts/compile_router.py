@@ -69,9 +69,8 @@ def compile_modules(out: Path, *, optimise: str = "2") -> int:
             (work / "rare.h").write_text(RARE)
             for extension in extensions:
                 extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-misleading-indentation"]
-                if (
-                    extension.include_dirs
-                ):  # what holds the code; the others only lead there, and do not know mypyc's headers
+                # What holds the code; the others only lead there, and do not know mypyc's headers.
+                if extension.include_dirs:
                     # Hidden: calls between the modules go by no table, and what is short is put where it is called.
                     extension.extra_compile_args += ["-fvisibility=hidden", "-include", str(work / "rare.h")]
         distribution = Distribution({"name": "router-compiled", "ext_modules": extensions})
