@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -67,7 +67,8 @@ class Recorder:
     counts: Counter[str] = field(default_factory=Counter)
     """placed, unplaced, unread, failed, dropped from the window."""
     block: int = 0
-    _open: list[Open] = field(default_factory=list)
+    _open: dict[int, Open] = field(default_factory=dict)
+    """serial -> request."""
     _serials: count[int] = field(default_factory=count)
     _links: Links | None = None
     _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
@@ -83,25 +84,26 @@ class Recorder:
             self.counts["failed"] += 1
             return
         seen = self._seen(exchange, route)
+        held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
+        self._gone_on(seen.after, held)
         decision = exchange.decision
         if exchange.placed and decision is not None:
             self._place(seen, decision, exchange.usage)
         elif len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
         else:
-            held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
             goal = (route.prompt_tokens - 1) // self.block * self.block
             ended = outcome != MIRRORED
-            self._open.append(Open(seen, route, priced, exchange, goal, held, self.now(), ended))
+            self._open[seen.serial] = Open(seen, route, priced, exchange, goal, held, self.now(), ended)
 
     def look(self, now: float) -> None:
         """Find out where open requests went. Call every tick."""
-        left = []
-        for one in self._open:
+        targets = self.core.tracker.targets
+        for one in list(self._open.values()):
             if now < one.next_s:
-                left.append(one)
                 continue
-            worker = self._grown(one)
+            matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
+            worker = self._grown(one, {name: matches.get(target.holder, 0) for name, target in targets.items()})
             holder = self._holder(one) if not one.ended and now - one.seen.at_s > SETTLED_S else None
             if worker is not None:
                 self._found(one, worker, now)
@@ -112,8 +114,8 @@ class Recorder:
                 self.counts["unplaced"] += 1
             else:
                 one.next_s = now + max(LOOK_S, LOOK_SHARE * (now - one.seen.at_s))
-                left.append(one)
-        self._open = left
+                continue
+            del self._open[one.seen.serial]
 
     def engines(self) -> list[Engine]:
         """What is known of the workers that the window names."""
@@ -143,14 +145,22 @@ class Recorder:
 
     # Where it went --------------------------------------------------------------------------------------------------
 
-    def _grown(self, one: Open) -> str | None:
-        """The worker whose cache has the whole prompt now, and had less; of several the one that grew most. Where all
-        was cached before: the one that had as much as the answer says."""
-        matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
+    def _gone_on(self, earlier: int | None, held: Mapping[str, int]) -> None:
+        """The turn after that one came when caches held so much of the earlier prompt and of more. Later the cache that
+        this turn goes to may have grown by both."""
+        one = None if earlier is None else self._open.get(earlier)
+        worker = None if one is None else self._grown(one, held)
+        if one is not None and worker is not None:
+            del self._open[one.seen.serial]
+            self._found(one, worker, self.now())
+
+    def _grown(self, one: Open, held: Mapping[str, int]) -> str | None:
+        """The worker whose cache has the whole prompt, `held` tokens of it, and had less; of several the one that grew
+        most. Where all was cached before: the one that had as much as the answer says."""
         found = []
         usage = one.exchange.usage
         for target in self.core.tracker.targets.values():
-            had, has = one.held.get(target.name, 0), matches.get(target.holder, 0)
+            had, has = one.held.get(target.name, 0), min(held.get(target.name, 0), one.route.prompt_tokens)
             if one.goal and has >= one.goal > had:
                 found.append((has - had, target.worker_id))
             elif had >= one.goal and usage is not None and usage.cached_tokens == had:

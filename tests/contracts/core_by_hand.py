@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -53,10 +54,11 @@ class NaiveIndex:
     def remember(self, prompt: Sequence[int]) -> None:
         return None
 
-    def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
+    def chunk_keys(self, token_ids: Sequence[int] | bytes, scope: Scope, chunk_tokens: int) -> list[int]:
+        token_ids = array("I", token_ids)
         ends, keys = range(chunk_tokens, len(token_ids), chunk_tokens), [hash(scope)]
         for end in ends:
-            keys.append(hash((keys[-1], *token_ids[end - chunk_tokens : end])))
+            keys.append(hash((keys[-1], *token_ids[end - chunk_tokens : end])) % 2**64)
         return keys[1:]
 
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
