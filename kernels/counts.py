@@ -56,7 +56,7 @@ def count_drawn(drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: i
     token = (drawn if batch.at is None else drawn.index_select(0, batch.at))[:, None]
     tokens, values, used = _known(counts, batch, width)
     hit = tokens == token
-    known = hit.any(1, keepdim=True)
+    known = hit.any(1, keepdim=True) & (used > 0)  # of an empty row the first is what another sequence left there
     next_ = (torch.arange(width, device=drawn.device) == used) & ~known
     counts.tokens[:, :width].index_copy_(0, batch.rows, torch.where(next_, token, tokens))
     values = torch.where(next_, 2, values + 2 * hit.int())

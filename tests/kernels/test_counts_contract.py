@@ -26,7 +26,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.mark.parametrize("all_rows", [True, False])
 def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: bool) -> None:
-    room, count = 1100, 5
+    room, count, left = 1100, 5, rng.randrange(VOCAB)
     sizes = [0, 1, 7, 1030, rng.randrange(2, 90)]
     held = [dict.fromkeys(rng.sample(range(VOCAB), size), 0) for size in sizes]  # token -> value
     counts = TokenCounts(
@@ -39,8 +39,8 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
             known[token] = rng.choice((1, 2, 3, 8, 9))
             counts.tokens[row, place], counts.values[row, place] = token, known[token]
         counts.used[row] = len(known)
-        if not known:  # as they are entered: a token, and nothing
-            counts.tokens[row, 0], counts.values[row, 0] = 0, 0
+        if not known:  # as they are entered: a token that another sequence left there, and nothing
+            counts.tokens[row, 0], counts.values[row, 0] = left, 0
     untouched = [row for row in range(9) if row not in rows]
     before = [part[untouched].clone() for part in (counts.tokens, counts.values, counts.used)]
     at = list(range(count)) if all_rows else rng.sample(range(8), count)
@@ -61,7 +61,9 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
         torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
         drawn = torch.randint(VOCAB, (len(logits),))
         for i, known in enumerate(held):
-            if known and rng.random() < 0.5:
+            if not known:
+                drawn[at[i]] = left  # answers begin alike
+            elif rng.random() < 0.5:
                 drawn[at[i]] = rng.choice(list(known))
             token = int(drawn[at[i]])
             known[token] = known.get(token, 0) + 2
