@@ -36,6 +36,7 @@ try:
     from prompts._words import count_openings as count_openings
     from prompts._words import digests as digests
     from prompts._words import digests_among as digests_among
+    from prompts._words import has_either as has_either
 except ImportError:
     _FOUND = False
 
@@ -46,6 +47,10 @@ except ImportError:
     def count_openings(text: bytes, end: int = sys.maxsize) -> int:
         """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
         return text.count(b"[", 0, end) + text.count(b"{", 0, end)
+
+    def has_either(text: str, one: str, other: str, /) -> bool:
+        """Whether a text has either of two ASCII texts in it."""
+        return one in text or other in text
 
     def digests(body: bytes, first: int, seed: int, end: int = sys.maxsize) -> list[int]:
         """Of the beginnings of `body` before `end` that have `first` bytes, an eighth more, two eighths ..., twice as

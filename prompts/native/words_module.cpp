@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
 
@@ -39,6 +40,25 @@ Pattern pattern_of(const std::vector<Row>& rows) {
     }
     if (parts.empty()) throw nb::value_error("a pattern has no parts");
     return Pattern(parts);
+}
+
+// Whether a text has either of two ASCII texts in it. Python's own search looks at every character; here the next first
+// character is sought, which most texts rarely have.
+bool has_either(nb::str text, nb::str one, nb::str other) {
+    const auto has = [&](nb::handle wanted) {
+        PyObject *const whole = text.ptr(), *const part = wanted.ptr();
+        if (PyUnicode_KIND(whole) != PyUnicode_1BYTE_KIND || !PyUnicode_IS_ASCII(part)) {
+            const int found = PyUnicode_Contains(whole, part);
+            if (found < 0) throw nb::python_error();
+            return found == 1;
+        }
+        const auto view = [](PyObject* of) {
+            const auto size = static_cast<std::size_t>(PyUnicode_GET_LENGTH(of));
+            return std::string_view(static_cast<const char*>(PyUnicode_DATA(of)), size);
+        };
+        return view(whole).find(view(part)) != std::string_view::npos;
+    };
+    return has(one) || has(other);
 }
 
 // Of `[` and `{`, which differ in one bit: sixteen bytes at a time, in lanes that hold up to 255.
@@ -261,6 +281,7 @@ NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
     module.def("begin_alike", &begin_alike);
+    module.def("has_either", &has_either);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
     module.def("digests_among", &digests_among, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("among"), nb::arg("most"));

@@ -212,6 +212,8 @@ class Admin:
 
     def report(self) -> Report:
         """What this process did."""
+        if self._reasons is not None:
+            self._reasons.settle()
         snapshot = self._core.snapshot(self._now())
         segments = self._prompts.cache_stats()
         return Report(
@@ -442,7 +444,7 @@ class Admin:
         """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
         if self._reasons is not None:
             for name in (argument, _ANSWER.sub("", argument)):
-                why = self._reasons.ledger.get(name)
+                why = self._reasons.get(name)
                 if why is not None:
                     return Answer(msgspec.json.encode(shown(why)))
         if self._siblings is not None and request.header(RELAYED) is None:

@@ -69,6 +69,7 @@ class Asked:
         "body_bytes",
         "deadline_ms",
         "drawn",
+        "known",
         "like",
         "lora",
         "model",
@@ -95,6 +96,8 @@ class Asked:
         """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
         self.drawn: Callable[[int], Outline | None] | None = None
         """Makes it, where not all of them were read now."""
+        self.known: Known | None = None
+        """Whose beginning its body has, where that was not read again."""
         self.like: PromptMemory | None = None
         """Of a prompt that its known beginning begins."""
         self.model = model
@@ -275,6 +278,7 @@ class RequestReading:
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
             return None
         asked.drawn = returned.outline
+        asked.known = known
         asked.like = cast("PromptMemory | None", known.memory)
         return asked, read
 

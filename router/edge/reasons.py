@@ -1,6 +1,6 @@
 """The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it wants to know.
 
-Nothing here is on a decision's path: a request is looked at after its first byte was passed on.
+Nothing here is on a decision's path: a request is looked at after its first byte was passed on, with others.
 """
 
 from __future__ import annotations
@@ -15,31 +15,37 @@ from typing import Any, Final, Protocol
 import msgspec
 import xxhash
 
-from prompts.routing import Kind, RoutingRequest
+from prompts.routing import RoutingRequest
 from prompts.sampled import Span
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from router.counters import Metrics
+from router.decide.books import AskedPrompt
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import Scope, Tokens
+from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session
-from router.turns.book import short_keys
+from router.turns._native import Asked, Begun
 from router.turns.config import TurnsConfig
-from router.turns.ledger import AskedTurn, BegunTurn, Ledger
-from router.turns.parts import Why
-from router.turns.why import BLOCK_TOKENS, GROUPS, Facts
+from router.turns.ledger import Ledger, short_keys
+from router.turns.parts import Why, why_of
+from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Outliner
 
 log = logging.getLogger("router")
 
 NAME_CHARS: Final = 256
+WAIT_S: Final = 0.25
+"""That a first byte or an end waits for others, at most."""
+WAITING_MAX, WAITING_TOKENS_MAX = 64, 200_000
+"""So many of them, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 
 class Read(Protocol):
@@ -48,8 +54,33 @@ class Read(Protocol):
     parsed: RoutingRequest
     outline: Outline | None
     drawn: Callable[[int], Outline | None] | None
+    known: Known | None
     session: Session
     spans: list[Span]
+
+
+class _First:
+    """A request's first byte, at `now`."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        read: Read,
+        route: RouteRequest,
+        decision: Decision,
+        prompt: AskedPrompt,
+        now: float,
+        wall: float,
+    ) -> None:
+        self.exchange, self.read, self.route, self.decision, self.prompt = exchange, read, route, decision, prompt
+        self.now, self.wall = now, wall
+
+
+class _Last:
+    """Its end."""
+
+    def __init__(self, exchange: Exchange, now: float) -> None:
+        self.exchange, self.now = exchange, now
 
 
 class Reasons:
@@ -66,13 +97,19 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = Ledger(config, core.index.shared, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
+        self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
         self._core, self._proxy, self._prompts, self._helpers = core, proxy, prompts, helpers
         self._emptied = emptied
         self._read: dict[str, Read] = {}
         """What requests without a first byte ask for."""
-        self._begun: dict[str, BegunTurn | None] = {}
-        """Requests past their first byte; None while their outline is made elsewhere."""
+        self._begun: dict[str, Begun | None] = {}
+        """Requests past their first byte; None until it was looked at, or while their outline is made elsewhere."""
+        self._over: dict[str, float] = {}
+        """When those ended whose outline is made elsewhere."""
+        self._waiting: list[_First | _Last] = []
+        """First bytes and ends that nobody looked at yet, in their order."""
+        self._waiting_tokens = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)
@@ -92,17 +129,27 @@ class Reasons:
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
+        if session is None:
+            return 0
+        self.settle()
         return self.ledger.book.outlined(session)
+
+    def get(self, name: str) -> Why | None:
+        """What is known of a request."""
+        self.settle()
+        return self.ledger.get(name)
 
     def explain(self, read: Read, route: RouteRequest, decision: Decision, now: float) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
         if not self.enabled or route.token_ids is None:
             return None
+        self.settle()
         ids = _ids(route.token_ids)
         prompt = self._core.index.prepare(ids)
         keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
         asked = self._asked("", read, route, ids, keys, decision)
-        return shown(self.ledger.explain(asked, decision, self._facts(prompt, route), now, time.time()))
+        facts = self._facts(prompt, route)
+        return shown(self.ledger.explain(asked, _outliner(read), decision, facts, now, time.time()))
 
     def note(
         self, name: str, read: Read, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
@@ -114,7 +161,8 @@ class Reasons:
         prompt = self._core.index.prepare(ids)
         keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
         asked = self._asked(name, read, route, ids, keys, decision)
-        begun = self.ledger.begun(asked, decision, self._facts(prompt, route), now, time.time())
+        facts = self._facts(prompt, route)
+        begun = self.ledger.begun(asked, _outliner(read), decision, facts, now, time.time())
         self.ledger.ended(begun, usage, said, now)
 
     def _facts(self, prompt: Tokens, route: RouteRequest) -> IndexFacts:
@@ -129,69 +177,107 @@ class Reasons:
         prompt = self._core.book.asked(route.request_id)
         if prompt is None:
             return
-        ids = _ids(route.token_ids)
-        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
-        asked = self._asked(exchange.trace_id.decode("latin-1"), read, route, ids, keys, decision)
-        facts = self._facts(prompt.ids, route)
-        now = self._proxy.now()
-        if read.outline is not None and read.outline.after and self.ledger.parts_ways(asked):
-            self._begun[exchange.request_id] = None
-            task = asyncio.get_running_loop().create_task(
-                self._begin_later(exchange, asked, read.parsed.kind, decision, facts, now)
-            )
-            self._outlining.add(task)
-            task.add_done_callback(self._outlining.discard)
-        else:
-            self._begun[exchange.request_id] = self.ledger.begun(asked, decision, facts, now, time.time())
-
-    async def _begin_later(
-        self, exchange: Exchange, asked: AskedTurn, kind: Kind, decision: Decision, facts: Facts, now: float
-    ) -> None:
-        """The conversation was changed: its large body is looked at once more, elsewhere."""
-        whole = await self._helpers.outline(exchange.request.pieces, kind)
-        asked.outline = lambda after: whole if not after else None
-        begun = self.ledger.begun(asked, decision, facts, now, time.time())
-        if exchange.request_id in self._begun:
-            self._begun[exchange.request_id] = begun
-        if exchange.done:
-            self._end(exchange, begun)
+        self._begun[exchange.request_id] = None
+        first = _First(exchange, read, route, decision, prompt, self._proxy.now(), time.time())
+        self._waiting_tokens += prompt.tokens
+        self._wait(first)
 
     def _ended(self, exchange: Exchange) -> None:
         self._read.pop(exchange.request_id, None)
-        begun = self._begun.pop(exchange.request_id, None)
-        if begun is not None:
-            self._end(exchange, begun)
+        if exchange.request_id in self._begun:
+            self._wait(_Last(exchange, self._proxy.now()))
 
-    def _end(self, exchange: Exchange, begun: BegunTurn) -> None:
+    def _wait(self, moment: _First | _Last) -> None:
+        """Look at it soon, with others: what runs once a request is in no processor's cache, which costs thrice as much
+        as the work itself."""
+        self._waiting.append(moment)
+        if len(self._waiting) >= WAITING_MAX or self._waiting_tokens >= WAITING_TOKENS_MAX:
+            self.settle()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WAIT_S, self.settle)
+
+    def settle(self) -> None:
+        """Look at all that waits to be looked at."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        for moment in waiting:
+            try:
+                if isinstance(moment, _First):
+                    self._begin(moment)
+                else:
+                    self._finish(moment.exchange, moment.now)
+            except Exception as error:  # noqa: BLE001  a boundary: it ends its own request's reasons
+                self._begun.pop(moment.exchange.request_id, None)
+                self._proxy.metrics.crashed("reasons", error)
+
+    def _begin(self, first: _First) -> None:
+        read, route, decision = first.read, first.route, first.decision
+        ids = _ids(route.token_ids or ())
+        keys = first.prompt.keys(self._core.config.working_set.chunk_tokens)
+        asked = self._asked(first.exchange.trace_id.decode("latin-1"), read, route, ids, keys, decision)
+        facts = self._facts(first.prompt.ids, route)
+        if read.outline is not None and read.outline.after and not self.ledger.book.goes_on(asked):
+            task = asyncio.get_running_loop().create_task(self._begin_later(first, asked, facts))
+            self._outlining.add(task)
+            task.add_done_callback(self._outlining.discard)
+        else:
+            begun = self.ledger.begun(asked, _outliner(read), decision, facts, first.now, first.wall)
+            self._begun[first.exchange.request_id] = begun
+
+    async def _begin_later(self, first: _First, asked: Asked, facts: Facts) -> None:
+        """The conversation was changed: its large body is looked at once more, elsewhere."""
+        request_id = first.exchange.request_id
+        whole = await self._helpers.outline(first.exchange.request.pieces, first.read.parsed.kind)
+        outlines: Outliner = lambda after: whole if not after else None  # noqa: E731
+        begun = self.ledger.begun(asked, outlines, first.decision, facts, first.now, first.wall)
+        ended_s = self._over.pop(request_id, None)
+        if ended_s is None:
+            self._begun[request_id] = begun
+        else:
+            self._end(first.exchange, begun, ended_s)
+
+    def _finish(self, exchange: Exchange, now: float) -> None:
+        if exchange.request_id not in self._begun:
+            return  # its first byte raised
+        begun = self._begun.pop(exchange.request_id)
+        if begun is None:  # it is outlined elsewhere
+            self._over[exchange.request_id] = now
+        else:
+            self._end(exchange, begun, now)
+
+    def _end(self, exchange: Exchange, begun: Begun, now: float) -> None:
         if exchange.outcome != "status_200":
             return
         usage, route = exchange.usage, exchange.route
         said = usage.completion_tokens if usage is not None else None
         if said is None:
             said = exchange.progress.reads if route is not None and route.stream else 0
-        self.ledger.ended(begun, usage, said, self._proxy.now())
+        self.ledger.ended(begun, usage, said, now)
         if exchange.sampled:
-            fields = shown(begun.why)
+            fields = shown(why_of(begun))
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
     def _asked(
         self, name: str, read: Read, route: RouteRequest, ids: array[int], keys: Sequence[int], decision: Decision
-    ) -> AskedTurn:
+    ) -> Asked:
         worker = self._core.workers.get(decision.worker)
         block = worker.spec.block_size if worker is not None else None
         core = self._core
         short: Sequence[int] = ()
         begins: int | None = None
         if route.session is None:
-            begins = begins_with(read.parsed)
+            begins = _begins(read)
             if self.ledger.wants_short(keys):
                 short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
-        return AskedTurn(
-            name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
-            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short, begins,
-        )  # fmt: skip
+        sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
+        return Asked((
+            name, ids, route.scope, keys, short, begins, route.session, route.parent, decision.worker,
+            block or BLOCK_TOKENS, sampled, route.final,
+        ))  # fmt: skip
 
 
 class IndexFacts:
@@ -215,8 +301,11 @@ class IndexFacts:
     def emptied(self, worker_id: str) -> float | None:
         return self._emptied.get(worker_id)
 
-    def text(self, ids: array[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(list(ids), skip_special_tokens=False)
+    def thinks(self, ids: list[int]) -> bool:
+        if self._tokenizer is None:
+            return False
+        text = self._tokenizer.decode(ids, skip_special_tokens=False).lower()
+        return "think" in text or "analysis" in text
 
     def guessed(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
@@ -226,6 +315,15 @@ class IndexFacts:
 def begins_with(parsed: RoutingRequest) -> int | None:
     """A digest of what its user said first; None of what is no chat."""
     return None if parsed.messages is None else _digest(beginning(parsed))
+
+
+def _begins(read: Read) -> int | None:
+    known = read.known
+    if known is None or known.kind != "chat":
+        return begins_with(read.parsed)
+    if known.begins is None:  # the same for all that have it
+        known.begins = begins_with(read.parsed)
+    return known.begins
 
 
 def is_drawn(name: str, share: float) -> bool:
@@ -249,7 +347,7 @@ def beginning(parsed: RoutingRequest) -> str:
     return found[:NAME_CHARS] if isinstance(found, str) else repr(found[:16] if isinstance(found, list) else None)
 
 
-def _outliner(read: Read) -> Callable[[int], Outline | None]:
+def _outliner(read: Read) -> Outliner:
     if read.drawn is not None:
         return read.drawn
     if read.outline is not None:

@@ -78,8 +78,8 @@ class Known:
     """The beginning of a conversation and what was made of it. Not changed once it is in the table."""
 
     __slots__ = (
-        "as_sent", "back", "body", "close", "heads", "ids", "kind", "marks", "memory", "memory_bytes", "model",
-        "opening", "parsed", "start", "told", "words",
+        "as_sent", "back", "begins", "body", "close", "heads", "ids", "kind", "marks", "memory", "memory_bytes",
+        "model", "opening", "parsed", "start", "told", "words",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +111,8 @@ class Known:
         """How its template was given messages."""
         self.back = back
         """Messages at the end of a body that are not taken for known, as they may change."""
+        self.begins: int | None = None
+        """A digest of what its user said first, where somebody asked for it (router/edge/reasons.py)."""
         self.memory: object = None
         """The index's, of a prompt that it begins; it stays in this process."""
         self.memory_bytes = 0

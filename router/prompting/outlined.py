@@ -11,6 +11,9 @@ WORDS = 5
 TOOL_WORDS = 2
 """Of a tool: as sent, normalised."""
 
+NO_TOOLS = array("I")
+"""Of a chat without any; nobody changes it."""
+
 
 class Outline(msgspec.Struct):
     """Of a chat's messages from `after` on."""
@@ -18,7 +21,7 @@ class Outline(msgspec.Struct):
     after: int
     messages: array[int]
     """WORDS numbers each."""
-    tools: array[int] = array("I")
+    tools: array[int] = NO_TOOLS
     """TOOL_WORDS numbers each; of a whole outline only (`after` 0)."""
     flags: int = 0
     """What else the template is told."""

@@ -25,8 +25,8 @@ from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
-from router.prompting.outline import outline, outlined_tools
-from router.prompting.outlined import WORDS, Outline
+from router.prompting.outline import add_words, flags_of, outline, outlined_tools
+from router.prompting.outlined import NO_TOOLS, WORDS, Outline
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
 """Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""
@@ -83,14 +83,17 @@ class Returned:
 
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
-        drawn = outline(self.rest.parsed, self.rest.before)
+        parsed, before, count = self.rest.parsed, self.rest.before, self.mark.count
+        tools = NO_TOOLS if after else outlined_tools(self.rest.chat)
+        if parsed.source is None and after <= count and parsed.messages is not None:
+            words = self.known.words[WORDS * after : WORDS * count]
+            add_words(words, parsed.messages[before:])
+            return Outline(after, words, tools, flags_of(parsed))
+        drawn = outline(parsed, before)
         if drawn is None:
             return None
-        words = self.known.words[: WORDS * self.mark.count] + drawn.messages
-        if len(words) < WORDS * after:
-            return None
-        tools = array("I") if after else outlined_tools(self.rest.chat)
-        return Outline(after, words[WORDS * after :], tools, drawn.flags)
+        words = self.known.words[: WORDS * count] + drawn.messages
+        return None if len(words) < WORDS * after else Outline(after, words[WORDS * after :], tools, drawn.flags)
 
 
 def may_return(kind: Kind | None, size: int) -> bool:

@@ -1,77 +1,27 @@
 """What became of the last requests: each with the reasons why its prompt was not cached. Pure.
 
-Owns the book of turns, the last answers to "why", and the sums by reason. Refuses to know sockets, workers' load and
-how a prompt is read.
+Owns the sums by reason, and how the book of turns is asked. The book itself, which earlier prompt a new one goes on
+from and why it misses are C++ (router/turns/native), checked against tests/contracts/reference/turns: every request is
+looked at, and in Python that would cost as much as a quarter of all else that is done for it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
 
 from router.decide.messages import Decision, ReportedUsage
-from router.index.protocol import Scope
-from router.prompting.outline import extended
-from router.prompting.outlined import Outline
-from router.turns.book import Past, TurnBook, marks
+from router.index.protocol import PrefixIndex, Scope
+from router.turns._native import Asked, Begun
+from router.turns._native import Ledger as Book
 from router.turns.config import TurnsConfig
-from router.turns.parts import Why
-from router.turns.why import Facts, Turn, parts_of, settle, tell
+from router.turns.parts import Why, why_of
+from router.turns.why import Facts, Outliner, Placed
 
-
-class AskedTurn:
-    """A prompt whose answer has begun, or that is asked about."""
-
-    def __init__(
-        self,
-        id: str,
-        ids: array[int],
-        scope: Scope,
-        keys: Sequence[int],
-        outline: Callable[[int], Outline | None],
-        target: str,
-        block: int,
-        session: str | None = None,
-        parent: str | None = None,
-        final: bool = False,
-        sampled_tokens: int = 0,
-        short: Sequence[int] = (),
-        begins: int | None = None,
-    ) -> None:
-        self.id = id
-        """That the client knows the request by."""
-        self.ids, self.scope = ids, scope
-        self.keys = keys
-        """Digests of its chunks."""
-        self.outline = outline
-        """Of its messages from that one on; None where it is no chat, or that part is not known."""
-        self.target = target
-        self.block = block
-        """Tokens of its worker's blocks."""
-        self.session, self.parent, self.final = session, parent, final
-        self.sampled_tokens = sampled_tokens
-        """Of `ids`: as they were sampled, where the encoder would choose others."""
-        self.short = short
-        """Digests of its first chunk's beginnings, where its session has no name and it has no chunk, or others have
-        none."""
-        self.begins = begins
-        """Digest of what its user said first, where its session has no name: conversations with one system prompt may
-        have all their chunks in common."""
-
-    @property
-    def found_by(self) -> list[int]:
-        """Of which prompts it may be a continuation, the shortest first. Of prompts that merely begin alike the short
-        ones tell too little: they are not looked for by these."""
-        begins = () if self.begins is None else (self.begins,)
-        return [*self.short, *self.keys, *begins]
-
-
-class BegunTurn:
-    """A request between its first byte and its end."""
-
-    def __init__(self, why: Why, past: Past, decision: Decision, final: bool) -> None:
-        self.why, self.past, self.decision, self.final = why, past, decision, final
+SHORT_TOKENS: Final = 16
+"""Between the keys of a prompt's first chunk, by which one that has no more is found."""
 
 
 class Ledger:
@@ -80,121 +30,56 @@ class Ledger:
     def __init__(
         self,
         config: TurnsConfig,
-        shared: Callable[[array[int], array[int]], int],
         turns: Counter[str] | None = None,
         tokens: Counter[str] | None = None,
         sums: Counter[str] | None = None,
     ) -> None:
-        self.book = TurnBook(config.memory_mb << 20, config.keep_s, shared)
-        self._requests_max = config.requests_max
-        self._whys: OrderedDict[str, Why] = OrderedDict()
-        """By the name that the client knows; the last ones."""
         self.turns: Counter[str] = Counter() if turns is None else turns
         """reason -> requests."""
         self.tokens: Counter[str] = Counter() if tokens is None else tokens
         """reason -> tokens that had to be computed."""
         self.sums: Counter[str] = Counter() if sums is None else sums
         """prompt, best, chosen, reported: tokens of the requests whose worker said what it reused."""
+        self.book = Book(config.memory_mb << 20, config.keep_s, config.requests_max, self.turns, self.tokens, self.sums)
 
     def __len__(self) -> int:
-        return len(self._whys)
+        return len(self.book)
 
     def get(self, name: str) -> Why | None:
         """What is known of a request."""
-        return self._whys.get(name)
+        begun = self.book.get(name)
+        return None if begun is None else why_of(begun)
 
-    def explain(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
+    def explain(
+        self, asked: Asked, outline: Outliner, decision: Decision, facts: Facts, now: float, wall: float
+    ) -> Why:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
-        return self._why(asked, self._turn(asked), decision, facts, now, wall)
+        return why_of(self.book.explained(asked, _placed(decision), facts, outline, now, wall))
+
+    def begun(
+        self, asked: Asked, outline: Outliner, decision: Decision, facts: Facts, now: float, wall: float
+    ) -> Begun:
+        """Its answer has begun: the prompt was computed."""
+        return self.book.begun(asked, _placed(decision), facts, outline, now, wall)
+
+    def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+        """Its answer is whole, with so many tokens."""
+        reported = None if usage is None else usage.cached_tokens
+        self.book.ended(begun, -1 if reported is None else max(reported, 0), answer_tokens, now)
 
     def wants_short(self, keys: Sequence[int]) -> bool:
         """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""
         return not keys or self.book.shorts > 0
 
-    def parts_ways(self, asked: AskedTurn) -> bool:
-        """Whether its conversation goes on otherwise than it was: then the outline of the whole is wanted."""
-        return self.book.goes_on(asked.ids, asked.scope, asked.session, asked.found_by) is None
 
-    def begun(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> BegunTurn:
-        """Its answer has begun: the prompt was computed."""
-        self.book.expire(now)
-        turn = self._turn(asked)
-        why = self._why(asked, turn, decision, facts, now, wall)
-        outline, session = turn.outline, asked.session
-        keys: tuple[int, ...] = ()
-        if session is None:
-            keys = marks(asked.keys) or tuple(asked.short[-1:])
-            keys += () if asked.begins is None else (asked.begins,)
-        is_short = session is None and not asked.keys
-        past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys, is_short)
-        if len(asked.ids) >= asked.block:  # of less nothing can be cached
-            self.book.put(past, instead=turn.past)
-        self._whys[why.id] = why
-        self._whys.move_to_end(why.id)
-        if len(self._whys) > self._requests_max:
-            self._whys.popitem(last=False)
-        return BegunTurn(why, past, decision, asked.final)
-
-    def ended(self, begun: BegunTurn, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        """Its answer is whole, with so many tokens."""
-        why, past = begun.why, begun.past
-        past.answer_tokens, past.at_s = answer_tokens, now
-        settle(why, begun.decision.terms, usage.cached_tokens if usage is not None else None)
-        tell(why)
-        self.turns[why.reason] += 1
-        for part in why.parts:
-            self.tokens[part.reason] += part.tokens
-        if why.reported_tokens is not None:
-            self.sums["prompt"] += why.prompt_tokens
-            self.sums["best"] += why.best_tokens
-            self.sums["chosen"] += why.chosen_tokens
-            self.sums["reported"] += why.reported_tokens
-        if begun.final and past.session is not None:
-            self.book.forget(past.session)
-
-    def _turn(self, asked: AskedTurn) -> Turn:
-        """The prompt beside the one it goes on from."""
-        ids, scope, session, book = asked.ids, asked.scope, asked.session, self.book
-        past = book.goes_on(ids, scope, session, asked.found_by)
-        turn = Turn(len(ids), asked.block, past)
-        if past is not None:
-            turn.common = len(past.ids)
-            turn.outline = self._extended(past, asked.outline)
-            return turn
-        turn.outline = asked.outline(0)
-        found = book.before(ids, scope, turn.outline, session, asked.parent, asked.keys)
-        if found is not None:
-            turn.past, turn.common = found
-            turn.same_session = turn.past.session == session
-            turn.differs = _differs(turn.past.scope, scope)
-        return turn
-
-    @staticmethod
-    def _extended(past: Past, outline: Callable[[int], Outline | None]) -> Outline | None:
-        new = None if past.outline is None else outline(past.outline.count)
-        return outline(0) if new is None or past.outline is None else extended(past.outline, new)
-
-    @staticmethod
-    def _why(asked: AskedTurn, turn: Turn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
-        best = decision.best or decision.terms
-        why = Why(
-            id=asked.id,
-            at=wall,
-            session=asked.session,
-            worker=decision.worker,
-            prompt_tokens=turn.tokens,
-            best_tokens=best.cached_tokens,
-            best_worker=best.worker,
-            chosen_tokens=decision.predicted_cached_tokens,
-            parts=parts_of(turn, decision, facts, now),
-            attempt=decision.attempt,
-            sampled_tokens=asked.sampled_tokens,
-        )
-        tell(why)
-        return why
+def _placed(decision: Decision) -> Placed:
+    terms = decision.terms
+    return (
+        decision.worker, decision.predicted_cached_tokens, terms.resident_tokens, terms.ttft_s, decision.attempt,
+        decision.best,
+    )  # fmt: skip
 
 
-def _differs(old: Scope, new: Scope) -> str | None:
-    if old.model != new.model:
-        return "model"
-    return "lora" if old.lora != new.lora else "salt" if old.salt != new.salt else None
+def short_keys(index: PrefixIndex, ids: array[int], scope: Scope, chunk_tokens: int) -> list[int]:
+    """The keys of a prompt's first chunk of so many tokens."""
+    return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_TOKENS)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from router.turns._native import Begun
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -53,3 +57,13 @@ class Why(msgspec.Struct, omit_defaults=True):
     attempt: int = 0
     sampled_tokens: int = 0
     """Of the prompt: as a worker sampled them, where the encoder would choose others. 0: all are the template's."""
+
+
+def why_of(begun: Begun) -> Why:
+    """As values."""
+    fields: list[Any] = list(begun.told())
+    fields[12] = [
+        Part(reason, start, end, position, message, worker, None if ago_s is None else round(ago_s, 3), here_s, there_s)
+        for reason, start, end, position, message, worker, ago_s, here_s, there_s in fields[12]
+    ]
+    return Why(*fields)

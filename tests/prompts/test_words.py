@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from prompts import words
-from prompts._words import Words, count_openings
+from prompts._words import Words, count_openings, has_either
 from prompts.segments import SegmentPlan, plan_segments
 from prompts.words import WordEncoder, ascii_pattern, plan_words
 
@@ -288,6 +288,12 @@ def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
 def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
     got = count_openings(text) if end is None else count_openings(text, end)
     assert got == text[:end].count(b"[") + text[:end].count(b"{")
+
+
+@given(st.text("<thin>x-aé\ud800😀", max_size=30), st.sampled_from(["<think>", "x-a", "", "é", "<"]), st.text("<x", max_size=3))
+def test_a_text_has_another_or_not(text: str, one: str, other: str) -> None:
+    for whole in (text, text + one, other + text):
+        assert has_either(whole, one, other) == (one in whole or other in whole)
 
 
 @given(

@@ -15,7 +15,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
-from router.edge.reasons import Reasons
+from router.edge.reasons import WAITING_MAX, Reasons
 from router.turns.config import TurnsConfig
 from router.turns.why import NO_LOSS
 
@@ -155,12 +155,12 @@ def test_route_says_why_without_sending(edge: Any, make_post: Any, router: Any) 
         await talk.send()
         talk.messages[0]["content"] += "One word more."
         headers = [b"x-claude-code-session-id: s"]
-        before = len(reasons.ledger), len(reasons.ledger.book)
+        before = len(reasons.ledger), reasons.ledger.book.prompts
         answer = await edge.exchange(make_post(talk.body(), b"/route", headers))
         why = json.loads(answer.partition(b"\r\n\r\n")[2])["why"]
         assert why["reason"] in ("system_prompt", "not_announced")
         assert "system_prompt" in {part["reason"] for part in why["parts"]}
-        assert (len(reasons.ledger), len(reasons.ledger.book)) == before
+        assert (len(reasons.ledger), reasons.ledger.book.prompts) == before
 
     edge.run(scenario())
 
@@ -191,6 +191,68 @@ def test_a_body_that_a_helper_reads_is_explained_like_another(
     edge.run(scenario())
 
 
+def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router: Any) -> None:
+    """They are looked at together; what one raises is counted, and its own."""
+
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post)
+        talk.turn()
+        for number in range(3):
+            headers = [b"x-request-id: n%d" % number]
+            await edge.exchange(make_post(talk.body(), headers=headers))
+        assert not len(reasons.ledger)
+        assert len(reasons._waiting) == 6
+        reasons._waiting[2].read = None
+        for _ in range(500):
+            if not reasons._waiting:
+                break
+            await asyncio.sleep(0.01)
+        assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
+        assert sum(edge.metrics.turns.values()) == 2
+        assert not reasons._begun
+        assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
+        for number in range(WAITING_MAX // 2):
+            await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: m%d" % number]))
+        assert not reasons._waiting, "so many are looked at without waiting"
+
+    edge.run(scenario())
+
+
+def test_a_request_that_ends_while_its_outline_is_made_elsewhere(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post, words=900)
+        for _ in range(2):
+            talk.turn()
+            await talk.send()
+        may_go, outline = asyncio.Event(), edge.helpers.outline
+
+        async def slow(*args: Any) -> Any:
+            await may_go.wait()
+            return await outline(*args)
+
+        edge.helpers.outline = slow
+        talk.messages[1]["content"] = "Something else. " * 20
+        talk.turn()
+        headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]
+        await edge.exchange(make_post(talk.body(), headers=headers))
+        reasons.settle()
+        assert (await talk.ask("slow"))[0] == 404
+        may_go.set()
+        for _ in range(500):
+            status, told = await talk.ask("slow")
+            if status == 200:
+                break
+            await asyncio.sleep(0.01)
+        assert told["reported_tokens"] == 0
+        assert "edited" in {part["reason"] for part in told["parts"]}
+        assert not reasons._over
+        assert not reasons._begun
+
+    edge.run(scenario())
+
+
 def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post: Any, router: Any) -> None:
     async def scenario() -> None:
         reasons = await router(memory_mb=1, requests_max=50)
@@ -199,10 +261,10 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
             talk.messages[0]["content"] = f"{number} " + talk.messages[0]["content"]
             talk.turn()
             await talk.send(f"session-{number}-" + "x" * (number % 60))
-        reasons.ledger.book.check_invariants()
+        assert reasons.ledger.book.holds_together()
         assert len(reasons.ledger) == 50
         assert 500_000 < reasons.ledger.book.used_bytes <= 1 << 20
-        assert len(reasons.ledger.book) < 120
+        assert reasons.ledger.book.prompts < 120
 
     edge.run(scenario())
 
@@ -230,6 +292,7 @@ def test_it_can_be_turned_off(edge: Any, make_post: Any, router: Any) -> None:
         talk.turn()
         await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: off"]))
         assert (await talk.ask("off"))[0] == 404
+        reasons.settle()
         assert not len(reasons.ledger)
 
     edge.run(scenario())
@@ -258,6 +321,7 @@ def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: A
                 body = json.dumps({"model": "tiny", "messages": messages}).encode()
                 await edge.exchange(make_post(body, headers=headers))
                 messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
+            reasons.settle()
             counts.append(len(reasons.ledger) - before)
         assert set(counts) == {0, 3}
         assert 4 <= counts.count(3) <= 20

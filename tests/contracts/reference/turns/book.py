@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from router.index.protocol import PrefixIndex, Scope
-from router.prompting.outline import contents, is_said
 from router.prompting.outlined import WORDS, Outline
+
+from .differences import contents, is_said
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""

@@ -1,0 +1,120 @@
+// The last prompts of conversations: token ids and digests, no text. Owns which earlier prompt a new one goes on from: by the
+// session's name, by its parent's, or, where a client names none, by the prompts that begin alike. Invariants: `used_bytes` is
+// the sum of what the prompts take, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first,
+// and none stays longer than `keep_s`.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "outline.hpp"
+
+namespace blockcast {
+
+using Name = std::optional<std::string>;
+
+// router/index/protocol.py's Scope. `media`: what is mixed in at which places, as one text.
+struct Scope {
+    std::string model;
+    Name salt, lora;
+    std::string media;
+
+    bool operator==(const Scope& other) const {
+        return this == &other ||
+               (model == other.model && salt == other.salt && lora == other.lora && media == other.media);
+    }
+};
+
+// Somebody's token ids, kept as long as `owner` is.
+struct Ids {
+    std::shared_ptr<const void> owner;
+    const u32* data = nullptr;
+    std::size_t size = 0;
+
+    // How many of the first ones are the same.
+    std::size_t shared(const Ids& other) const;
+};
+
+// A prompt whose answer has begun, or that is asked about.
+struct Asked {
+    std::string id;  // that the client knows the request by
+    Ids ids;
+    std::shared_ptr<const Scope> scope;
+    std::vector<u64> keys;        // digests of its chunks
+    std::vector<u64> shorts;      // of its first chunk's beginnings, where its session has no name and it, or others, need them
+    std::optional<u64> begins;    // of what its user said first, where its session has no name
+    Name session, parent;
+    std::string target;           // of its worker
+    i64 block;                    // tokens of its worker's blocks
+    i64 sampled;                  // of its ids: as they were sampled, where the encoder would choose others
+    bool final;                   // nothing comes after it
+};
+
+// A prompt that was computed, by `worker`. `keys`: by which it is found where its session has no name; `is_short`: it has
+// none, and its key is that of a beginning of its first chunk.
+struct Past {
+    std::shared_ptr<const Scope> scope;
+    Ids ids;
+    std::optional<Outline> outline;
+    std::string worker;
+    double at_s;
+    Name session;
+    std::vector<u64> keys;
+    bool is_short;
+    i64 answer = 0;  // tokens generated, once that is known
+    std::size_t bytes = 0;
+    std::list<std::shared_ptr<Past>>::iterator place;
+    bool kept = false;
+
+    std::size_t messages() const { return outline ? outline->messages.size() : 0; }
+    // Of prompt and answer, what a cache can hold: the last token was never computed.
+    i64 known() const { return static_cast<i64>(ids.size) + std::max<i64>(answer - 1, 0); }
+};
+
+class Book {
+public:
+    Book(std::size_t bytes_max, double keep_s) : bytes_max_(bytes_max), keep_s_(keep_s) {}
+
+    // The prompt of which this one is a continuation, every token of it.
+    std::shared_ptr<Past> goes_on(const Asked& asked) const;
+    struct Before {
+        std::shared_ptr<Past> past;
+        std::size_t common = 0;  // tokens that both begin with
+    };
+    // The prompt that this one most likely goes on from, where it goes on otherwise; none for what is new.
+    Before before(const Asked& asked, const std::optional<Outline>& outline) const;
+
+    // It was computed; `instead` of the one it goes on from.
+    void put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& instead);
+    void forget(const std::string& session);  // it is over
+    void expire(double now);
+    // Messages of the session's last prompt: the next one will most likely have the same.
+    std::size_t outlined(const std::string& session) const;
+
+    std::size_t size() const { return pasts_.size(); }
+    std::size_t used_bytes() const { return used_bytes_; }
+    // Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these.
+    std::size_t shorts() const { return shorts_; }
+    // Whether the invariants hold; for tests.
+    bool holds_together() const;
+
+private:
+    using Pasts = std::vector<std::shared_ptr<Past>>;
+    Pasts by_keys(const Asked& asked, bool all) const;
+    const Pasts* by_session(const Asked& asked, bool parents) const;
+    void drop(const std::shared_ptr<Past>& past);
+
+    std::size_t bytes_max_;
+    double keep_s_;
+    std::list<std::shared_ptr<Past>> pasts_;  // the longest unused first
+    std::unordered_map<std::string, Pasts> sessions_;  // the last first
+    std::unordered_map<u64, std::shared_ptr<Past>> keys_;
+    std::size_t used_bytes_ = 0, shorts_ = 0;
+};
+
+// The chunks by which a prompt without a session's name is found again: its last, and those at powers of two.
+std::vector<u64> marks(const std::vector<u64>& keys);
+
+}  // namespace blockcast

@@ -1,0 +1,327 @@
+// The Python face of the book of turns: conversions, callbacks, sums. Called with the GIL held.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cmath>
+#include <string_view>
+
+#include "why.hpp"
+
+namespace nb = nanobind;
+using namespace blockcast;
+
+namespace {
+
+// What clients send may have halves of surrogates, which UTF-8 does not.
+std::string text_of(nb::handle source) {
+    Py_ssize_t size = 0;
+    if (!PyUnicode_Check(source.ptr())) throw nb::type_error("expected a str");
+    if (const char* const data = PyUnicode_AsUTF8AndSize(source.ptr(), &size)) return {data, static_cast<std::size_t>(size)};
+    PyErr_Clear();
+    const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(source.ptr(), "utf-8", "surrogatepass"));
+    if (!bytes.is_valid()) throw nb::python_error();
+    return {PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
+
+Name name_of(nb::handle source) { return source.is_none() ? Name() : Name(text_of(source)); }
+
+nb::object shown(const std::string& text) {
+    nb::object made = nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass"));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
+nb::object shown(const Name& name) { return name ? shown(*name) : nb::none(); }
+nb::object shown(double value) { return std::isnan(value) ? nb::none() : nb::object(nb::float_(value)); }
+nb::object shown_place(i64 value) { return value < 0 ? nb::none() : nb::object(nb::int_(value)); }
+
+// An array of unsigned 32 bit integers, lent for as long as somebody keeps it.
+class Lent {
+public:
+    explicit Lent(nb::handle source) {
+        if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+        if (view_.itemsize == sizeof(u32) && view_.format != nullptr && *view_.format != 'f' && *view_.format != 'i') return;
+        PyBuffer_Release(&view_);
+        throw nb::type_error("expected an array of type I");
+    }
+    ~Lent() { PyBuffer_Release(&view_); }
+    Lent(const Lent&) = delete;
+    Lent& operator=(const Lent&) = delete;
+
+    const u32* data() const { return static_cast<const u32*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(u32); }
+
+private:
+    Py_buffer view_{};
+};
+
+Ids ids_of(nb::handle source) {
+    auto lent = std::make_shared<const Lent>(source);
+    const u32* const data = lent->data();
+    const std::size_t size = lent->size();
+    return {std::move(lent), data, size};
+}
+
+std::vector<u64> keys_of(nb::handle source) {
+    const nb::object items = nb::steal(PySequence_Fast(source.ptr(), "keys: expected a sequence"));
+    if (!items.is_valid()) throw nb::python_error();
+    const std::size_t count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    PyObject** const at = PySequence_Fast_ITEMS(items.ptr());
+    std::vector<u64> keys(count);
+    for (std::size_t i = 0; i < count; ++i) keys[i] = PyLong_AsUnsignedLongLongMask(at[i]);
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    return keys;
+}
+
+// Requests without a salt have one and the same frozen object, so the last one is remembered.
+std::shared_ptr<const Scope> scope_of(nb::handle of) {
+    static nb::object& last = *new nb::object();  // never destroyed: the interpreter may be gone by then
+    static std::shared_ptr<const Scope> known;
+    if (last.is_valid() && last.is(of)) return known;
+    const nb::object media = of.attr("media");
+    const bool has_media = PyObject_IsTrue(media.ptr()) == 1;
+    known = std::make_shared<const Scope>(Scope{text_of(of.attr("model")), name_of(of.attr("salt")), name_of(of.attr("lora")),
+                                                has_media ? text_of(nb::repr(media)) : std::string()});
+    last = nb::borrow(of);
+    return known;
+}
+
+// Strings that are never freed: the interpreter may be gone by then.
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+// router/turns/ledger.py's Facts, and what makes the outline of a prompt.
+class Told final : public Facts {
+public:
+    Told(nb::handle facts, nb::handle outline) : facts_(facts), outline_(outline) {}
+
+    std::optional<Gone> gone(i64 start, i64 step) override {
+        const nb::object found = facts_.attr("gone")(start, step);
+        if (found.is_none()) return std::nullopt;
+        return Gone{nb::cast<i64>(found[0]), text_of(found[1]), nb::cast<double>(found[2])};
+    }
+    std::optional<double> emptied(const std::string& worker) override {
+        const nb::object found = facts_.attr("emptied")(shown(worker));
+        return found.is_none() ? std::nullopt : std::optional<double>(nb::cast<double>(found));
+    }
+    bool guessed(const std::string& worker) override { return nb::cast<bool>(facts_.attr("guessed")(shown(worker))); }
+    bool thinks(const u32* ids, std::size_t count) override {
+        nb::list list;
+        for (std::size_t i = 0; i < count; ++i) list.append(ids[i]);
+        return nb::cast<bool>(facts_.attr("thinks")(list));
+    }
+    std::optional<Outline> outline(std::size_t after) override {
+        static PyObject *const kMessages = interned("messages"), *const kTools = interned("tools"), *const kFlags = interned("flags");
+        const nb::object found = outline_(after);
+        if (found.is_none()) return std::nullopt;
+        Outline made;
+        const auto field = [&](PyObject* name) { return nb::getattr(found, nb::handle(name)); };
+        const Lent messages(field(kMessages)), tools(field(kTools));
+        const auto* const first = reinterpret_cast<const Message*>(messages.data());
+        made.messages.assign(first, first + messages.size() * sizeof(u32) / sizeof(Message));
+        made.tools.assign(tools.data(), tools.data() + tools.size());
+        made.flags = nb::cast<u32>(field(kFlags));
+        return made;
+    }
+
+private:
+    nb::handle facts_, outline_;
+};
+
+PyObject* reason_name(Reason reason) {
+    static PyObject** const names = [] {
+        auto* const made = new PyObject*[kReasons.size()];
+        for (std::size_t i = 0; i < kReasons.size(); ++i) made[i] = interned(kReasons[i]);
+        return made;
+    }();
+    return names[static_cast<std::size_t>(reason)];
+}
+
+void add(nb::handle counter, PyObject* name, i64 count) {
+    PyObject* const known = PyDict_GetItemWithError(counter.ptr(), name);
+    if (known == nullptr && PyErr_Occurred() != nullptr) throw nb::python_error();
+    const nb::object sum = nb::steal(PyLong_FromLongLong((known == nullptr ? 0 : PyLong_AsLongLong(known)) + count));
+    if (!sum.is_valid() || PyDict_SetItem(counter.ptr(), name, sum.ptr()) != 0) throw nb::python_error();
+}
+
+nb::tuple told(const Why& why) {
+    const Why::Sum sum = why.sum();
+    nb::list parts;
+    for (const Part& part : why.parts) {
+        parts.append(nb::make_tuple(
+            nb::borrow(reason_name(part.reason)), part.start, part.end, shown_place(part.position), shown_place(part.message),
+            part.worker.empty() ? nb::none() : shown(part.worker), shown(part.ago_s), shown(part.here_s), shown(part.there_s)));
+    }
+    const Placed& placed = why.placed;
+    return nb::make_tuple(
+        shown(why.id), why.at, shown(why.session), shown(placed.worker), why.prompt,
+        placed.has_better ? placed.best_cached : placed.cached, shown(placed.has_better ? placed.best_worker : placed.worker),
+        placed.cached, why.reported ? nb::object(nb::int_(*why.reported)) : nb::none(), nb::borrow(reason_name(sum.reason)),
+        shown_place(sum.position), sum.lost, parts, placed.attempt, why.sampled);
+}
+
+// The fields of a tuple, each of which the caller has named in _native.pyi: so many arguments by themselves cost more.
+class Fields {
+public:
+    Fields(nb::handle tuple, std::size_t count) : tuple_(tuple) {
+        if (!PyTuple_CheckExact(tuple.ptr()) || static_cast<std::size_t>(PyTuple_GET_SIZE(tuple.ptr())) != count) {
+            throw nb::type_error("expected a tuple, as _native.pyi has it");
+        }
+    }
+    nb::handle operator[](std::size_t i) const { return PyTuple_GET_ITEM(tuple_.ptr(), static_cast<Py_ssize_t>(i)); }
+    i64 number(std::size_t i) const { return nb::cast<i64>((*this)[i]); }
+
+private:
+    nb::handle tuple_;
+};
+
+Asked asked_of(nb::handle tuple) {
+    const Fields fields(tuple, 12);
+    const i64 block = fields.number(9);
+    if (block < 1) throw nb::value_error("block: expected at least 1 token");
+    std::optional<u64> begins;
+    if (!fields[5].is_none()) begins = nb::cast<u64>(fields[5]);
+    return {text_of(fields[0]), ids_of(fields[1]), scope_of(fields[2]), keys_of(fields[3]), keys_of(fields[4]), begins,
+            name_of(fields[6]), name_of(fields[7]), text_of(fields[8]), block, fields.number(10), fields[11].is(Py_True)};
+}
+
+Placed placed_of(nb::handle tuple) {
+    const Fields fields(tuple, 6);
+    const nb::handle best = fields[5];
+    Placed placed{text_of(fields[0]), fields.number(1), fields.number(2), nb::cast<double>(fields[3]), fields.number(4),
+                  !best.is_none(), {}, 0, 0};
+    if (placed.has_better) {
+        placed.best_worker = text_of(best.attr("worker"));
+        placed.best_cached = nb::cast<i64>(best.attr("cached_tokens"));
+        placed.best_ttft_s = nb::cast<double>(best.attr("ttft_s"));
+    }
+    return placed;
+}
+
+// The book, the last answers to "why" and the sums by reason.
+class Ledger {
+public:
+    Ledger(std::size_t bytes_max, double keep_s, std::size_t whys_max, nb::dict turns, nb::dict tokens, nb::dict sums)
+        : book(bytes_max, keep_s), whys_max_(whys_max), turns_(std::move(turns)), tokens_(std::move(tokens)), sums_(std::move(sums)) {}
+
+    std::shared_ptr<Why> explained(const Asked& asked, const Placed& placed, Facts& facts, double now, double at) const {
+        return why(asked, turn_of(book, asked, facts), placed, facts, now, at);
+    }
+
+    std::shared_ptr<Why> begun(const Asked& asked, const Placed& placed, Facts& facts, double now, double at) {
+        book.expire(now);
+        Turn turn = turn_of(book, asked, facts);
+        auto made = why(asked, turn, placed, facts, now, at);
+        std::vector<u64> keys;
+        if (!asked.session) {
+            keys = marks(asked.keys);
+            if (keys.empty() && !asked.shorts.empty()) keys.push_back(asked.shorts.back());
+            if (asked.begins) keys.push_back(*asked.begins);
+        }
+        const bool is_short = !asked.session && asked.keys.empty();
+        made->past = std::make_shared<Past>();
+        Past& past = *made->past;
+        past.scope = asked.scope;
+        past.ids = asked.ids;
+        past.outline = std::move(turn.outline);
+        past.worker = asked.target;
+        past.at_s = now;
+        past.session = asked.session;
+        past.keys = std::move(keys);
+        past.is_short = is_short;
+        if (static_cast<i64>(asked.ids.size) >= asked.block) book.put(made->past, turn.past);  // of less nothing can be cached
+        remember(made);
+        return made;
+    }
+
+    void ended(Why& why, i64 reported, i64 answer, double now) {
+        why.past->answer = answer;
+        why.past->at_s = now;
+        if (reported >= 0) why.settle(reported);
+        add(turns_, reason_name(why.sum().reason), 1);
+        for (const Part& part : why.parts) add(tokens_, reason_name(part.reason), part.end - part.start);
+        if (why.reported) {
+            static PyObject *const prompt = interned("prompt"), *const best = interned("best"),
+                            *const chosen = interned("chosen"), *const said = interned("reported");
+            add(sums_, prompt, why.prompt);
+            add(sums_, best, why.placed.has_better ? why.placed.best_cached : why.placed.cached);
+            add(sums_, chosen, why.placed.cached);
+            add(sums_, said, *why.reported);
+        }
+        if (why.final && why.session) book.forget(*why.session);
+    }
+
+    std::shared_ptr<Why> get(const std::string& id) const {
+        const auto found = whys_.find(id);
+        return found == whys_.end() ? nullptr : *found->second;
+    }
+    std::size_t size() const { return whys_.size(); }
+
+    Book book;
+
+private:
+    static std::shared_ptr<Why> why(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now, double at) {
+        auto made = std::make_shared<Why>();
+        made->id = asked.id;
+        made->at = at;
+        made->session = asked.session;
+        made->placed = placed;
+        made->prompt = static_cast<i64>(asked.ids.size);
+        made->sampled = asked.sampled;
+        made->final = asked.final;
+        made->parts = parts_of(asked, turn, placed, facts, now);
+        return made;
+    }
+
+    void remember(const std::shared_ptr<Why>& why) {
+        const auto known = whys_.find(why->id);
+        if (known != whys_.end()) order_.erase(known->second);
+        whys_[why->id] = order_.insert(order_.end(), why);
+        if (order_.size() <= whys_max_) return;
+        whys_.erase(order_.front()->id);
+        order_.pop_front();
+    }
+
+    std::size_t whys_max_;
+    nb::dict turns_, tokens_, sums_;
+    std::list<std::shared_ptr<Why>> order_;
+    std::unordered_map<std::string, std::list<std::shared_ptr<Why>>::iterator> whys_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    module.doc() = "The book of turns and why they miss (C++). Use router.turns.ledger.";
+    nb::set_leak_warnings(false);
+    nb::list reasons;
+    for (const char* const reason : kReasons) reasons.append(reason);
+    module.attr("REASONS") = nb::tuple(reasons);
+    nb::class_<Asked>(module, "Asked")
+        .def("__init__", [](Asked* self, nb::handle fields) { new (self) Asked(asked_of(fields)); });
+    nb::class_<Why>(module, "Begun")
+        .def("told", &told, "The fields of router/turns/parts.py's Why, `parts` as tuples of Part's.");
+    nb::class_<Ledger>(module, "Ledger")
+        .def(nb::init<std::size_t, double, std::size_t, nb::dict, nb::dict, nb::dict>(), nb::arg("bytes_max"),
+             nb::arg("keep_s"), nb::arg("whys_max"), nb::arg("turns"), nb::arg("tokens"), nb::arg("sums"))
+        // By position alone: nanobind takes these at once.
+        .def("explained", [](const Ledger& ledger, const Asked& asked, nb::handle placed, nb::handle facts,
+                             nb::handle outline, double now, double at) {
+            Told told(facts, outline);
+            return ledger.explained(asked, placed_of(placed), told, now, at);
+        })
+        .def("begun", [](Ledger& ledger, const Asked& asked, nb::handle placed, nb::handle facts, nb::handle outline,
+                         double now, double at) {
+            Told told(facts, outline);
+            return ledger.begun(asked, placed_of(placed), told, now, at);
+        })
+        .def("ended", &Ledger::ended)
+        .def("goes_on", [](const Ledger& ledger, const Asked& asked) { return ledger.book.goes_on(asked) != nullptr; },
+             nb::arg("asked"), "Whether it begins with a conversation's last prompt, every token of it.")
+        .def("get", [](const Ledger& ledger, nb::handle id) { return ledger.get(text_of(id)); }, nb::arg("id"))
+        .def("outlined", [](const Ledger& ledger, nb::handle session) { return ledger.book.outlined(text_of(session)); },
+             nb::arg("session"), "Messages of the session's last prompt.")
+        .def("holds_together", [](const Ledger& ledger) { return ledger.book.holds_together(); })
+        .def_prop_ro("prompts", [](const Ledger& ledger) { return ledger.book.size(); })
+        .def_prop_ro("used_bytes", [](const Ledger& ledger) { return ledger.book.used_bytes(); })
+        .def_prop_ro("shorts", [](const Ledger& ledger) { return ledger.book.shorts(); })
+        .def("__len__", &Ledger::size);
+}

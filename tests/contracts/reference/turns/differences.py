@@ -1,0 +1,103 @@
+"""How a conversation differs from the one before: what router/turns/native/outline.hpp says, in Python."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import compress
+from typing import Literal
+
+from router.prompting.outline import BILLED, CALLS, THINKS
+from router.prompting.outlined import WORDS, Outline
+
+_ROLE = 7
+_ROLES_OF = bytes([kind & _ROLE for kind in range(256)])
+_TAIL = 0.1
+"""A message may begin so much of the prompt earlier or later than its characters say."""
+
+How = Literal[
+    "billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments", "truncated",
+    "edited", "re_encoded",
+]  # fmt: skip
+
+
+def extended(known: Outline, new: Outline) -> Outline:
+    """`known` with the messages of `new` behind its own."""
+    assert new.after == known.count
+    return Outline(0, known.messages + new.messages, known.tools, new.flags)
+
+
+def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
+    """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
+    `said` without system prompts, which many conversations share."""
+    bare, kinds = outline.messages[2::WORDS], outline.messages[3::WORDS]
+    return compress(bare, bytes(kinds.tolist()).translate(_ROLES_OF)) if said else bare
+
+
+def is_said(kind: int) -> bool:
+    """Whether a message of this kind is no system prompt."""
+    return kind & _ROLE != 0
+
+
+def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | None]:
+    """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
+    one's. Both are whole. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
+    thought, or another encoding was chosen."""
+    before, now = old.messages, new.messages
+    count = min(len(before), len(now)) // WORDS
+    changed = _changed(before, now, count)
+    if old.tools != new.tools:
+        return "tools", None
+    if changed:
+        first = _at(before, changed, share)
+        return _of_message(before, now, first), first
+    if len(now) < len(before):
+        return "truncated", count
+    if old.flags != new.flags:
+        return "template_flag", None
+    kinds = before[3::WORDS]
+    asked = max((i for i, kind in enumerate(kinds) if kind & _ROLE == 1), default=-1)
+    thought = next((i for i, kind in enumerate(kinds) if i > asked and kind & THINKS), None)
+    return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
+
+
+def _changed(before: array[int], now: array[int], count: int) -> list[int]:
+    """Of the first `count` messages, those that were sent otherwise."""
+    last = WORDS * (count - 1)
+    if count and before[:last] == now[:last]:  # nearly always
+        return [count - 1] if before[last] != now[last] else []
+    return [i for i in range(count) if before[WORDS * i] != now[WORDS * i]]
+
+
+def _at(before: array[int], changed: list[int], share: float) -> int:
+    """Of the messages that changed, the one where the tokens part: what a template drops anyway changes nothing."""
+    if len(changed) == 1:
+        return changed[0]
+    sizes = before[4::WORDS]
+    parting = (share - _TAIL) * sum(sizes)
+    return next((i for i in changed if sum(sizes[: i + 1]) >= parting), changed[-1])
+
+
+def _of_message(before: array[int], now: array[int], first: int) -> How:
+    at = first * WORDS
+    if now[at] in before[at + WORDS :: WORDS] or len(now) < len(before):
+        return "truncated"
+    kind, role = before[at + 3] | now[at + 3], now[at + 3] & _ROLE
+    same = before[at + 2] == now[at + 2]
+    if kind & BILLED and same:
+        return "billing_line"
+    if before[at + 1] == now[at + 1]:
+        return "tool_arguments"
+    if same and kind & THINKS:
+        return "thinking_dropped"
+    return "system_prompt" if role == 0 else "edited"
+
+
+def answered(outline: Outline, message: int) -> How | None:
+    """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
+    stands there."""
+    at = message * WORDS + 3
+    if at >= len(outline.messages) or outline.messages[at] & _ROLE != 2:
+        return None
+    kind = outline.messages[at]
+    return "thinking_dropped" if kind & THINKS else "tool_arguments" if kind & CALLS else "re_encoded"

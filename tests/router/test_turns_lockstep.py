@@ -1,0 +1,208 @@
+"""The native book of turns against its naive model, on conversations that nobody would have."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from reference.turns.ledger import AskedTurn
+from reference.turns.lockstep import BothLedgers
+from reference.turns.why import check_adds_up
+
+from router.decide.messages import Decision, ReportedUsage, Terms
+from router.index import make_index
+from router.index.protocol import Scope
+from router.prompting.outlined import Outline
+from router.turns._native import REASONS, Asked
+from router.turns.config import TurnsConfig
+
+INDEX = make_index(seed=3)
+BLOCK, CHUNK = 4, 16
+SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("n"), Scope("m", media=((3, "picture"),)))
+SESSIONS = (None, None, "one", "two", "half \ud83d of a pair")
+KINDS = (0, 1, 2, 3, 1 | 16, 2 | 8, 2 | 32, 2 | 8 | 32)
+MESSAGE_TOKENS = 5
+
+
+@dataclass
+class SomeFacts:
+    """Whatever an index might say."""
+
+    end: int | None = None
+    emptied_s: float | None = None
+    is_guessed: bool = False
+    is_thought: bool = False
+
+    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
+        return None if self.end is None else (start + self.end, "a", 0.5)
+
+    def emptied(self, worker_id: str) -> float | None:
+        return self.emptied_s
+
+    def guessed(self, worker_id: str) -> bool:
+        return self.is_guessed
+
+    def thinks(self, ids: list[int]) -> bool:
+        return self.is_thought
+
+
+@dataclass
+class Talk:
+    """A prompt of few different tokens, and messages of few different digests: all that can collide does."""
+
+    ids: list[int] = field(default_factory=list)
+    words: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def outline(self, after: int, tools: list[int], flags: int) -> Outline | None:
+        if after > len(self.words):
+            return None
+        flat = array("I", [word for message in self.words[after:] for word in message])
+        return Outline(after, flat, array("I", [] if after else tools), flags)
+
+
+def message(rng: random.Random) -> tuple[int, int, int, int, int]:
+    """Sent alike, they are alike; system prompts often are, others now and then."""
+    kind = rng.choice(KINDS)
+    sent = rng.randrange(12 if kind == 0 or rng.random() < 0.4 else 10**6)
+    return sent, sent // 2, sent // 3, kind, 1 + 9 * (sent % 5)
+
+
+def changed(rng: random.Random, talk: Talk) -> Talk:
+    """Mostly it goes on; or it is cut, edited, rendered otherwise."""
+    how = rng.choice(["on", "on", "on", "same", "cut", "edit", "edit", "rendered", "tail", "new", "new", "fork"])
+    if how == "new" or len(talk.ids) > 300:
+        talk = Talk()
+    ids, words = list(talk.ids), list(talk.words)
+    if how == "fork":  # another conversation with the same system prompt
+        ids, words = ids[: CHUNK + 2], [(*one[:3], 0, one[4]) for one in words[:1]]
+    if ids and how in ("cut", "edit", "rendered", "tail"):
+        at = len(ids) - rng.randrange(1, min(len(ids), 40) + 1) if how == "tail" else rng.randrange(len(ids))
+        ids = ids[:at] if how == "cut" else [*ids[:at], 9, *ids[at + 1 :]]
+        if words and how in ("cut", "edit"):
+            place = min(at // MESSAGE_TOKENS, len(words) - 1)
+            words = words[:place] if how == "cut" else [*words[:place], message(rng), *words[place + 1 :]]
+    if how == "edit" and words and rng.random() < 0.5:  # that a template drops, or does not
+        words[rng.randrange(len(words))] = message(rng)
+    for _ in range(0 if how == "same" else rng.randrange(1, 4)):
+        words.append(message(rng))
+        ids += rng.choices(range(2), k=MESSAGE_TOKENS)
+    return Talk(ids, words)
+
+
+def decision(rng: random.Random, tokens: int) -> Decision:
+    def terms(worker: str, cached: int) -> Terms:
+        return Terms(worker, cached, rng.randrange(tokens + 1), 0, 0, 0, 1, 0, 0, 0, 0, 0, rng.random(), 0)
+
+    cached = rng.choice([0, rng.randrange(tokens // BLOCK + 1)]) * BLOCK
+    own = terms(rng.choice("ab"), cached)
+    found = Decision("r", own.worker, None, rng.randrange(2), tokens, cached, 0.0, own, 0.0)
+    if rng.random() < 0.2:
+        found.best = terms("c", cached + BLOCK * rng.randrange(1, 6))
+    return found
+
+
+def some_facts(rng: random.Random, now: float) -> SomeFacts:
+    gone, emptied_s = rng.randrange(1, 40), now - rng.randrange(20)
+    return SomeFacts(
+        gone if rng.random() < 0.2 else None, emptied_s if rng.random() < 0.2 else None,
+        rng.random() < 0.1, rng.random() < 0.3,
+    )  # fmt: skip
+
+
+class World:
+    """Conversations side by side, and both ledgers told of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
+        self.ledgers = BothLedgers(TurnsConfig(memory_mb=1, keep_s=30.0, requests_max=6), INDEX.shared)
+        self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
+        self.begun: list[tuple[Any, int]] = []
+        self.reasons: set[str] = set()
+
+    def ask(self, number: int) -> None:
+        rng, ledgers = self.rng, self.ledgers
+        before, session = rng.choice(self.talks[-6:])
+        talk = changed(rng, before)
+        if rng.random() < 0.3:
+            session = rng.choice(SESSIONS if self.named else SESSIONS[:1])
+        self.talks.append((talk, session))
+        scope = SCOPES[0] if rng.random() < 0.85 else rng.choice(SCOPES)
+        tools, flags = rng.choices([[], [1, 1]], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
+        is_chat, ids = rng.random() < 0.85, array("I", talk.ids)
+        keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
+        if session is None and ledgers.wants_short(keys):
+            short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
+        asked = AskedTurn(
+            f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
+            lambda after: talk.outline(after, tools, flags) if is_chat else None, rng.choice("ab"), BLOCK, session,
+            rng.choice(SESSIONS), rng.random() < 0.05, number, short,
+            talk.words[0][0] if session is None and talk.words else None,
+        )  # fmt: skip
+        facts, placed = some_facts(rng, self.now), decision(rng, len(ids))
+        check_adds_up(ledgers.explain(asked, placed, facts, self.now, 1.0))
+        self.begun.append((ledgers.begun(asked, placed, facts, self.now, 1.0), len(ids)))
+
+    def end(self) -> None:
+        rng = self.rng
+        one, tokens = self.begun.pop(rng.randrange(len(self.begun)))
+        usage = ReportedUsage(tokens, rng.choice([None, rng.randrange(tokens + 3)]), None)
+        self.ledgers.ended(one, rng.choice([None, usage]), rng.randrange(20), self.now)
+        why = self.ledgers.why(one)
+        check_adds_up(why)
+        self.reasons |= {part.reason for part in why.parts}
+
+
+def test_both_say_the_same() -> None:
+    seen: set[str] = set()
+    for seed in (*range(40), random.randrange(2**32)):
+        world = World(random.Random(seed))
+        for number in range(80):
+            print("seed", seed, "request", number)  # shown where it fails
+            world.now += world.rng.choices([0.0, 1.0, 6.0, 30.0], [4, 8, 2, 1])[0]
+            world.ask(number)
+            while world.begun and world.rng.random() < 0.5:
+                world.end()
+        seen |= world.reasons
+    assert seen == set(REASONS), "every reason was given"
+
+
+def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
+    ledgers = BothLedgers(TurnsConfig(memory_mb=1), INDEX.shared)
+    for number in range(40):
+        ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
+        keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
+        asked = AskedTurn(f"r{number}", ids, SCOPES[0], keys, lambda _: None, "a", BLOCK,
+                          f"s{number % 9}" if number % 2 else None)  # fmt: skip
+        own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+        ledgers.begun(asked, Decision("r", "a", None, 0, len(ids), 0, 0.0, own, 0.0), SomeFacts(), 1.0 + number, 0.0)
+    sizes = [ledgers.native.book.prompts, len(ledgers.naive.book)]
+    assert 5 < sizes[0] < 20
+    assert all(a == b for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize("ids", [[1, 2], array("d", [1.0]), array("Q", [1]), b"12345", None])
+def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
+    with pytest.raises((TypeError, BufferError)):
+        Asked(("r", ids, SCOPES[0], [], [], None, None, None, "a", 16, 0, False))
+    with pytest.raises(ValueError, match="block"):
+        Asked(("r", array("I"), SCOPES[0], [], [], None, None, None, "a", 0, 0, False))
+
+
+def test_what_an_outline_raises_ends_its_own_request_only() -> None:
+    ledgers = BothLedgers(TurnsConfig(), INDEX.shared)
+    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
+
+    def raises(after: int) -> Outline | None:
+        raise KeyError(after)
+
+    asked = Asked(("r", array("I", [1, 2, 3]), SCOPES[0], [], [], 1, None, None, "a", 1, 0, False))
+    with pytest.raises(KeyError):
+        ledgers.native.begun(asked, raises, placed, SomeFacts(), 0.0, 0.0)
+    assert len(ledgers.native) == ledgers.native.book.prompts == 0
+    ledgers.native.begun(asked, lambda _: None, placed, SomeFacts(), 0.0, 0.0)
+    assert len(ledgers.native) == ledgers.native.book.prompts == 1
