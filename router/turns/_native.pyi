@@ -44,6 +44,7 @@ class Ledger:
         self,
         bytes_max: int,
         keep_s: float,
+        branches_max: int,
         whys_max: int,
         turns: dict[str, int],
         tokens: dict[str, int],

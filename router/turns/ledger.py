@@ -20,6 +20,8 @@ from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
 from router.turns.why import Facts, Outliner, Placed
 
+BRANCHES_MAX: Final = 4
+"""Conversations that go on under one session's name: agents ask for titles and summaries in between."""
 SHORT_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
 
@@ -40,7 +42,9 @@ class Ledger:
         """reason -> tokens that had to be computed."""
         self.sums: Counter[str] = Counter() if sums is None else sums
         """prompt, best, chosen, reported: tokens of the requests whose worker said what it reused."""
-        self.book = Book(config.memory_mb << 20, config.keep_s, config.requests_max, self.turns, self.tokens, self.sums)
+        self.book = Book(
+            config.memory_mb << 20, config.keep_s, BRANCHES_MAX, config.requests_max, self.turns, self.tokens, self.sums
+        )
 
     def __len__(self) -> int:
         return len(self.book)

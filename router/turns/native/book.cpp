@@ -6,7 +6,6 @@ namespace blockcast {
 
 namespace {
 
-constexpr std::size_t kBranchesMax = 4;  // conversations under one session's name: agents ask for titles in between
 constexpr std::size_t kPromptBytes = 600;  // of a prompt, besides ids and outline
 constexpr double kAlikeMin = 0.5;  // prompts without messages are one conversation's that share so much of the shorter one
 
@@ -62,11 +61,11 @@ Book::Pasts Book::by_keys(const Asked& asked, bool all) const {
     const auto look = [&](u64 key) {
         const auto known = keys_.find(key);
         if (known == keys_.end() || std::find(found.begin(), found.end(), known->second) != found.end()) return;
-        if (found.size() < kBranchesMax) found.push_back(known->second);
+        if (found.size() < branches_max_) found.push_back(known->second);
     };
     if (all && asked.begins) look(*asked.begins);
-    for (std::size_t i = asked.keys.size(); i-- > 0 && found.size() < kBranchesMax;) look(asked.keys[i]);
-    for (std::size_t i = all ? asked.shorts.size() : 0; i-- > 0 && found.size() < kBranchesMax;) look(asked.shorts[i]);
+    for (std::size_t i = asked.keys.size(); i-- > 0 && found.size() < branches_max_;) look(asked.keys[i]);
+    for (std::size_t i = all ? asked.shorts.size() : 0; i-- > 0 && found.size() < branches_max_;) look(asked.shorts[i]);
     return found;
 }
 
@@ -127,7 +126,7 @@ void Book::put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& i
     if (past->session) {
         Pasts& branches = sessions_[*past->session];
         branches.insert(branches.begin(), past);
-        if (branches.size() > kBranchesMax) drop(std::shared_ptr<Past>(branches.back()));
+        if (branches.size() > branches_max_) drop(std::shared_ptr<Past>(branches.back()));
     }
     while (used_bytes_ > bytes_max_) drop(std::shared_ptr<Past>(pasts_.front()));
 }
@@ -180,7 +179,7 @@ bool Book::holds_together() const {
         ++named;
     }
     for (const auto& [name, branches] : sessions_) {
-        if (branches.empty() || branches.size() > kBranchesMax || name != *branches.front()->session) return false;
+        if (branches.empty() || branches.size() > branches_max_ || name != *branches.front()->session) return false;
         named -= branches.size();
     }
     const auto known = [](const auto& entry) { return entry.second->kept; };

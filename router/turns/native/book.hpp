@@ -75,7 +75,9 @@ struct Past {
 
 class Book {
 public:
-    Book(std::size_t bytes_max, double keep_s) : bytes_max_(bytes_max), keep_s_(keep_s) {}
+    // `branches_max`: conversations that go on under one session's name, or may be gone on from.
+    Book(std::size_t bytes_max, double keep_s, std::size_t branches_max)
+        : bytes_max_(bytes_max), branches_max_(branches_max), keep_s_(keep_s) {}
 
     // The prompt of which this one is a continuation, every token of it.
     std::shared_ptr<Past> goes_on(const Asked& asked) const;
@@ -106,7 +108,7 @@ private:
     const Pasts* by_session(const Asked& asked, bool parents) const;
     void drop(const std::shared_ptr<Past>& past);
 
-    std::size_t bytes_max_;
+    std::size_t bytes_max_, branches_max_;
     double keep_s_;
     std::list<std::shared_ptr<Past>> pasts_;  // the longest unused first
     std::unordered_map<std::string, Pasts> sessions_;  // the last first

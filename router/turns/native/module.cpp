@@ -200,8 +200,9 @@ Placed placed_of(nb::handle tuple) {
 // The book, the last answers to "why" and the sums by reason.
 class Ledger {
 public:
-    Ledger(std::size_t bytes_max, double keep_s, std::size_t whys_max, nb::dict turns, nb::dict tokens, nb::dict sums)
-        : book(bytes_max, keep_s), whys_max_(whys_max), turns_(std::move(turns)), tokens_(std::move(tokens)), sums_(std::move(sums)) {}
+    Ledger(std::size_t bytes_max, double keep_s, std::size_t branches_max, std::size_t whys_max, nb::dict turns,
+           nb::dict tokens, nb::dict sums)
+        : book(bytes_max, keep_s, branches_max), whys_max_(whys_max), turns_(std::move(turns)), tokens_(std::move(tokens)), sums_(std::move(sums)) {}
 
     std::shared_ptr<Why> explained(const Asked& asked, const Placed& placed, Facts& facts, double now, double at) const {
         return why(asked, turn_of(book, asked, facts), placed, facts, now, at);
@@ -300,8 +301,8 @@ NB_MODULE(_native, module) {
     nb::class_<Why>(module, "Begun")
         .def("told", &told, "The fields of router/turns/parts.py's Why, `parts` as tuples of Part's.");
     nb::class_<Ledger>(module, "Ledger")
-        .def(nb::init<std::size_t, double, std::size_t, nb::dict, nb::dict, nb::dict>(), nb::arg("bytes_max"),
-             nb::arg("keep_s"), nb::arg("whys_max"), nb::arg("turns"), nb::arg("tokens"), nb::arg("sums"))
+        .def(nb::init<std::size_t, double, std::size_t, std::size_t, nb::dict, nb::dict, nb::dict>(), nb::arg("bytes_max"),
+             nb::arg("keep_s"), nb::arg("branches_max"), nb::arg("whys_max"), nb::arg("turns"), nb::arg("tokens"), nb::arg("sums"))
         // By position alone: nanobind takes these at once.
         .def("explained", [](const Ledger& ledger, const Asked& asked, nb::handle placed, nb::handle facts,
                              nb::handle outline, double now, double at) {
