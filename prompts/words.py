@@ -17,7 +17,7 @@ import re
 import secrets
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -34,9 +34,10 @@ try:
     from prompts._words import Words
     from prompts._words import begin_alike as begin_alike
     from prompts._words import count_openings as count_openings
+    from prompts._words import digest32 as digest32
     from prompts._words import digests as digests
     from prompts._words import digests_among as digests_among
-    from prompts._words import has_either as has_either
+    from prompts._words import message_words as message_words
 except ImportError:
     _FOUND = False
 
@@ -48,9 +49,20 @@ except ImportError:
         """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
         return text.count(b"[", 0, end) + text.count(b"{", 0, end)
 
-    def has_either(text: str, one: str, other: str, /) -> bool:
-        """Whether a text has either of two ASCII texts in it."""
-        return one in text or other in text
+    def digest32(data: bytes, before: int, /) -> int:
+        """Of some bytes behind others whose digest is `before`."""
+        return xxhash.xxh3_64_intdigest(data, before) & 0xFFFF_FFFF
+
+    def message_words(
+        messages: list[Any],
+        roles: dict[str, int],
+        mark: bytes,
+        mark2: bytes,
+        other: Callable[[Any], tuple[int, ...]],
+        /,
+    ) -> bytes:
+        """`other` of each message, 32 bits each."""
+        return array("I", [word for message in messages for word in other(message)]).tobytes()
 
     def digests(body: bytes, first: int, seed: int, end: int = sys.maxsize) -> list[int]:
         """Of the beginnings of `body` before `end` that have `first` bytes, an eighth more, two eighths ..., twice as

@@ -42,23 +42,55 @@ Pattern pattern_of(const std::vector<Row>& rows) {
     return Pattern(parts);
 }
 
-// Whether a text has either of two ASCII texts in it. Python's own search looks at every character; here the next first
-// character is sought, which most texts rarely have.
-bool has_either(nb::str text, nb::str one, nb::str other) {
-    const auto has = [&](nb::handle wanted) {
-        PyObject *const whole = text.ptr(), *const part = wanted.ptr();
-        if (PyUnicode_KIND(whole) != PyUnicode_1BYTE_KIND || !PyUnicode_IS_ASCII(part)) {
-            const int found = PyUnicode_Contains(whole, part);
-            if (found < 0) throw nb::python_error();
-            return found == 1;
-        }
-        const auto view = [](PyObject* of) {
-            const auto size = static_cast<std::size_t>(PyUnicode_GET_LENGTH(of));
-            return std::string_view(static_cast<const char*>(PyUnicode_DATA(of)), size);
-        };
-        return view(whole).find(view(part)) != std::string_view::npos;
+// Of some bytes behind others whose digest is `before`: sixteen at a time, each multiplied into the next.
+u32 digest32(const char* data, std::size_t size, u64 before) {
+    constexpr u64 kOne = 0x9E3779B97F4A7C15ull, kTwo = 0xD1B54A32D192ED03ull;
+    const auto word = [](const char* at) {
+        u64 read;
+        std::memcpy(&read, at, sizeof(read));
+        return read;
     };
-    return has(one) || has(other);
+    u64 digest = fold(before ^ kOne, size ^ kTwo);
+    for (; size > 16; data += 16, size -= 16) digest = fold(word(data) ^ kTwo, word(data + 8) ^ digest);
+    char last[16] = {};
+    std::memcpy(last, data, size);
+    digest = fold(word(last) ^ kTwo, word(last + 8) ^ digest);
+    return static_cast<u32>(digest ^ digest >> 32);
+}
+
+// Of each message router/prompting/outline.py's five numbers. Those of role and text alone, without any of two marks, are made
+// here; of the others by `other`. `roles`: role -> number, of others 4.
+nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::bytes mark2, nb::object other) {
+    static PyObject *const kRole = PyUnicode_InternFromString("role"), *const kContent = PyUnicode_InternFromString("content");
+    const std::string_view marks[] = {{mark.c_str(), mark.size()}, {mark2.c_str(), mark2.size()}};
+    std::vector<u32> words;
+    const auto plain = [&](PyObject* message) {
+        if (!PyDict_CheckExact(message) || PyDict_GET_SIZE(message) != 2) return false;
+        PyObject *const role = PyDict_GetItem(message, kRole), *const content = PyDict_GetItem(message, kContent);
+        if (role == nullptr || content == nullptr || !PyUnicode_CheckExact(role) || !PyUnicode_CheckExact(content)) return false;
+        Py_ssize_t size = 0;
+        const char* const data = PyUnicode_AsUTF8AndSize(content, &size);
+        if (data == nullptr) {  // half of a surrogate pair
+            PyErr_Clear();
+            return false;
+        }
+        const std::string_view text(data, static_cast<std::size_t>(size));
+        for (const std::string_view one : marks) {
+            if (text.find(one) != std::string_view::npos) return false;
+        }
+        PyObject* const kind = PyDict_GetItem(roles.ptr(), role);
+        const u32 digest = digest32(text.data(), text.size(), 0);
+        const u32 made[] = {digest, digest, digest, kind == nullptr ? 4 : static_cast<u32>(PyLong_AsLong(kind)),
+                            static_cast<u32>(PyUnicode_GET_LENGTH(content))};
+        words.insert(words.end(), std::begin(made), std::end(made));
+        return true;
+    };
+    for (nb::handle message : messages) {
+        if (plain(message.ptr())) continue;
+        const nb::object told = other(message);
+        for (int i = 0; i < 5; ++i) words.push_back(nb::cast<u32>(told[i]));
+    }
+    return nb::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(u32));
 }
 
 // Of `[` and `{`, which differ in one bit: sixteen bytes at a time, in lanes that hold up to 255.
@@ -281,7 +313,8 @@ NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
     module.def("begin_alike", &begin_alike);
-    module.def("has_either", &has_either);
+    module.def("digest32", [](nb::bytes data, u64 before) { return digest32(data.c_str(), data.size(), before); });
+    module.def("message_words", &message_words);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
     module.def("digests_among", &digests_among, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("among"), nb::arg("most"));

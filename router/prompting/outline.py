@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import xxhash
 
+from prompts.chat_template import Message
 from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
 from prompts.routing import RoutingRequest, chat_of
-from prompts.words import has_either
+from prompts.words import digest32, message_words
 from router.prompting.outlined import NO_TOOLS, Outline
 
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 THINKS, BILLED, CALLS = 8, 16, 32
 """As router/turns/native/outline.hpp has them."""
+_MARKS = (b"<think>", BILLING_LINE.encode())
+"""What a text without them says is what is rendered of it."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
@@ -49,10 +51,9 @@ def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
     return Outline(0, words, outlined_tools(parsed), flags)
 
 
-def add_words(words: array[int], messages: Sequence[Mapping[str, Any]]) -> None:
+def add_words(words: array[int], messages: list[Message]) -> None:
     """WORDS numbers for each message, behind others."""
-    for message in messages:
-        words.extend(_message(message))
+    words.frombytes(message_words(messages, _ROLES, *_MARKS, _message))
 
 
 def outlined_tools(chat: RoutingRequest) -> array[int]:
@@ -77,15 +78,12 @@ def flags_of(parsed: RoutingRequest) -> int:
 
 def _digest(data: bytes, before: int = 0) -> int:
     """Of `data` behind what has the digest `before`."""
-    return xxhash.xxh3_64_intdigest(data, before) & 0xFFFF_FFFF
+    return digest32(data, before)
 
 
 def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     content = message.get("content")
     kind = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
-    if type(content) is str and len(message) == 2 and not has_either(content, "<think>", BILLING_LINE):
-        whole = _digest(content.encode("utf-8", "surrogatepass"))
-        return whole, whole, whole, kind, len(content)
     text, thinks = _text(content)
     rest = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
     raw = text.encode("utf-8", "surrogatepass")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from array import array
 from functools import cache
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from prompts import words
-from prompts._words import Words, count_openings, has_either
+from prompts._words import Words, count_openings, digest32
 from prompts.segments import SegmentPlan, plan_segments
 from prompts.words import WordEncoder, ascii_pattern, plan_words
 
@@ -290,10 +291,25 @@ def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
     assert got == text[:end].count(b"[") + text[:end].count(b"{")
 
 
-@given(st.text("<thin>x-aé\ud800😀", max_size=30), st.sampled_from(["<think>", "x-a", "", "é", "<"]), st.text("<x", max_size=3))
-def test_a_text_has_another_or_not(text: str, one: str, other: str) -> None:
-    for whole in (text, text + one, other + text):
-        assert has_either(whole, one, other) == (one in whole or other in whole)
+@given(st.lists(st.binary(max_size=70), min_size=2, max_size=2, unique=True), st.integers(0, 2**32 - 1))
+def test_other_bytes_have_another_digest(two: list[bytes], before: int) -> None:
+    one, other = (digest32(data, before) for data in two)
+    assert 0 <= one < 2**32
+    assert one != other
+    assert digest32(two[0], before) == one != digest32(two[0], before + 1)
+
+
+def test_digests_of_texts_that_differ_little_differ_in_half_of_their_bits() -> None:
+    rng = random.Random(7)
+    differing = []
+    for size in (1, 7, 8, 15, 16, 17, 33, 400):
+        for _ in range(200):
+            data = bytearray(rng.randbytes(size))
+            before = digest32(bytes(data), 0)
+            data[rng.randrange(size)] ^= 1 << rng.randrange(8)
+            differing.append((before ^ digest32(bytes(data), 0)).bit_count())
+    assert 15 < sum(differing) / len(differing) < 17
+    assert min(differing) > 2
 
 
 @given(
