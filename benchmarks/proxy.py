@@ -13,8 +13,8 @@ with `router epp` beside it (interpreted, from this checkout), with a message fo
 deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
 
 The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
-turn within each round: CPU us a request, of which tokenising. `--cases`: these only. One of eight conversations is such
-that the router looks for why its turns miss, as one of eight is by default.
+turn within each round: CPU us a request, of which tokenising. `--cases`: these only. Three of eight conversations are
+such that the router looks for why their turns miss: as by default, two of five.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies, tokenizer = Bodies(is_reasoned), Tokenizer.load(folder)
+        bodies, tokenizer = Bodies(is_reasoned, TurnsConfig().share), Tokenizer.load(folder)
         seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
         announced = [tokenizer.chat_ids(parse_routing(CHAT, body.encode())) for body in seen]
         mocks = []

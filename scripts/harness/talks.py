@@ -51,26 +51,26 @@ def question(number: int) -> Message:
 class Bodies:
     """Requests that end in a turn never seen before."""
 
-    def __init__(self, reasoned: Callable[[list[Message]], bool] | None = None) -> None:
-        """`reasoned`: of which conversations a router tells why they miss; one of each size is such a one then, as many
-        as in a draw of 1 / TALKS."""
-        self._text = repo_text()
-        self.talks = {name: self._talks(size, reasoned) for name, size in SIZES.items()}
+    def __init__(self, reasoned: Callable[[list[Message]], bool] | None = None, share: float = 0.0) -> None:
+        """`reasoned`: of which conversations a router tells why they miss; of each size so many are such ones then as
+        in a draw of this share."""
+        self._text, few = repo_text(), round(share * TALKS)
+        self.talks = {name: self._talks(size, reasoned, few) for name, size in SIZES.items()}
         self._count = 0
 
-    def _talks(self, size: int, reasoned: Callable[[list[Message]], bool] | None) -> list[list[Message]]:
+    def _talks(self, size: int, reasoned: Callable[[list[Message]], bool] | None, told: int) -> list[list[Message]]:
         made = (talk(random.Random(size + i), self._text, size) for i in range(TRIES))
         if reasoned is None or size < 1000:  # what begins with the question is drawn by that
             return list(itertools.islice(made, TALKS))
         few: dict[bool, list[list[Message]]] = {True: [], False: []}
-        wanted = {True: 1, False: TALKS - 1}
+        wanted = {True: told, False: TALKS - told}
         for one in made:
             kind = reasoned(one)
             if len(few[kind]) < wanted[kind]:
                 few[kind].append(one)
             if len(few[True]) + len(few[False]) == TALKS:
                 return few[True] + few[False]
-        raise ValueError(f"no conversation of {size} is drawn, or all are")
+        raise ValueError(f"too few conversations of {size} are drawn, or too many")
 
     def make(self, size: str, count: int, *, new: int = 0, **fields: Any) -> list[bytes]:
         """`new`: characters of text in the last turn, each time another part of the repo's."""
