@@ -243,6 +243,7 @@ class RouterProcess:
                 beat.result()
             self._admin.draining = True
             await self._drain()
+            self._reasons.settle()  # what ended last is logged like the rest
 
     # Building -----------------------------------------------------------------------------------------------------
 
