@@ -208,9 +208,14 @@ class Reasons:
                     self._begin(moment)
                 else:
                     self._finish(moment.exchange, moment.now)
-            except Exception as error:  # noqa: BLE001  a boundary: it ends its own request's reasons
-                self._begun.pop(moment.exchange.request_id, None)
-                self._proxy.metrics.crashed("reasons", error)
+            except Exception as error:  # noqa: BLE001  a boundary
+                self._failed(moment.exchange.request_id, error)
+
+    def _failed(self, request_id: str, error: Exception) -> None:
+        """It ends this request's reasons, and nothing else."""
+        self._begun.pop(request_id, None)
+        self._over.pop(request_id, None)
+        self._proxy.metrics.crashed("reasons", error)
 
     def _begin(self, first: _First) -> None:
         read, route, decision = first.read, first.route, first.decision
@@ -229,9 +234,13 @@ class Reasons:
     async def _begin_later(self, first: _First, asked: Asked, facts: Facts) -> None:
         """The conversation was changed: its large body is looked at once more, elsewhere."""
         request_id = first.exchange.request_id
-        whole = await self._helpers.outline(first.exchange.request.pieces, first.read.parsed.kind)
-        outlines: Outliner = lambda after: whole if not after else None  # noqa: E731
-        begun = self.ledger.begun(asked, outlines, first.decision, facts, first.now, first.wall)
+        try:
+            whole = await self._helpers.outline(first.exchange.request.pieces, first.read.parsed.kind)
+            outlines: Outliner = lambda after: whole if not after else None  # noqa: E731
+            begun = self.ledger.begun(asked, outlines, first.decision, facts, first.now, first.wall)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._failed(request_id, error)
+            return
         ended_s = self._over.pop(request_id, None)
         if ended_s is None:
             self._begun[request_id] = begun

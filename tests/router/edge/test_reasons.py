@@ -219,7 +219,10 @@ def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router
     edge.run(scenario())
 
 
-def test_a_request_that_ends_while_its_outline_is_made_elsewhere(edge: Any, make_post: Any, router: Any) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
+    edge: Any, make_post: Any, router: Any, fails: bool
+) -> None:
     async def scenario() -> None:
         reasons = await router()
         talk = Talk(edge, make_post, words=900)
@@ -230,6 +233,8 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(edge: Any, make
 
         async def slow(*args: Any) -> Any:
             await may_go.wait()
+            if fails:
+                raise RuntimeError("the helper is gone")
             return await outline(*args)
 
         edge.helpers.outline = slow
@@ -239,14 +244,18 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(edge: Any, make
         await edge.exchange(make_post(talk.body(), headers=headers))
         reasons.settle()
         assert (await talk.ask("slow"))[0] == 404
+        assert list(reasons._over)
         may_go.set()
         for _ in range(500):
-            status, told = await talk.ask("slow")
-            if status == 200:
+            if not reasons._over:
                 break
             await asyncio.sleep(0.01)
-        assert told["reported_tokens"] == 0
-        assert "edited" in {part["reason"] for part in told["parts"]}
+        status, told = await talk.ask("slow")
+        assert status == (404 if fails else 200)
+        if not fails:
+            assert told["reported_tokens"] == 0
+            assert "edited" in {part["reason"] for part in told["parts"]}
+        assert sum(edge.metrics.crashes.values()) == fails
         assert not reasons._over
         assert not reasons._begun
 

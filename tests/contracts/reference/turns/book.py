@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from router.index.protocol import PrefixIndex, Scope
+from router.index.protocol import Scope
 from router.prompting.outlined import WORDS, Outline
 
 from .differences import contents, is_said
@@ -21,8 +21,6 @@ BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
 PROMPT_BYTES: Final = 600
 """Of a prompt, besides ids and outline."""
-SHORT_TOKENS: Final = 16
-"""Between the keys of a prompt's first chunk, by which one that has no more is found."""
 _ALIKE_MIN: Final = 0.5
 """Two prompts without messages are one conversation's where they share so much of the shorter one."""
 
@@ -181,11 +179,6 @@ class TurnBook:
         assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
         assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._sessions.values())
         assert {id(past) for past in self._keys.values()} <= set(self._pasts)
-
-
-def short_keys(index: PrefixIndex, ids: array[int], scope: Scope, chunk_tokens: int) -> list[int]:
-    """The keys of a prompt's first chunk of so many tokens."""
-    return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_TOKENS)
 
 
 def marks(keys: Sequence[int]) -> tuple[int, ...]:
