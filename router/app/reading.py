@@ -66,9 +66,11 @@ class Asked:
 
     __slots__ = (
         "base",
+        "beginning",
         "body_bytes",
         "deadline_ms",
         "drawn",
+        "kept",
         "known",
         "like",
         "lora",
@@ -79,6 +81,7 @@ class Asked:
         "role",
         "session",
         "spans",
+        "stays",
         "tokens_max",
         "ttft_ms",
         "worker",
@@ -98,6 +101,12 @@ class Asked:
         """Makes it, where not all of them were read now."""
         self.known: Known | None = None
         """Whose beginning its body has, where that was not read again."""
+        self.beginning: array[int] | None = None
+        """Token ids that are kept of it."""
+        self.kept = 0
+        """How many of those the prompt begins with."""
+        self.stays = False
+        """All its prompt's ids are kept, for when it returns."""
         self.like: PromptMemory | None = None
         """Of a prompt that its known beginning begins."""
         self.model = model
@@ -222,6 +231,7 @@ class RequestReading:
             ids = made.result
         if made.known is not None and ids is not None:
             made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids_max])
+            asked.beginning, asked.kept = made.known.ids, len(made.known.ids)
         return asked, PromptRead(ids, time.perf_counter() - started, made.known)
 
     # Conversations that return ----------------------------------------------------------------------------------------
@@ -279,6 +289,8 @@ class RequestReading:
             return None
         asked.drawn = returned.outline
         asked.known = known
+        if read.ids is returned.ids:
+            asked.beginning, asked.kept = known.ids, returned.kept
         asked.like = cast("PromptMemory | None", known.memory)
         return asked, read
 
@@ -288,10 +300,11 @@ class RequestReading:
         if known is None:
             return
         known.model = asked.base
+        asked.stays = route.token_ids is known.ids
         prompt = self._core.book.asked(route.request_id)
         memory = None if prompt is None else self._core.index.remember(prompt.ids)
         if memory is not None:
-            shared = known.ids.itemsize * len(known.ids) if route.token_ids is known.ids else 0
+            shared = known.ids.itemsize * len(known.ids) if asked.stays else 0
             known.memory, known.memory_bytes = memory, memory.nbytes - shared
         self.known.keep(known, read.instead)
 
@@ -338,7 +351,7 @@ class RequestReading:
         tokens_max = asked.tokens_max
         if tokens_max is not None and len(found.ids) >= tokens_max > len(token_ids):
             return token_ids  # too long, as the worker finds too
-        asked.spans = found.spans
+        asked.spans, asked.beginning = found.spans, None
         return found.ids
 
     def _estimate(self, asked: Asked) -> int:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -33,11 +33,11 @@ from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session
-from router.turns._native import Asked, Begun
+from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Ledger, short_keys
 from router.turns.parts import Why, why_of
-from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Outliner
+from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, Facts, Outliner
 
 log = logging.getLogger("router")
 
@@ -55,32 +55,45 @@ class Read(Protocol):
     outline: Outline | None
     drawn: Callable[[int], Outline | None] | None
     known: Known | None
+    beginning: array[int] | None
+    kept: int
+    stays: bool
     session: Session
     spans: list[Span]
 
 
-class _First:
-    """A request's first byte, at `now`."""
+class _Looked:
+    """A request whose conversation is looked at: from its reading until what its end told was added up. Of the
+    exchange only what is needed is kept: it holds the body."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        read: Read,
-        route: RouteRequest,
-        decision: Decision,
-        prompt: AskedPrompt,
-        now: float,
-        wall: float,
-    ) -> None:
-        self.exchange, self.read, self.route, self.decision, self.prompt = exchange, read, route, decision, prompt
-        self.now, self.wall = now, wall
+    __slots__ = (
+        "begun", "decision", "end_s", "first_s", "is_looked_at", "is_over", "is_sampled", "is_whole", "name", "pieces",
+        "prompt", "read", "request_id", "route", "said", "usage",
+    )  # fmt: skip
 
-
-class _Last:
-    """Its end."""
-
-    def __init__(self, exchange: Exchange, now: float) -> None:
-        self.exchange, self.now = exchange, now
+    def __init__(self, request_id: str, read: Read) -> None:
+        self.request_id = request_id
+        self.read: Read | None = read
+        self.name = ""
+        """That the client knows."""
+        self.route: RouteRequest | None = None
+        self.decision: Decision | None = None
+        self.prompt: AskedPrompt | None = None
+        """These three from its first byte on."""
+        self.pieces: Sequence[bytes] = ()
+        """Its body, where it may have to be read again."""
+        self.first_s = self.end_s = 0.0
+        self.is_looked_at = False
+        """Its first byte was, or is, elsewhere."""
+        self.begun: Begun | None = None
+        """What came of that."""
+        self.is_over = False
+        """Its end came before that."""
+        self.is_whole = self.is_sampled = False
+        """Its answer is; its decisions are logged."""
+        self.usage: ReportedUsage | None = None
+        self.said = 0
+        """Tokens of its answer."""
 
 
 class Reasons:
@@ -100,13 +113,9 @@ class Reasons:
         self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
         self._core, self._proxy, self._prompts, self._helpers = core, proxy, prompts, helpers
         self._emptied = emptied
-        self._read: dict[str, Read] = {}
-        """What requests without a first byte ask for."""
-        self._begun: dict[str, Begun | None] = {}
-        """Requests past their first byte; None until it was looked at, or while their outline is made elsewhere."""
-        self._over: dict[str, float] = {}
-        """When those ended whose outline is made elsewhere."""
-        self._waiting: list[_First | _Last] = []
+        self._requests: dict[str, _Looked] = {}
+        """Those that have not ended."""
+        self._waiting: list[_Looked] = []
         """First bytes and ends that nobody looked at yet, in their order."""
         self._waiting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -119,7 +128,7 @@ class Reasons:
     def enter(self, request_id: str, read: Read) -> None:
         """A request was read and is about to be placed."""
         if self.enabled and read.parsed.kind != "other" and self._drawn(read):
-            self._read[request_id] = read
+            self._requests[request_id] = _Looked(request_id, read)
 
     def _drawn(self, read: Read) -> bool:
         """Whether its conversation, with those that it started, is one of the share."""
@@ -164,6 +173,7 @@ class Reasons:
         facts = self._facts(prompt, route)
         begun = self.ledger.begun(asked, _outliner(read), decision, facts, now, time.time())
         self.ledger.ended(begun, usage, said, now)
+        self.ledger.tell()
 
     def _facts(self, prompt: Tokens, route: RouteRequest) -> IndexFacts:
         return IndexFacts(self._core, self._emptied, prompt, route.scope, self._prompts.get(route.scope.model))
@@ -171,26 +181,34 @@ class Reasons:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _first_byte(self, exchange: Exchange) -> None:
-        read, route, decision = self._read.pop(exchange.request_id, None), exchange.route, exchange.decision
-        if read is None or route is None or decision is None or route.token_ids is None:
+        one, route, decision = self._requests.get(exchange.request_id), exchange.route, exchange.decision
+        if one is None or one.route is not None or route is None or decision is None or route.token_ids is None:
             return
         prompt = self._core.book.asked(route.request_id)
-        if prompt is None:
+        if prompt is None or one.read is None:
             return
-        self._begun[exchange.request_id] = None
-        first = _First(exchange, read, route, decision, prompt, self._proxy.now(), time.time())
+        one.route, one.decision, one.prompt = route, decision, prompt
+        one.first_s, one.name = self._proxy.now(), exchange.trace_id.decode("latin-1")
+        outline = one.read.outline
+        if outline is not None and outline.after:
+            one.pieces = exchange.request.pieces
         self._waiting_tokens += prompt.tokens
-        self._wait(first)
+        self._wait(one)
 
     def _ended(self, exchange: Exchange) -> None:
-        self._read.pop(exchange.request_id, None)
-        if exchange.request_id in self._begun:
-            self._wait(_Last(exchange, self._proxy.now()))
+        one = self._requests.pop(exchange.request_id, None)
+        if one is None or one.route is None:
+            return
+        one.end_s, one.is_whole, one.usage = self._proxy.now(), exchange.outcome == "status_200", exchange.usage
+        one.is_sampled = exchange.sampled
+        said = None if one.usage is None else one.usage.completion_tokens
+        one.said = said if said is not None else exchange.progress.reads if one.route.stream else 0
+        self._wait(one)
 
-    def _wait(self, moment: _First | _Last) -> None:
+    def _wait(self, one: _Looked) -> None:
         """Look at it soon, with others: what runs once a request is in no processor's cache, which costs thrice as much
         as the work itself."""
-        self._waiting.append(moment)
+        self._waiting.append(one)
         if len(self._waiting) >= WAITING_MAX or self._waiting_tokens >= WAITING_TOKENS_MAX:
             self.settle()
         elif self._timer is None:
@@ -202,69 +220,59 @@ class Reasons:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        for moment in waiting:
+        wall_s = time.time() - self._proxy.now()
+        for one in waiting:
             try:
-                if isinstance(moment, _First):
-                    self._begin(moment)
+                if not one.is_looked_at:
+                    one.is_looked_at = True
+                    self._begin(one, wall_s)
+                elif one.begun is not None:
+                    self._end(one, one.begun)
                 else:
-                    self._finish(moment.exchange, moment.now)
-            except Exception as error:  # noqa: BLE001  a boundary
-                self._failed(moment.exchange.request_id, error)
+                    one.is_over = True  # its first byte raised, or is looked at elsewhere
+            except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
+                self._proxy.metrics.crashed("reasons", error)
+        self.ledger.tell()
 
-    def _failed(self, request_id: str, error: Exception) -> None:
-        """It ends this request's reasons, and nothing else."""
-        self._begun.pop(request_id, None)
-        self._over.pop(request_id, None)
-        self._proxy.metrics.crashed("reasons", error)
-
-    def _begin(self, first: _First) -> None:
-        read, route, decision = first.read, first.route, first.decision
-        ids = _ids(route.token_ids or ())
-        keys = first.prompt.keys(self._core.config.working_set.chunk_tokens)
-        asked = self._asked(first.exchange.trace_id.decode("latin-1"), read, route, ids, keys, decision)
-        facts = self._facts(first.prompt.ids, route)
-        if read.outline is not None and read.outline.after and not self.ledger.book.goes_on(asked):
-            task = asyncio.get_running_loop().create_task(self._begin_later(first, asked, facts))
+    def _begin(self, one: _Looked, wall_s: float) -> None:
+        """`wall_s`: what the clock on the wall is ahead."""
+        read, route, decision, prompt = one.read, one.route, one.decision, one.prompt
+        one.read = one.prompt = None
+        assert read is not None and route is not None and decision is not None and prompt is not None
+        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
+        asked = self._asked(one.name, read, route, _ids(route.token_ids or ()), keys, decision)
+        facts = self._facts(prompt.ids, route)
+        if one.pieces and not self.ledger.book.goes_on(asked):
+            whole = self._helpers.outline(one.pieces, read.parsed.kind)
+            later = self._begin_later(one, whole, asked, decision, facts, wall_s)
+            task = asyncio.get_running_loop().create_task(later)
             self._outlining.add(task)
             task.add_done_callback(self._outlining.discard)
         else:
-            begun = self.ledger.begun(asked, _outliner(read), decision, facts, first.now, first.wall)
-            self._begun[first.exchange.request_id] = begun
+            at_s = one.first_s + wall_s
+            one.begun = self.ledger.begun(asked, _outliner(read), decision, facts, one.first_s, at_s)
+        one.pieces = ()
 
-    async def _begin_later(self, first: _First, asked: Asked, facts: Facts) -> None:
+    async def _begin_later(
+        self, one: _Looked, outlined: Awaitable[Outline | None], asked: Asked, decision: Decision, facts: Facts,
+        wall_s: float,
+    ) -> None:  # fmt: skip
         """The conversation was changed: its large body is looked at once more, elsewhere."""
-        request_id = first.exchange.request_id
         try:
-            whole = await self._helpers.outline(first.exchange.request.pieces, first.read.parsed.kind)
+            whole = await outlined
             outlines: Outliner = lambda after: whole if not after else None  # noqa: E731
-            begun = self.ledger.begun(asked, outlines, first.decision, facts, first.now, first.wall)
+            one.begun = self.ledger.begun(asked, outlines, decision, facts, one.first_s, one.first_s + wall_s)
+            if one.is_over:
+                self._end(one, one.begun)
+                self.ledger.tell()
         except Exception as error:  # noqa: BLE001  a boundary
-            self._failed(request_id, error)
-            return
-        ended_s = self._over.pop(request_id, None)
-        if ended_s is None:
-            self._begun[request_id] = begun
-        else:
-            self._end(first.exchange, begun, ended_s)
+            self._proxy.metrics.crashed("reasons", error)
 
-    def _finish(self, exchange: Exchange, now: float) -> None:
-        if exchange.request_id not in self._begun:
-            return  # its first byte raised
-        begun = self._begun.pop(exchange.request_id)
-        if begun is None:  # it is outlined elsewhere
-            self._over[exchange.request_id] = now
-        else:
-            self._end(exchange, begun, now)
-
-    def _end(self, exchange: Exchange, begun: Begun, now: float) -> None:
-        if exchange.outcome != "status_200":
+    def _end(self, one: _Looked, begun: Begun) -> None:
+        if not one.is_whole:
             return
-        usage, route = exchange.usage, exchange.route
-        said = usage.completion_tokens if usage is not None else None
-        if said is None:
-            said = exchange.progress.reads if route is not None and route.stream else 0
-        self.ledger.ended(begun, usage, said, now)
-        if exchange.sampled:
+        self.ledger.ended(begun, one.usage, one.said, one.end_s)
+        if one.is_sampled:
             fields = shown(why_of(begun))
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
@@ -283,10 +291,10 @@ class Reasons:
             if self.ledger.wants_short(keys):
                 short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
         sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
-        return Asked((
-            name, ids, route.scope, keys, short, begins, route.session, route.parent, decision.worker,
-            block or BLOCK_TOKENS, sampled, route.final,
-        ))  # fmt: skip
+        return (
+            name, ids, read.beginning, read.kept, read.stays, route.scope, keys, short, begins, route.session,
+            route.parent, decision.worker, block or BLOCK_TOKENS, sampled, route.final,
+        )  # fmt: skip
 
 
 class IndexFacts:

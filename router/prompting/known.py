@@ -78,14 +78,14 @@ class Known:
     """The beginning of a conversation and what was made of it. Not changed once it is in the table."""
 
     __slots__ = (
-        "as_sent", "back", "begins", "body", "close", "heads", "ids", "kind", "marks", "memory", "memory_bytes",
-        "model", "opening", "parsed", "start", "told", "words",
+        "as_sent", "back", "begins", "body", "close", "flags", "heads", "ids", "kind", "marks", "memory",
+        "memory_bytes", "model", "opening", "parsed", "start", "told", "tools", "words",
     )  # fmt: skip
 
     def __init__(
-        self, kind: Kind, start: int, told: bytes, heads: int, opening: list[Message], words: array[int],
-        marks: list[Mark], body: bytes, ids: array[int], close: int = 0, parsed: RoutingRequest | None = None,
-        as_sent: bool = False, back: int = 1, model: str = "",
+        self, kind: Kind, start: int, told: bytes, heads: int, opening: list[Message], words: bytes,
+        tools: bytes, flags: int, marks: list[Mark], body: bytes, ids: array[int], close: int = 0,
+        parsed: RoutingRequest | None = None, as_sent: bool = False, back: int = 1, model: str = "",
     ) -> None:  # fmt: skip
         self.kind = kind
         self.start = start
@@ -97,7 +97,9 @@ class Known:
         self.opening = opening
         """The chat's messages up to the first that is not the system's."""
         self.words = words
-        """The outline (router/prompting/outline.py) of its messages."""
+        """Of its messages up to its last mark, as router/prompting/outlined.py has them."""
+        self.tools, self.flags = tools, flags
+        """Likewise; they are part of `told`."""
         self.marks = marks
         """The furthest last."""
         self.body = body
@@ -122,15 +124,15 @@ class Known:
 
     def __reduce__(self) -> tuple[Callable[..., Known], tuple[object, ...]]:
         return Known, (
-            self.kind, self.start, self.told, self.heads, self.opening, self.words, self.marks, self.body, self.ids,
-            self.close, self.parsed, self.as_sent, self.back, self.model,
+            self.kind, self.start, self.told, self.heads, self.opening, self.words, self.tools, self.flags,
+            self.marks, self.body, self.ids, self.close, self.parsed, self.as_sent, self.back, self.model,
         )  # fmt: skip
 
     @property
     def cost(self) -> int:
         """Bytes that it takes, about."""
-        size = len(self.body) + self.ids.itemsize * (len(self.ids) + len(self.words)) + _MARK_BYTES * len(self.marks)
-        size += sum([len(mark.tail) for mark in self.marks])
+        size = len(self.body) + self.ids.itemsize * len(self.ids) + len(self.words) + len(self.tools)
+        size += _MARK_BYTES * len(self.marks) + sum([len(mark.tail) for mark in self.marks])
         if self.parsed is not None:
             size += _OBJECTS_A_BYTE * (self.start + len(self.body) - self.close)
         return size + self.memory_bytes + 1000 + sum([len(str(message.get("content"))) for message in self.opening])

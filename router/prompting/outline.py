@@ -18,7 +18,7 @@ from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
 from prompts.routing import RoutingRequest, chat_of
 from prompts.words import digest32, message_words
-from router.prompting.outlined import NO_TOOLS, Outline
+from router.prompting.outlined import Outline
 
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 THINKS, BILLED, CALLS = 8, 16, 32
@@ -43,37 +43,31 @@ def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
     messages = parsed.messages
     if messages is None or len(messages) < after:
         return None
-    words = array("I")
-    add_words(words, messages[after:] if after else messages)
-    flags = flags_of(parsed)
-    if after:
-        return Outline(after, words, NO_TOOLS, flags)
-    return Outline(0, words, outlined_tools(parsed), flags)
+    words, flags = words_of(messages[after:] if after else messages), flags_of(parsed)
+    return Outline(after, words, b"" if after else outlined_tools(parsed), flags)
 
 
-def add_words(words: array[int], messages: list[Message]) -> None:
-    """WORDS numbers for each message, behind others."""
-    words.frombytes(message_words(messages, _ROLES, *_MARKS, _message))
+def words_of(messages: list[Message]) -> bytes:
+    """WORDS numbers for each message."""
+    return message_words(messages, _ROLES, *_MARKS, _message)
 
 
-def outlined_tools(chat: RoutingRequest) -> array[int]:
+def outlined_tools(chat: RoutingRequest) -> bytes:
     """TOOL_WORDS numbers for each of its tools."""
-    if not chat.tools:
-        return NO_TOOLS
     tools = array("I")
-    for tool in chat.tools:
+    for tool in chat.tools or ():
         tools.append(_digest(_encoder.encode(tool)))
         tools.append(_digest(_sorted.encode(tool)))
-    return tools
+    return tools.tobytes()
 
 
 def flags_of(parsed: RoutingRequest) -> int:
     """A digest of what else the template is told."""
     told = (
         parsed.chat_template_kwargs, parsed.reasoning_effort, parsed.add_generation_prompt,
-        parsed.continue_final_message, parsed.add_special_tokens, parsed.documents,
+        parsed.continue_final_message or None, parsed.add_special_tokens or None, parsed.documents,
     )  # fmt: skip
-    return _digest(_sorted.encode(told)) if any(value is not None for value in told) else 0
+    return _digest(_sorted.encode(told)) if any([value is not None for value in told]) else 0
 
 
 def _digest(data: bytes, before: int = 0) -> int:

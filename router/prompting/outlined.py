@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
-
 import msgspec
 
 WORDS = 5
 """Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
+WORD_BYTES = 4
+MESSAGE_BYTES = WORDS * WORD_BYTES
 TOOL_WORDS = 2
 """Of a tool: as sent, normalised."""
 
-NO_TOOLS = array("I")
-"""Of a chat without any; nobody changes it."""
-
 
 class Outline(msgspec.Struct):
-    """Of a chat's messages from `after` on."""
+    """Of a chat's messages from `after` on. Numbers are of 32 bits without a sign, as this machine has them."""
 
     after: int
-    messages: array[int]
+    messages: bytes
     """WORDS numbers each."""
-    tools: array[int] = NO_TOOLS
+    tools: bytes = b""
     """TOOL_WORDS numbers each; of a whole outline only (`after` 0)."""
     flags: int = 0
     """What else the template is told."""
@@ -29,9 +26,4 @@ class Outline(msgspec.Struct):
     @property
     def count(self) -> int:
         """Of all messages, those before included."""
-        return self.after + len(self.messages) // WORDS
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return 4 * (len(self.messages) + len(self.tools)) + 256
+        return self.after + len(self.messages) // MESSAGE_BYTES

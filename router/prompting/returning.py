@@ -25,8 +25,8 @@ from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
-from router.prompting.outline import add_words, flags_of, outline, outlined_tools
-from router.prompting.outlined import NO_TOOLS, WORDS, Outline
+from router.prompting.outline import outline, words_of
+from router.prompting.outlined import MESSAGE_BYTES, Outline
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
 """Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""
@@ -69,10 +69,12 @@ class Rest:
 class Returned:
     """What a body asks for whose beginning is known."""
 
-    def __init__(self, rest: Rest, known: Known, mark: Mark, ids: array[int], text: str) -> None:
-        self.rest, self.known, self.mark, self.ids = rest, known, mark, ids
+    def __init__(self, rest: Rest, known: Known, mark: Mark, ids: array[int], kept: int, text: str) -> None:
+        self.rest, self.known, self.mark, self.ids, self.kept = rest, known, mark, ids, kept
+        """`kept`: how many of the first ids are those of the known prompt."""
         self.text = text
         """From the last known message on."""
+        self._words: bytes | None = None
 
     @property
     def parsed(self) -> RoutingRequest:
@@ -81,19 +83,20 @@ class Returned:
             return self.rest.parsed
         return self.rest.parsed.with_messages([*self.known.opening, *self.rest.new])
 
+    @property
+    def words(self) -> bytes:
+        """Of the messages that are new, as router/prompting/outlined.py has them."""
+        if self._words is None:
+            self._words = words_of(self.rest.new)
+        return self._words
+
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
-        parsed, before, count = self.rest.parsed, self.rest.before, self.mark.count
-        tools = NO_TOOLS if after else outlined_tools(self.rest.chat)
-        if parsed.source is None and after <= count and parsed.messages is not None:
-            words = self.known.words[WORDS * after : WORDS * count]
-            add_words(words, parsed.messages[before:])
-            return Outline(after, words, tools, flags_of(parsed))
-        drawn = outline(parsed, before)
-        if drawn is None:
+        known, before = self.known, MESSAGE_BYTES * self.mark.count
+        if _depends(self.rest.parsed) or MESSAGE_BYTES * after > before + len(self.words):
             return None
-        words = self.known.words[: WORDS * count] + drawn.messages
-        return None if len(words) < WORDS * after else Outline(after, words[WORDS * after :], tools, drawn.flags)
+        words = known.words[MESSAGE_BYTES * after : before] + self.words[max(MESSAGE_BYTES * after - before, 0) :]
+        return Outline(after, words, b"" if after else known.tools, known.flags)
 
 
 def may_return(kind: Kind | None, size: int) -> bool:
@@ -130,7 +133,7 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
         return None
     ids = known.ids[: kept + len(found)]  # as long as it will be, where it can: it is not copied once more
     ids[kept:] = found if isinstance(found, array) else array(ID_TYPE, found)
-    return Returned(rest, known, mark, ids, text)
+    return Returned(rest, known, mark, ids, kept, text)
 
 
 def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None) -> Known | None:
@@ -161,12 +164,12 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
             told, heads, bare = rest.told, rest.heads, _bare(rest)
     if not marks:
         return None
-    words = drawn.messages[: WORDS * marks[-1].count]
+    words = drawn.messages[: MESSAGE_BYTES * marks[-1].count]
     known_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     assert tokenizer.chat_template is not None
     return Known(
-        kind, start, told, heads, messages[: first + 1], words, marks, body, known_ids, close, bare,
-        tokenizer.chat_template.as_sent,
+        kind, start, told, heads, messages[: first + 1], words, drawn.tools, drawn.flags, marks, body, known_ids, close,
+        bare, tokenizer.chat_template.as_sent,
     )  # fmt: skip
 
 
@@ -194,9 +197,6 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
         fresh = len(rest.new) - len(last.new)
         if fresh < 1 or rest.new[fresh:] != last.new:
             return None
-    drawn = outline(rest.parsed, rest.before)
-    if drawn is None:
-        return None
     count, tail = mark.count + fresh, [mark.before, mark.last, *rest.new]
     chars = mark.chars + len(returned.text)
     first = known.opening[0]
@@ -205,13 +205,13 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     )  # fmt: skip
     if made is None:
         return None
-    words = known.words[: WORDS * mark.count] + drawn.messages[: WORDS * fresh]
+    words = known.words[: MESSAGE_BYTES * mark.count] + returned.words[: MESSAGE_BYTES * fresh]
     if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
         mark = mark.without_tail()
     marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]
     return Known(
-        known.kind, known.start, known.told, known.heads, known.opening, words, marks, body, returned.ids, close,
-        _bare(rest), known.as_sent, back, known.model,
+        known.kind, known.start, known.told, known.heads, known.opening, words, known.tools, known.flags, marks, body,
+        returned.ids, close, _bare(rest), known.as_sent, back, known.model,
     )  # fmt: skip
 
 

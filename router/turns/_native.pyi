@@ -1,38 +1,6 @@
-from array import array
-from collections.abc import Sequence
-
-from router.index.protocol import Scope
-from router.turns.why import Facts, Outliner, Placed
+from router.turns.why import Asked, Facts, Outliner, Placed
 
 REASONS: tuple[str, ...]
-
-class Asked:
-    """A prompt whose answer has begun, or that is asked about."""
-
-    def __init__(
-        self,
-        fields: tuple[
-            str,
-            array[int],
-            Scope,
-            Sequence[int],
-            Sequence[int],
-            int | None,
-            str | None,
-            str | None,
-            str,
-            int,
-            int,
-            bool,
-        ],
-        /,
-    ) -> None:
-        """(id that the client knows it by, token ids, scope, digests of its chunks; of its first chunk's beginnings,
-        where its session has no name and it has no chunk, or others have none; of what its user said first, where its
-        session has no name: conversations with one system prompt may have all their chunks in common; session, parent,
-        its worker's target, tokens of that one's blocks, how many ids are as they were sampled where the encoder would
-        choose others, whether nothing comes after it). Raises TypeError where the ids are no array of type I,
-        ValueError where a block has no token."""
 
 class Begun:
     """One request, from its first byte on."""
@@ -49,17 +17,25 @@ class Ledger:
         turns: dict[str, int],
         tokens: dict[str, int],
         sums: dict[str, int],
-    ) -> None: ...
+    ) -> None:
+        """`turns`, `tokens`, `sums`: what `tell` adds to."""
+
     def explained(
         self, asked: Asked, placed: Placed, facts: Facts, outline: Outliner, now: float, at: float, /
-    ) -> Begun: ...
+    ) -> Begun:
+        """Raises TypeError where the ids are no array of type I, ValueError where a block has no token, or more ids
+        are said to be shared than there are."""
+
     def begun(
         self, asked: Asked, placed: Placed, facts: Facts, outline: Outliner, now: float, at: float, /
     ) -> Begun: ...
     def ended(self, begun: Begun, reported: int, answer_tokens: int, now: float, /) -> None:
         """`reported`: -1 where its worker does not tell what it reused."""
 
-    def goes_on(self, asked: Asked) -> bool: ...
+    def tell(self) -> None: ...
+    def goes_on(self, asked: Asked, /) -> bool:
+        """Whether it begins with a conversation's last prompt, every token of it."""
+
     def get(self, id: str) -> Begun | None: ...
     def outlined(self, session: str) -> int: ...
     def holds_together(self) -> bool: ...

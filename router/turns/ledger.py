@@ -14,11 +14,11 @@ from typing import Final
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
-from router.turns._native import Asked, Begun
+from router.turns._native import Begun
 from router.turns._native import Ledger as Book
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
-from router.turns.why import Facts, Outliner, Placed
+from router.turns.why import Asked, Facts, Outliner, Placed
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -37,7 +37,7 @@ class Ledger:
         sums: Counter[str] | None = None,
     ) -> None:
         self.turns: Counter[str] = Counter() if turns is None else turns
-        """reason -> requests."""
+        """reason -> requests. These three as of the last `tell`."""
         self.tokens: Counter[str] = Counter() if tokens is None else tokens
         """reason -> tokens that had to be computed."""
         self.sums: Counter[str] = Counter() if sums is None else sums
@@ -70,6 +70,10 @@ class Ledger:
         """Its answer is whole, with so many tokens."""
         reported = None if usage is None else usage.cached_tokens
         self.book.ended(begun, -1 if reported is None else max(reported, 0), answer_tokens, now)
+
+    def tell(self) -> None:
+        """Add to the counters what ended since the last time."""
+        self.book.tell()
 
     def wants_short(self, keys: Sequence[int]) -> bool:
         """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""

@@ -86,11 +86,13 @@ def test_a_known_beginning_is_kept_with_it() -> None:
     for number, borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        known = Known("chat", 0, b"", 0, [], array("I"), [Mark(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids)
+        known = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids)
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = known.cost
-        reading.keep(cast(Any, SimpleNamespace(base="m")), PromptRead(ids, 0.0, known), route)
+        asked = SimpleNamespace(base="m", stays=False)
+        reading.keep(cast(Any, asked), PromptRead(ids, 0.0, known), route)
+        assert asked.stays is borrowed
         assert known.memory is not None
         keys = len(LONG) // 16 + 1
         assert known.cost - before == 8 * keys + (0 if borrowed else 4 * len(LONG))

@@ -198,6 +198,7 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
     for after in (0, 1, 3, 8, 99):
         assert returned.outline(after) == outline(parsed, after)
+    assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
 
 
 def check_known(known: Known, prompt: Any) -> None:
@@ -302,7 +303,7 @@ def test_the_table_is_bounded() -> None:
     made = []
     for number in range(60):
         body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
-        known = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})], body,
+        known = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})], body,
                       returning.array("I"))  # fmt: skip
         made.append(known)
         table.keep(known)
@@ -312,7 +313,7 @@ def test_the_table_is_bounded() -> None:
     assert 0 < len(table) < 30
     assert table.find("chat", made[0].body) is None
     assert all(len(known.body) >= LENGTH_MIN for known in made)
-    huge = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(90_000, 3, 0, 0, "", 0, 0, {}, {})], b"x" * 90_000,
+    huge = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(90_000, 3, 0, 0, "", 0, 0, {}, {})], b"x" * 90_000,
                  returning.array("I"))  # fmt: skip
     table.keep(huge)
     assert table.find("chat", huge.body) is None, "one body must not empty it"
@@ -324,7 +325,7 @@ def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:
     table, shared = KnownBodies(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
     for body in (shared[:1024], shared + b"a" * 100):
         mark = Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})
-        table.keep(Known("chat", 0, b"", 0, [], returning.array("I"), [mark], body, returning.array("I")))
+        table.keep(Known("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, returning.array("I")))
     for tail, length in ((b"a", 2148), (b"b", 1024)):
         found = table.find("chat", shared + tail * 200)
         assert found is not None

@@ -17,8 +17,10 @@ from router.decide.messages import Decision, ReportedUsage, Terms
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outlined import Outline
-from router.turns._native import REASONS, Asked
+from router.turns._native import REASONS
 from router.turns.config import TurnsConfig
+from router.turns.ledger import Ledger
+from router.turns.why import Asked
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16
@@ -61,7 +63,7 @@ class Talk:
         if after > len(self.words):
             return None
         flat = array("I", [word for message in self.words[after:] for word in message])
-        return Outline(after, flat, array("I", [] if after else tools), flags)
+        return Outline(after, flat.tobytes(), array("I", [] if after else tools).tobytes(), flags)
 
 
 def message(rng: random.Random) -> tuple[int, int, int, int, int]:
@@ -69,6 +71,12 @@ def message(rng: random.Random) -> tuple[int, int, int, int, int]:
     kind = rng.choice(KINDS)
     sent = rng.randrange(12 if kind == 0 or rng.random() < 0.4 else 10**6)
     return sent, sent // 2, sent // 3, kind, 1 + 9 * (sent % 5)
+
+
+def nearly(rng: random.Random, one: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+    """Sent otherwise, and perhaps the same where it counts."""
+    sent = one[0] + rng.choice([-1, 1]) if one[0] else 1
+    return sent, sent // 2, sent // 3, one[3], 1 + 9 * (sent % 5)
 
 
 def changed(rng: random.Random, talk: Talk) -> Talk:
@@ -84,7 +92,8 @@ def changed(rng: random.Random, talk: Talk) -> Talk:
         ids = ids[:at] if how == "cut" else [*ids[:at], 9, *ids[at + 1 :]]
         if words and how in ("cut", "edit"):
             place = min(at // MESSAGE_TOKENS, len(words) - 1)
-            words = words[:place] if how == "cut" else [*words[:place], message(rng), *words[place + 1 :]]
+            other = nearly(rng, words[place]) if rng.random() < 0.4 else message(rng)
+            words = words[:place] if how == "cut" else [*words[:place], other, *words[place + 1 :]]
     if how == "edit" and words and rng.random() < 0.5:  # that a template drops, or does not
         words[rng.randrange(len(words))] = message(rng)
     for _ in range(0 if how == "same" else rng.randrange(1, 4)):
@@ -122,6 +131,20 @@ class World:
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
+        self.stock = [array("I"), array("I", [0, 1] * 40)]
+        """What somebody else keeps, of which prompts may have beginnings."""
+
+    def beginning(self, ids: array[int]) -> tuple[array[int] | None, int, bool]:
+        """(what is kept anyway, how many of it the prompt begins with, whether that is kept anyway too)."""
+        rng, most = self.rng, 0
+        base = rng.choice([None, max(self.stock, key=lambda one: INDEX.shared(one, ids)), rng.choice(self.stock)])
+        if base is not None:
+            shared = INDEX.shared(base, ids)
+            most = rng.choice([shared, shared, rng.randrange(shared + 1)])
+        stays = rng.random() < 0.4
+        if stays or rng.random() < 0.1:
+            self.stock = [*self.stock[-5:], ids if stays else ids[: rng.randrange(len(ids) + 1)]]
+        return base, most, stays
 
     def ask(self, number: int) -> None:
         rng, ledgers = self.rng, self.ledgers
@@ -140,7 +163,7 @@ class World:
             f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
             lambda after: talk.outline(after, tools, flags) if is_chat else None, rng.choice("ab"), BLOCK, session,
             rng.choice(SESSIONS), rng.random() < 0.05, number, short,
-            talk.words[0][0] if session is None and talk.words else None,
+            talk.words[0][0] if session is None and talk.words else None, *self.beginning(ids),
         )  # fmt: skip
         facts, placed = some_facts(rng, self.now), decision(rng, len(ids))
         check_adds_up(ledgers.explain(asked, placed, facts, self.now, 1.0))
@@ -184,25 +207,69 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     assert all(a == b for a, b in pairwise(sizes))
 
 
+def plain(ids: Any, base: Any = None, kept: int = 0, block: int = 1, stays: bool = False) -> Asked:
+    return "r", ids, base, kept, stays, SCOPES[0], [], [], 1, None, None, "a", block, 0, False
+
+
+def say(ledger: Ledger, asked: Asked, outline: Any = lambda _: None) -> None:
+    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    ledger.begun(asked, outline, Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0), SomeFacts(), 0.0, 0.0)
+
+
 @pytest.mark.parametrize("ids", [[1, 2], array("d", [1.0]), array("Q", [1]), b"12345", None])
 def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
+    ledger = Ledger(TurnsConfig())
     with pytest.raises((TypeError, BufferError)):
-        Asked(("r", ids, SCOPES[0], [], [], None, None, None, "a", 16, 0, False))
+        say(ledger, plain(ids))
+    if ids is not None:
+        with pytest.raises((TypeError, BufferError)):
+            say(ledger, plain(array("I", [1, 2]), ids, 1))
     with pytest.raises(ValueError, match="block"):
-        Asked(("r", array("I"), SCOPES[0], [], [], None, None, None, "a", 0, 0, False))
+        say(ledger, plain(array("I"), block=0))
+    with pytest.raises(TypeError, match="tuple"):
+        say(ledger, plain(array("I"))[1:])  # type: ignore[arg-type]
+    assert len(ledger) == ledger.book.prompts == 0
+
+
+@pytest.mark.parametrize("kept", [-1, 3, 2**40])
+def test_no_more_is_shared_than_there_is(kept: int) -> None:
+    ledger, short, long = Ledger(TurnsConfig()), array("I", [1, 2]), array("I", [1, 2, 3])
+    for ids, base in ((short, long), (long, short)):
+        with pytest.raises(ValueError, match="kept"):
+            say(ledger, plain(ids, base, kept))
+    assert len(ledger) == ledger.book.prompts == 0
+
+
+def test_what_prompts_share_is_kept_and_counted_once() -> None:
+    """And lent: while a prompt is kept, nobody can change it."""
+    ledger, base = Ledger(TurnsConfig()), array("I", range(1000))
+    for number in range(4):
+        ids = base[:900] + array("I", [7] * number)
+        asked = list(plain(ids, base, 900))
+        asked[8], asked[9] = None, f"session {number}"
+        say(ledger, tuple(asked))  # type: ignore[arg-type]
+    assert ledger.book.used_bytes == 4 * 1000 + 4 * 600 + 4 * (0 + 1 + 2 + 3)
+    with pytest.raises(BufferError):
+        base.append(1)
+    for number in range(4):
+        last = list(plain(ids, stays=True))
+        last[8], last[9], last[14] = None, f"session {number}", True
+        begun = ledger.begun(tuple(last), lambda _: None, Decision("r", "a", None, 0, 3, 0, 0.0,  # type: ignore[arg-type]
+                             Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0), 0.0), SomeFacts(), 0.0, 0.0)  # fmt: skip
+        ledger.ended(begun, None, 3, 0.0)
+        assert ledger.book.used_bytes == (0 if number == 3 else 4 * 1000 + (3 - number) * 600 + 4 * sum(range(number + 1, 4)))
+    base.append(1)
 
 
 def test_what_an_outline_raises_ends_its_own_request_only() -> None:
-    ledgers = BothLedgers(TurnsConfig(), INDEX.shared)
-    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-    placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
+    ledger = Ledger(TurnsConfig())
 
     def raises(after: int) -> Outline | None:
         raise KeyError(after)
 
-    asked = Asked(("r", array("I", [1, 2, 3]), SCOPES[0], [], [], 1, None, None, "a", 1, 0, False))
+    asked = plain(array("I", [1, 2, 3]))
     with pytest.raises(KeyError):
-        ledgers.native.begun(asked, raises, placed, SomeFacts(), 0.0, 0.0)
-    assert len(ledgers.native) == ledgers.native.book.prompts == 0
-    ledgers.native.begun(asked, lambda _: None, placed, SomeFacts(), 0.0, 0.0)
-    assert len(ledgers.native) == ledgers.native.book.prompts == 1
+        say(ledger, asked, raises)
+    assert len(ledger) == ledger.book.prompts == 0
+    say(ledger, asked)
+    assert len(ledger) == ledger.book.prompts == 1

@@ -28,7 +28,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import IndexFacts, begins_with
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.outline import THINKS, add_words, outline
+from router.prompting.outline import THINKS, outline, words_of
 from router.prompting.outlined import Outline
 from router.turns._native import REASONS
 from router.turns.config import TurnsConfig
@@ -450,13 +450,11 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
 @pytest.mark.parametrize("content", ["", "Hello.", "Grüße, 世界 😀", "half \ud83d of a pair", "x" * 5000])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "nobody"])
 def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, content: str) -> None:
-    plain, in_parts = array("I"), array("I")
-    add_words(plain, [{"role": role, "content": content}])
-    add_words(in_parts, [{"role": role, "content": [{"type": "text", "text": content}]}])
+    plain = array("I", words_of([{"role": role, "content": content}]))
+    in_parts = array("I", words_of([{"role": role, "content": [{"type": "text", "text": content}]}]))
     assert plain == in_parts
     assert plain[4] == len(content)
-    thought = array("I")
-    add_words(thought, [{"role": role, "content": f"<think>so</think>{content}"}])
+    thought = array("I", words_of([{"role": role, "content": f"<think>so</think>{content}"}]))
     assert thought[0] != thought[2] == plain[2]
     assert thought[3] == plain[3] | THINKS
 

@@ -10,8 +10,17 @@ constexpr std::size_t kPromptBytes = 600;  // of a prompt, besides ids and outli
 constexpr double kAlikeMin = 0.5;  // prompts without messages are one conversation's that share so much of the shorter one
 
 bool begins(const Ids& ids, const Ids& past) {
-    return past.size > 0 && past.size <= ids.size && ids.data[past.size - 1] == past.data[past.size - 1] &&
-           std::memcmp(ids.data, past.data, past.size * sizeof(u32)) == 0;
+    const std::size_t size = past.size();
+    return size > 0 && size <= ids.size() && *ids.from(size - 1).first == past.last() && past.shared(ids) == size;
+}
+
+// How many of the first ones are the same.
+std::size_t same_first(const u32* one, const u32* other, std::size_t most) {
+    constexpr std::size_t kAtOnce = 256;
+    std::size_t same = 0;
+    while (same + kAtOnce <= most && std::memcmp(one + same, other + same, kAtOnce * sizeof(u32)) == 0) same += kAtOnce;
+    while (same < most && one[same] == other[same]) ++same;
+    return same;
 }
 
 // Whether a message, at its place, is the same in both: then `likeness` finds one.
@@ -32,19 +41,33 @@ std::optional<u64> likeness(const Past& past, const std::optional<std::vector<u3
         for (const u32 one : old) found += std::binary_search(own->begin(), own->end(), one);
         return found ? std::optional<u64>(found) : std::nullopt;
     }
-    const double least = kAlikeMin * static_cast<double>(std::min(past.ids.size, tokens));
+    const double least = kAlikeMin * static_cast<double>(std::min(past.ids.size(), tokens));
     return past.session || static_cast<double>(common) >= least ? std::optional<u64>(common) : std::nullopt;
 }
 
 }  // namespace
 
 std::size_t Ids::shared(const Ids& other) const {
-    constexpr std::size_t kAtOnce = 256;
-    const std::size_t most = std::min(size, other.size);
-    std::size_t same = 0;
-    while (same + kAtOnce <= most && std::memcmp(data + same, other.data + same, kAtOnce * sizeof(u32)) == 0) same += kAtOnce;
-    while (same < most && data[same] == other.data[same]) ++same;
+    const std::size_t most = std::min(size(), other.size());
+    std::size_t same = base->data == other.base->data ? std::min(kept, other.kept) : 0;
+    while (same < most) {
+        const auto [one, ones] = from(same);
+        const auto [two, twos] = other.from(same);
+        const std::size_t run = std::min({ones, twos, most - same}), found = same_first(one, two, run);
+        same += found;
+        if (found < run) break;
+    }
     return same;
+}
+
+void Past::keep(const Asked& asked) {
+    if (asked.stays) {
+        ids = {asked.whole, asked.whole->size, nullptr, 0};
+        return;
+    }
+    ids = asked.ids;
+    own.assign(ids.rest, ids.rest + ids.rest_size);
+    ids.rest = own.data();
 }
 
 std::vector<u64> marks(const std::vector<u64>& keys) {
@@ -54,19 +77,17 @@ std::vector<u64> marks(const std::vector<u64>& keys) {
     return found;
 }
 
-// Those that begin alike, the longest common beginning first. With `all` also by what tells too little of prompts that merely
-// begin alike.
-Book::Pasts Book::by_keys(const Asked& asked, bool all) const {
+Book::Pasts Book::alike(const Asked& asked) const {
     Pasts found;
-    const auto look = [&](u64 key) {
-        const auto known = keys_.find(key);
-        if (known == keys_.end() || std::find(found.begin(), found.end(), known->second) != found.end()) return;
-        if (found.size() < branches_max_) found.push_back(known->second);
-    };
-    if (all && asked.begins) look(*asked.begins);
-    for (std::size_t i = asked.keys.size(); i-- > 0 && found.size() < branches_max_;) look(asked.keys[i]);
-    for (std::size_t i = all ? asked.shorts.size() : 0; i-- > 0 && found.size() < branches_max_;) look(asked.shorts[i]);
+    if (asked.session || keys_.empty()) return found;
+    for (std::size_t i = asked.keys.size(); i-- > 0 && found.size() < branches_max_;) add(found, asked.keys[i]);
     return found;
+}
+
+void Book::add(Pasts& found, u64 key) const {
+    const auto known = keys_.find(key);
+    if (known == keys_.end() || found.size() >= branches_max_) return;
+    if (std::find(found.begin(), found.end(), known->second) == found.end()) found.push_back(known->second);
 }
 
 const Book::Pasts* Book::by_session(const Asked& asked, bool parents) const {
@@ -75,25 +96,33 @@ const Book::Pasts* Book::by_session(const Asked& asked, bool parents) const {
     return found == sessions_.end() ? nullptr : &found->second;
 }
 
-std::shared_ptr<Past> Book::goes_on(const Asked& asked) const {
+std::shared_ptr<Past> Book::goes_on(const Asked& asked, const Pasts& alike) const {
     const auto first = [&](const Pasts& candidates) -> std::shared_ptr<Past> {
         for (const auto& past : candidates) {
             if (*past->scope == *asked.scope && begins(asked.ids, past->ids)) return past;
         }
         return nullptr;
     };
-    if (!asked.session) return first(by_keys(asked, true));
+    if (!asked.session) {  // also by what tells too little of prompts that merely begin alike
+        Pasts candidates;
+        if (asked.begins) add(candidates, *asked.begins);
+        for (const auto& past : alike) {
+            const bool is_new = std::find(candidates.begin(), candidates.end(), past) == candidates.end();
+            if (is_new && candidates.size() < branches_max_) candidates.push_back(past);
+        }
+        for (std::size_t i = asked.shorts.size(); i-- > 0;) add(candidates, asked.shorts[i]);
+        return first(candidates);
+    }
     const Pasts* const branches = by_session(asked, false);
     return branches == nullptr ? nullptr : first(*branches);
 }
 
-Book::Before Book::before(const Asked& asked, const std::optional<Outline>& outline) const {
-    Pasts alike;
+Book::Before Book::before(const Asked& asked, const Pasts& alike, const std::optional<Outline>& outline) const {
+    static const Pasts kNone;
     const Pasts* candidates = &alike;
-    if (!asked.session) {
-        alike = by_keys(asked, false);
-    } else if (const Pasts* const branches = by_session(asked, true)) {
-        candidates = branches;
+    if (asked.session) {
+        const Pasts* const branches = by_session(asked, true);
+        candidates = branches == nullptr ? &kNone : branches;
     }
     const bool named = asked.session.has_value();
     if (candidates->size() == 1 && have_common(outline, *candidates->front(), named)) {  // as usual: it need not be counted
@@ -105,7 +134,7 @@ Book::Before Book::before(const Asked& asked, const std::optional<Outline>& outl
     u64 most = 0;
     for (const auto& past : *candidates) {
         const std::size_t common = past->ids.shared(asked.ids);
-        const auto like = likeness(*past, own, common, asked.ids.size);
+        const auto like = likeness(*past, own, common, asked.ids.size());
         if (like && (!found.past || std::pair(*like, common) > std::pair(most, found.common))) {
             most = *like;
             found = {past, common};
@@ -116,11 +145,14 @@ Book::Before Book::before(const Asked& asked, const std::optional<Outline>& outl
 
 void Book::put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& instead) {
     if (instead && instead->session == past->session) drop(instead);
-    past->bytes = kPromptBytes + sizeof(u32) * past->ids.size + (past->outline ? past->outline->bytes() : 0);
-    if (past->bytes > bytes_max_) return;
+    const Lent& lent = *past->ids.base;
+    past->bytes = kPromptBytes + sizeof(u32) * past->own.size() + (past->outline ? past->outline->bytes() : 0);
+    if (past->bytes + sizeof(u32) * lent.size > bytes_max_) return;
     past->place = pasts_.insert(pasts_.end(), past);
     past->kept = true;
     used_bytes_ += past->bytes;
+    Base& base = bases_[lent.data];
+    if (base.pasts++ == 0) used_bytes_ += base.bytes = sizeof(u32) * lent.size;
     shorts_ += past->is_short;
     for (const u64 key : past->keys) keys_[key] = past;
     if (past->session) {
@@ -151,6 +183,11 @@ void Book::drop(const std::shared_ptr<Past>& past) {
     if (!past->kept) return;
     past->kept = false;
     used_bytes_ -= past->bytes;
+    const auto base = bases_.find(past->ids.base->data);
+    if (--base->second.pasts == 0) {
+        used_bytes_ -= base->second.bytes;
+        bases_.erase(base);
+    }
     shorts_ -= past->is_short;
     for (const u64 key : past->keys) {
         const auto found = keys_.find(key);
@@ -182,6 +219,12 @@ bool Book::holds_together() const {
         if (branches.empty() || branches.size() > branches_max_ || name != *branches.front()->session) return false;
         named -= branches.size();
     }
+    std::size_t shared = 0;
+    for (const auto& [data, base] : bases_) {
+        shared += base.pasts;
+        bytes += base.bytes;
+    }
+    if (shared != pasts_.size()) return false;
     const auto known = [](const auto& entry) { return entry.second->kept; };
     return bytes == used_bytes_ && bytes <= bytes_max_ && shorts == shorts_ && named == 0 &&
            std::all_of(keys_.begin(), keys_.end(), known);

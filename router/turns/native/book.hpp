@@ -1,6 +1,7 @@
 // The last prompts of conversations: token ids and digests, no text. Owns which earlier prompt a new one goes on from: by the
 // session's name, by its parent's, or, where a client names none, by the prompts that begin alike. Invariants: `used_bytes` is
-// the sum of what the prompts take, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first,
+// the sum of what the prompts and
+// their bases take, each base once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first,
 // and none stays longer than `keep_s`.
 #pragma once
 
@@ -8,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "outline.hpp"
 
@@ -27,13 +29,27 @@ struct Scope {
     }
 };
 
-// Somebody's token ids, kept as long as `owner` is.
-struct Ids {
-    std::shared_ptr<const void> owner;
-    const u32* data = nullptr;
-    std::size_t size = 0;
+// Somebody's numbers, lent for as long as this is kept.
+struct Lent {
+    const u32* data;
+    std::size_t size;
+};
 
-    // How many of the first ones are the same.
+// Token ids: the first `kept` ones of `base`, which many prompts share, then `rest`.
+struct Ids {
+    std::shared_ptr<const Lent> base;
+    std::size_t kept = 0;
+    const u32* rest = nullptr;
+    std::size_t rest_size = 0;
+
+    std::size_t size() const { return kept + rest_size; }
+    // Ids from this place on, so many of them side by side.
+    std::pair<const u32*, std::size_t> from(std::size_t at) const {
+        if (at < kept) return {base->data + at, kept - at};
+        return {rest + (at - kept), size() - at};
+    }
+    u32 last() const { return *from(size() - 1).first; }
+    // How many of the first ones are the same. What both have of one base is not looked at.
     std::size_t shared(const Ids& other) const;
 };
 
@@ -41,6 +57,8 @@ struct Ids {
 struct Asked {
     std::string id;  // that the client knows the request by
     Ids ids;
+    std::shared_ptr<const Lent> whole;  // all of them
+    bool stays;                   // somebody else keeps those anyway
     std::shared_ptr<const Scope> scope;
     std::vector<u64> keys;        // digests of its chunks
     std::vector<u64> shorts;      // of its first chunk's beginnings, where its session has no name and it, or others, need them
@@ -57,6 +75,7 @@ struct Asked {
 struct Past {
     std::shared_ptr<const Scope> scope;
     Ids ids;
+    std::vector<u32> own;  // the ids that are in no base
     std::optional<Outline> outline;
     std::string worker;
     double at_s;
@@ -64,13 +83,15 @@ struct Past {
     std::vector<u64> keys;
     bool is_short;
     i64 answer = 0;  // tokens generated, once that is known
-    std::size_t bytes = 0;
+    std::size_t bytes = 0;  // besides the base
     std::list<std::shared_ptr<Past>>::iterator place;
     bool kept = false;
 
+    // Takes over the ids of a prompt: those of its base are not copied.
+    void keep(const Asked& asked);
     std::size_t messages() const { return outline ? outline->messages.size() : 0; }
     // Of prompt and answer, what a cache can hold: the last token was never computed.
-    i64 known() const { return static_cast<i64>(ids.size) + std::max<i64>(answer - 1, 0); }
+    i64 known() const { return static_cast<i64>(ids.size()) + std::max<i64>(answer - 1, 0); }
 };
 
 class Book {
@@ -79,14 +100,17 @@ public:
     Book(std::size_t bytes_max, double keep_s, std::size_t branches_max)
         : bytes_max_(bytes_max), branches_max_(branches_max), keep_s_(keep_s) {}
 
-    // The prompt of which this one is a continuation, every token of it.
-    std::shared_ptr<Past> goes_on(const Asked& asked) const;
+    using Pasts = std::vector<std::shared_ptr<Past>>;
+    // Of a prompt whose session has no name: those that begin alike, the longest common beginning first.
+    Pasts alike(const Asked& asked) const;
+    // The prompt of which this one is a continuation, every token of it. `alike`: as above, here and below.
+    std::shared_ptr<Past> goes_on(const Asked& asked, const Pasts& alike) const;
     struct Before {
         std::shared_ptr<Past> past;
         std::size_t common = 0;  // tokens that both begin with
     };
     // The prompt that this one most likely goes on from, where it goes on otherwise; none for what is new.
-    Before before(const Asked& asked, const std::optional<Outline>& outline) const;
+    Before before(const Asked& asked, const Pasts& alike, const std::optional<Outline>& outline) const;
 
     // It was computed; `instead` of the one it goes on from.
     void put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& instead);
@@ -103,8 +127,10 @@ public:
     bool holds_together() const;
 
 private:
-    using Pasts = std::vector<std::shared_ptr<Past>>;
-    Pasts by_keys(const Asked& asked, bool all) const;
+    struct Base {
+        std::size_t pasts = 0, bytes = 0;  // that share it; of all its ids
+    };
+    void add(Pasts& found, u64 key) const;  // the prompt with that key, where it is not among them yet
     const Pasts* by_session(const Asked& asked, bool parents) const;
     void drop(const std::shared_ptr<Past>& past);
 
@@ -113,6 +139,7 @@ private:
     std::list<std::shared_ptr<Past>> pasts_;  // the longest unused first
     std::unordered_map<std::string, Pasts> sessions_;  // the last first
     std::unordered_map<u64, std::shared_ptr<Past>> keys_;
+    std::unordered_map<const u32*, Base> bases_;
     std::size_t used_bytes_ = 0, shorts_ = 0;
 };
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include <cmath>
+#include <cstring>
 #include <string_view>
 
 #include "why.hpp"
@@ -35,32 +36,25 @@ nb::object shown(const Name& name) { return name ? shown(*name) : nb::none(); }
 nb::object shown(double value) { return std::isnan(value) ? nb::none() : nb::object(nb::float_(value)); }
 nb::object shown_place(i64 value) { return value < 0 ? nb::none() : nb::object(nb::int_(value)); }
 
-// An array of unsigned 32 bit integers, lent for as long as somebody keeps it.
-class Lent {
+// An array of unsigned 32 bit integers.
+class Buffer : public Lent {
 public:
-    explicit Lent(nb::handle source) {
+    explicit Buffer(nb::handle source) : Lent{nullptr, 0} {
         if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
-        if (view_.itemsize == sizeof(u32) && view_.format != nullptr && *view_.format != 'f' && *view_.format != 'i') return;
-        PyBuffer_Release(&view_);
-        throw nb::type_error("expected an array of type I");
+        if (view_.itemsize != sizeof(u32) || view_.format == nullptr || *view_.format == 'f' || *view_.format == 'i') {
+            PyBuffer_Release(&view_);
+            throw nb::type_error("expected an array of type I");
+        }
+        data = static_cast<const u32*>(view_.buf);
+        size = static_cast<std::size_t>(view_.len) / sizeof(u32);
     }
-    ~Lent() { PyBuffer_Release(&view_); }
-    Lent(const Lent&) = delete;
-    Lent& operator=(const Lent&) = delete;
-
-    const u32* data() const { return static_cast<const u32*>(view_.buf); }
-    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(u32); }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
 
 private:
     Py_buffer view_{};
 };
-
-Ids ids_of(nb::handle source) {
-    auto lent = std::make_shared<const Lent>(source);
-    const u32* const data = lent->data();
-    const std::size_t size = lent->size();
-    return {std::move(lent), data, size};
-}
 
 std::vector<u64> keys_of(nb::handle source) {
     const nb::object items = nb::steal(PySequence_Fast(source.ptr(), "keys: expected a sequence"));
@@ -104,9 +98,9 @@ public:
         return found.is_none() ? std::nullopt : std::optional<double>(nb::cast<double>(found));
     }
     bool guessed(const std::string& worker) override { return nb::cast<bool>(facts_.attr("guessed")(shown(worker))); }
-    bool thinks(const u32* ids, std::size_t count) override {
+    bool thinks(const std::vector<u32>& ids) override {
         nb::list list;
-        for (std::size_t i = 0; i < count; ++i) list.append(ids[i]);
+        for (const u32 id : ids) list.append(id);
         return nb::cast<bool>(facts_.attr("thinks")(list));
     }
     std::optional<Outline> outline(std::size_t after) override {
@@ -114,16 +108,21 @@ public:
         const nb::object found = outline_(after);
         if (found.is_none()) return std::nullopt;
         Outline made;
-        const auto field = [&](PyObject* name) { return nb::getattr(found, nb::handle(name)); };
-        const Lent messages(field(kMessages)), tools(field(kTools));
-        const auto* const first = reinterpret_cast<const Message*>(messages.data());
-        made.messages.assign(first, first + messages.size() * sizeof(u32) / sizeof(Message));
-        made.tools.assign(tools.data(), tools.data() + tools.size());
-        made.flags = nb::cast<u32>(field(kFlags));
+        made.messages = numbers<Message>(nb::getattr(found, nb::handle(kMessages)));
+        made.tools = numbers<u32>(nb::getattr(found, nb::handle(kTools)));
+        made.flags = nb::cast<u32>(nb::getattr(found, nb::handle(kFlags)));
         return made;
     }
 
 private:
+    template <typename Item>
+    static std::vector<Item> numbers(nb::handle bytes) {
+        if (!PyBytes_Check(bytes.ptr())) throw nb::type_error("an outline: expected bytes");
+        std::vector<Item> found(static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())) / sizeof(Item));
+        if (!found.empty()) std::memcpy(found.data(), PyBytes_AS_STRING(bytes.ptr()), found.size() * sizeof(Item));
+        return found;
+    }
+
     nb::handle facts_, outline_;
 };
 
@@ -136,11 +135,18 @@ PyObject* reason_name(Reason reason) {
     return names[static_cast<std::size_t>(reason)];
 }
 
-void add(nb::handle counter, PyObject* name, i64 count) {
-    PyObject* const known = PyDict_GetItemWithError(counter.ptr(), name);
-    if (known == nullptr && PyErr_Occurred() != nullptr) throw nb::python_error();
-    const nb::object sum = nb::steal(PyLong_FromLongLong((known == nullptr ? 0 : PyLong_AsLongLong(known)) + count));
-    if (!sum.is_valid() || PyDict_SetItem(counter.ptr(), name, sum.ptr()) != 0) throw nb::python_error();
+constexpr std::array<const char*, 4> kSums = {"prompt", "best", "chosen", "reported"};
+
+// Adds to a counter, by name, and leaves nothing behind.
+template <std::size_t kCount>
+void move(std::array<i64, kCount>& counts, const std::array<const char*, kCount>& names, nb::dict counter, bool zeros = false) {
+    for (std::size_t i = 0; i < kCount; ++i) {
+        if (counts[i] == 0 && !zeros) continue;
+        const nb::str name(names[i]);
+        const i64 known = counter.contains(name) ? nb::cast<i64>(counter[name]) : 0;
+        counter[name] = known + counts[i];
+        counts[i] = 0;
+    }
 }
 
 nb::tuple told(const Why& why) {
@@ -175,13 +181,25 @@ private:
 };
 
 Asked asked_of(nb::handle tuple) {
-    const Fields fields(tuple, 12);
-    const i64 block = fields.number(9);
+    const Fields fields(tuple, 15);
+    const i64 block = fields.number(12);
     if (block < 1) throw nb::value_error("block: expected at least 1 token");
+    auto whole = std::make_shared<const Buffer>(fields[1]);
+    Ids ids{whole, whole->size, nullptr, 0};
+    if (!fields[2].is_none()) {
+        const auto base = std::make_shared<const Buffer>(fields[2]);
+        const i64 kept = fields.number(3);
+        if (kept < 0 || kept > static_cast<i64>(std::min(base->size, whole->size))) {
+            throw nb::value_error("kept: expected so many ids as both have");
+        }
+        const auto count = static_cast<std::size_t>(kept);
+        ids = {base, count, whole->data + count, whole->size - count};
+    }
     std::optional<u64> begins;
-    if (!fields[5].is_none()) begins = nb::cast<u64>(fields[5]);
-    return {text_of(fields[0]), ids_of(fields[1]), scope_of(fields[2]), keys_of(fields[3]), keys_of(fields[4]), begins,
-            name_of(fields[6]), name_of(fields[7]), text_of(fields[8]), block, fields.number(10), fields[11].is(Py_True)};
+    if (!fields[8].is_none()) begins = nb::cast<u64>(fields[8]);
+    return {text_of(fields[0]), std::move(ids), std::move(whole), fields[4].is(Py_True), scope_of(fields[5]),
+            keys_of(fields[6]), keys_of(fields[7]), begins, name_of(fields[9]), name_of(fields[10]), text_of(fields[11]), block,
+            fields.number(13), fields[14].is(Py_True)};
 }
 
 Placed placed_of(nb::handle tuple) {
@@ -202,7 +220,7 @@ class Ledger {
 public:
     Ledger(std::size_t bytes_max, double keep_s, std::size_t branches_max, std::size_t whys_max, nb::dict turns,
            nb::dict tokens, nb::dict sums)
-        : book(bytes_max, keep_s, branches_max), whys_max_(whys_max), turns_(std::move(turns)), tokens_(std::move(tokens)), sums_(std::move(sums)) {}
+        : book(bytes_max, keep_s, branches_max), whys_max_(whys_max), counters_{std::move(turns), std::move(tokens), std::move(sums)} {}
 
     std::shared_ptr<Why> explained(const Asked& asked, const Placed& placed, Facts& facts, double now, double at) const {
         return why(asked, turn_of(book, asked, facts), placed, facts, now, at);
@@ -222,14 +240,14 @@ public:
         made->past = std::make_shared<Past>();
         Past& past = *made->past;
         past.scope = asked.scope;
-        past.ids = asked.ids;
+        past.keep(asked);
         past.outline = std::move(turn.outline);
         past.worker = asked.target;
         past.at_s = now;
         past.session = asked.session;
         past.keys = std::move(keys);
         past.is_short = is_short;
-        if (static_cast<i64>(asked.ids.size) >= asked.block) book.put(made->past, turn.past);  // of less nothing can be cached
+        if (static_cast<i64>(asked.ids.size()) >= asked.block) book.put(made->past, turn.past);  // of less nothing can be cached
         remember(made);
         return made;
     }
@@ -238,21 +256,26 @@ public:
         why.past->answer = answer;
         why.past->at_s = now;
         if (reported >= 0) why.settle(reported);
-        add(turns_, reason_name(why.sum().reason), 1);
-        for (const Part& part : why.parts) add(tokens_, reason_name(part.reason), part.end - part.start);
+        ++turns_[place(why.sum().reason)];
+        for (const Part& part : why.parts) tokens_[place(part.reason)] += part.end - part.start;
         if (why.reported) {
-            static PyObject *const prompt = interned("prompt"), *const best = interned("best"),
-                            *const chosen = interned("chosen"), *const said = interned("reported");
-            add(sums_, prompt, why.prompt);
-            add(sums_, best, why.placed.has_better ? why.placed.best_cached : why.placed.cached);
-            add(sums_, chosen, why.placed.cached);
-            add(sums_, said, *why.reported);
+            const Placed& placed = why.placed;
+            const i64 best = placed.has_better ? placed.best_cached : placed.cached;
+            const i64 found[] = {why.prompt, best, placed.cached, *why.reported};
+            for (std::size_t i = 0; i < kSums.size(); ++i) sums_[i] += found[i];
         }
         if (why.final && why.session) book.forget(*why.session);
     }
 
+    // Adds to the counters what was counted since the last time.
+    void tell() {
+        move(turns_, kReasons, counters_[0]);
+        move(tokens_, kReasons, counters_[1]);
+        move(sums_, kSums, counters_[2], sums_[0] > 0);
+    }
+
     std::shared_ptr<Why> get(const std::string& id) const {
-        const auto found = whys_.find(id);
+        const auto found = whys_.find(std::string_view(id));
         return found == whys_.end() ? nullptr : *found->second;
     }
     std::size_t size() const { return whys_.size(); }
@@ -260,13 +283,15 @@ public:
     Book book;
 
 private:
+    static std::size_t place(Reason reason) { return static_cast<std::size_t>(reason); }
+
     static std::shared_ptr<Why> why(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now, double at) {
         auto made = std::make_shared<Why>();
         made->id = asked.id;
         made->at = at;
         made->session = asked.session;
         made->placed = placed;
-        made->prompt = static_cast<i64>(asked.ids.size);
+        made->prompt = static_cast<i64>(asked.ids.size());
         made->sampled = asked.sampled;
         made->final = asked.final;
         made->parts = parts_of(asked, turn, placed, facts, now);
@@ -275,17 +300,23 @@ private:
 
     void remember(const std::shared_ptr<Why>& why) {
         const auto known = whys_.find(why->id);
-        if (known != whys_.end()) order_.erase(known->second);
-        whys_[why->id] = order_.insert(order_.end(), why);
+        if (known != whys_.end()) {
+            const auto before = known->second;
+            whys_.erase(known);  // its name is the other one's
+            order_.erase(before);
+        }
+        whys_.emplace(why->id, order_.insert(order_.end(), why));
         if (order_.size() <= whys_max_) return;
         whys_.erase(order_.front()->id);
         order_.pop_front();
     }
 
     std::size_t whys_max_;
-    nb::dict turns_, tokens_, sums_;
-    std::list<std::shared_ptr<Why>> order_;
-    std::unordered_map<std::string, std::list<std::shared_ptr<Why>>::iterator> whys_;
+    nb::dict counters_[3];
+    std::array<i64, kReasons.size()> turns_{}, tokens_{};
+    std::array<i64, kSums.size()> sums_{};
+    std::list<std::shared_ptr<Why>> order_;  // the oldest first
+    std::unordered_map<std::string_view, std::list<std::shared_ptr<Why>>::iterator> whys_;
 };
 
 }  // namespace
@@ -296,27 +327,28 @@ NB_MODULE(_native, module) {
     nb::list reasons;
     for (const char* const reason : kReasons) reasons.append(reason);
     module.attr("REASONS") = nb::tuple(reasons);
-    nb::class_<Asked>(module, "Asked")
-        .def("__init__", [](Asked* self, nb::handle fields) { new (self) Asked(asked_of(fields)); });
     nb::class_<Why>(module, "Begun")
         .def("told", &told, "The fields of router/turns/parts.py's Why, `parts` as tuples of Part's.");
     nb::class_<Ledger>(module, "Ledger")
         .def(nb::init<std::size_t, double, std::size_t, std::size_t, nb::dict, nb::dict, nb::dict>(), nb::arg("bytes_max"),
              nb::arg("keep_s"), nb::arg("branches_max"), nb::arg("whys_max"), nb::arg("turns"), nb::arg("tokens"), nb::arg("sums"))
         // By position alone: nanobind takes these at once.
-        .def("explained", [](const Ledger& ledger, const Asked& asked, nb::handle placed, nb::handle facts,
+        .def("explained", [](const Ledger& ledger, nb::handle asked, nb::handle placed, nb::handle facts,
                              nb::handle outline, double now, double at) {
             Told told(facts, outline);
-            return ledger.explained(asked, placed_of(placed), told, now, at);
+            return ledger.explained(asked_of(asked), placed_of(placed), told, now, at);
         })
-        .def("begun", [](Ledger& ledger, const Asked& asked, nb::handle placed, nb::handle facts, nb::handle outline,
+        .def("begun", [](Ledger& ledger, nb::handle asked, nb::handle placed, nb::handle facts, nb::handle outline,
                          double now, double at) {
             Told told(facts, outline);
-            return ledger.begun(asked, placed_of(placed), told, now, at);
+            return ledger.begun(asked_of(asked), placed_of(placed), told, now, at);
         })
         .def("ended", &Ledger::ended)
-        .def("goes_on", [](const Ledger& ledger, const Asked& asked) { return ledger.book.goes_on(asked) != nullptr; },
-             nb::arg("asked"), "Whether it begins with a conversation's last prompt, every token of it.")
+        .def("tell", &Ledger::tell)
+        .def("goes_on", [](const Ledger& ledger, nb::handle asked) {
+            const Asked prompt = asked_of(asked);
+            return ledger.book.goes_on(prompt, ledger.book.alike(prompt)) != nullptr;
+        })
         .def("get", [](const Ledger& ledger, nb::handle id) { return ledger.get(text_of(id)); }, nb::arg("id"))
         .def("outlined", [](const Ledger& ledger, nb::handle session) { return ledger.book.outlined(text_of(session)); },
              nb::arg("session"), "Messages of the session's last prompt.")

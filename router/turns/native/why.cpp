@@ -55,12 +55,14 @@ Lost lost(const Past& past, Facts& facts, double now) {
 Difference difference_of(const Turn& turn, Facts& facts) {
     const Past& past = *turn.past;
     if (!turn.outline || !past.outline) return {Reason::kEdited};
-    const double share = static_cast<double>(turn.common) / static_cast<double>(past.ids.size);
+    const double share = static_cast<double>(turn.common) / static_cast<double>(past.ids.size());
     const Difference found = difference(*past.outline, *turn.outline, share);
-    const std::size_t tail = past.ids.size - turn.common;
+    const std::size_t tail = past.ids.size() - turn.common;
     if (found.how == Reason::kReEncoded && tail <= kTailTokens && answered(*turn.outline, past.messages())) {
         // What the template put before the answer is not what stands before it now.
-        const bool thinks = facts.thinks(past.ids.data + turn.common, tail);
+        std::vector<u32> ids;
+        for (std::size_t at = turn.common; at < past.ids.size(); ++at) ids.push_back(*past.ids.from(at).first);
+        const bool thinks = facts.thinks(ids);
         return {thinks ? Reason::kThinkingDropped : found.how, static_cast<i64>(past.messages())};
     }
     return found;
@@ -70,9 +72,10 @@ Difference difference_of(const Turn& turn, Facts& facts) {
 
 Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
     Turn turn;
-    turn.past = book.goes_on(asked);
+    const Book::Pasts alike = book.alike(asked);
+    turn.past = book.goes_on(asked, alike);
     if (turn.past != nullptr) {
-        turn.common = turn.past->ids.size;
+        turn.common = turn.past->ids.size();
         std::optional<Outline> fresh;
         if (turn.past->outline) fresh = facts.outline(turn.past->messages());
         if (!fresh) {
@@ -85,7 +88,7 @@ Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
         return turn;
     }
     turn.outline = facts.outline(0);
-    Book::Before found = book.before(asked, turn.outline);
+    Book::Before found = book.before(asked, alike, turn.outline);
     if (found.past != nullptr) {
         turn.past = std::move(found.past);
         turn.common = found.common;
@@ -97,7 +100,7 @@ Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
 
 std::vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now) {
     const Past* const past = turn.past.get();
-    const i64 block = asked.block, length = static_cast<i64>(asked.ids.size), common = static_cast<i64>(turn.common);
+    const i64 block = asked.block, length = static_cast<i64>(asked.ids.size()), common = static_cast<i64>(turn.common);
     Parts parts(std::min(placed.cached, length), length);
     if (placed.has_better) {
         if (Part* const part = parts.add(Reason::kElsewhere, placed.best_cached)) {
@@ -106,7 +109,7 @@ std::vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& p
             part->there_s = placed.best_ttft_s;
         }
     }
-    const bool goes_on = past != nullptr && turn.common == past->ids.size;
+    const bool goes_on = past != nullptr && turn.common == past->ids.size();
     const i64 known = past == nullptr ? 0 : goes_on ? past->known() : common;
     const i64 usable = whole(std::min(known, length - 1), block);
     if (past == nullptr || turn.differs || parts.at < usable) {

@@ -74,7 +74,7 @@ public:
     // Whether a worker's cache is guessed: it tells nothing of what it removes.
     virtual bool guessed(const std::string& worker) = 0;
     // Whether what these ids say opens or closes a thought.
-    virtual bool thinks(const u32* ids, std::size_t count) = 0;
+    virtual bool thinks(const std::vector<u32>& ids) = 0;
     // The outline of the messages from that one on; none where it is no chat, or that part is not known.
     virtual std::optional<Outline> outline(std::size_t after) = 0;
 };

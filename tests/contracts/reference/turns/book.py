@@ -1,8 +1,8 @@
 """The last prompts of conversations: token ids and digests, no text. Pure.
 
 Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
-by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts take, at most `bytes_max`;
-every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
+by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts and
+their bases take, each base once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Final
 from router.index.protocol import Scope
 from router.prompting.outlined import WORDS, Outline
 
-from .differences import contents, is_said
+from .differences import contents, is_said, numbers
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
 PROMPT_BYTES: Final = 600
 """Of a prompt, besides ids and outline."""
+OUTLINE_BYTES: Final = 256
+"""Of an outline, besides its numbers."""
 _ALIKE_MIN: Final = 0.5
 """Two prompts without messages are one conversation's where they share so much of the shorter one."""
 
@@ -39,12 +41,17 @@ class Past:
         session: str | None,
         keys: tuple[int, ...],
         is_short: bool = False,
+        base: array[int] | None = None,
+        kept: int = 0,
     ) -> None:
+        """`base`: whose first `kept` ids are its own first ones, which are kept there."""
+        self.base, self.kept = (ids, len(ids)) if base is None else (base, kept)
         self.scope, self.ids, self.outline, self.worker, self.at_s = scope, ids, outline, worker, at_s
         self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
         """Generated, once that is known."""
         self.bytes = 0
+        """Besides its base."""
 
     @property
     def messages(self) -> int:
@@ -68,6 +75,8 @@ class TurnBook:
         self._sessions: dict[str, list[Past]] = {}
         """The last first."""
         self._keys: dict[int, Past] = {}
+        self._bases: dict[int, list[Past]] = {}
+        """id of a base -> prompts that share it."""
         self.used_bytes = 0
         self.shorts = 0
         """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
@@ -112,11 +121,16 @@ class TurnBook:
         """It was computed; `instead` of the one it goes on from."""
         if instead is not None and instead.session == past.session:
             self._drop(instead)
-        past.bytes = PROMPT_BYTES + 4 * len(past.ids) + (past.outline.size if past.outline is not None else 0)
-        if past.bytes > self._bytes_max:
+        past.bytes = PROMPT_BYTES + 4 * (len(past.ids) - past.kept)
+        if past.outline is not None:
+            past.bytes += OUTLINE_BYTES + len(past.outline.messages) + len(past.outline.tools)
+        if past.bytes + 4 * len(past.base) > self._bytes_max:
             return
         self._pasts[id(past)] = past
         self.used_bytes += past.bytes
+        if id(past.base) not in self._bases:
+            self.used_bytes += 4 * len(past.base)
+        self._bases.setdefault(id(past.base), []).append(past)
         self.shorts += past.is_short
         for key in past.keys:
             self._keys[key] = past
@@ -162,6 +176,11 @@ class TurnBook:
         if self._pasts.pop(id(past), None) is None:
             return
         self.used_bytes -= past.bytes
+        sharing = self._bases[id(past.base)]
+        sharing.remove(past)
+        if not sharing:
+            del self._bases[id(past.base)]
+            self.used_bytes -= 4 * len(past.base)
         self.shorts -= past.is_short
         for key in past.keys:
             if self._keys.get(key) is past:
@@ -173,7 +192,10 @@ class TurnBook:
                 del self._sessions[past.session]
 
     def check_invariants(self) -> None:
-        assert self.used_bytes == sum(past.bytes for past in self._pasts.values()) <= self._bytes_max
+        bases = {id(past.base): len(past.base) for past in self._pasts.values()}
+        bytes_ = sum(past.bytes for past in self._pasts.values()) + 4 * sum(bases.values())
+        assert self.used_bytes == bytes_ <= self._bytes_max
+        assert set(bases) == set(self._bases)
         assert self.shorts == sum(past.is_short for past in self._pasts.values())
         named = [past for branches in self._sessions.values() for past in branches]
         assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
@@ -195,7 +217,7 @@ def _have_common(outline: Outline | None, past: Past, session: str | None) -> bo
     """Whether a message, at its place, is the same in both: then `_likeness` finds one."""
     if outline is None or past.outline is None:
         return False
-    own, old = outline.messages, past.outline.messages
+    own, old = numbers(outline), numbers(past.outline)
     for at in range(0, min(len(own), len(old)), WORDS):
         if own[at + 2] == old[at + 2] and (
             (session is not None or is_said(own[at + 3])) and (past.session is not None or is_said(old[at + 3]))

@@ -27,10 +27,16 @@ def extended(known: Outline, new: Outline) -> Outline:
     return Outline(0, known.messages + new.messages, known.tools, new.flags)
 
 
+def numbers(outline: Outline) -> array[int]:
+    """WORDS of each message."""
+    return array("I", outline.messages)
+
+
 def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
     """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
     `said` without system prompts, which many conversations share."""
-    bare, kinds = outline.messages[2::WORDS], outline.messages[3::WORDS]
+    words = numbers(outline)
+    bare, kinds = words[2::WORDS], words[3::WORDS]
     return compress(bare, bytes(kinds.tolist()).translate(_ROLES_OF)) if said else bare
 
 
@@ -43,7 +49,7 @@ def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | Non
     """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
     one's. Both are whole. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
     thought, or another encoding was chosen."""
-    before, now = old.messages, new.messages
+    before, now = numbers(old), numbers(new)
     count = min(len(before), len(now)) // WORDS
     changed = _changed(before, now, count)
     if old.tools != new.tools:
@@ -96,8 +102,8 @@ def _of_message(before: array[int], now: array[int], first: int) -> How:
 def answered(outline: Outline, message: int) -> How | None:
     """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
     stands there."""
-    at = message * WORDS + 3
-    if at >= len(outline.messages) or outline.messages[at] & _ROLE != 2:
+    words, at = numbers(outline), message * WORDS + 3
+    if at >= len(words) or words[at] & _ROLE != 2:
         return None
-    kind = outline.messages[at]
+    kind = words[at]
     return "thinking_dropped" if kind & THINKS else "tool_arguments" if kind & CALLS else "re_encoded"

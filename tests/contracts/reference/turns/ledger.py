@@ -40,10 +40,15 @@ class AskedTurn:
         sampled_tokens: int = 0,
         short: Sequence[int] = (),
         begins: int | None = None,
+        base: array[int] | None = None,
+        kept: int = 0,
+        stays: bool = False,
     ) -> None:
         self.id = id
         """That the client knows the request by."""
         self.ids, self.scope = ids, scope
+        self.base, self.kept, self.stays = base, kept, stays
+        """`ids` begins with so many of `base`'s, which somebody else keeps anyway; or all of its own."""
         self.keys = keys
         """Digests of its chunks."""
         self.outline = outline
@@ -128,7 +133,8 @@ class Ledger:
             keys = marks(asked.keys) or tuple(asked.short[-1:])
             keys += () if asked.begins is None else (asked.begins,)
         is_short = session is None and not asked.keys
-        past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys, is_short)
+        base, kept = (None, 0) if asked.stays else (asked.base, asked.kept)
+        past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys, is_short, base, kept)
         if len(asked.ids) >= asked.block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)
         self._whys[why.id] = why

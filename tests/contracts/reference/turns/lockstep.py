@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from router.decide.messages import Decision, ReportedUsage
 from router.turns import ledger as native
-from router.turns._native import Asked, Begun
+from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
-from router.turns.why import Facts
+from router.turns.why import Asked, Facts
 
 from .ledger import AskedTurn, BegunTurn, Ledger
 
@@ -58,6 +58,7 @@ class BothLedgers:
         self, begun: tuple[Begun, BegunTurn], usage: ReportedUsage | None, answer_tokens: int, now: float
     ) -> None:
         self.native.ended(begun[0], usage, answer_tokens, now)
+        self.native.tell()
         self.naive.ended(begun[1], usage, answer_tokens, now)
         self.why(begun)
         self._same()
@@ -79,7 +80,7 @@ class BothLedgers:
 
 
 def _native(asked: AskedTurn) -> Asked:
-    return Asked((
-        asked.id, asked.ids, asked.scope, asked.keys, asked.short, asked.begins, asked.session, asked.parent,
-        asked.target, asked.block, asked.sampled_tokens, asked.final,
-    ))  # fmt: skip
+    return (
+        asked.id, asked.ids, asked.base, asked.kept, asked.stays, asked.scope, asked.keys, asked.short, asked.begins,
+        asked.session, asked.parent, asked.target, asked.block, asked.sampled_tokens, asked.final,
+    )  # fmt: skip
