@@ -41,7 +41,7 @@ from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.edge.reasons import beginning, is_drawn
+from router.prompting.turn import beginning, is_drawn
 from router.turns.config import TurnsConfig
 
 CHUNKS = 64

@@ -66,7 +66,8 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
     std::vector<u32> words;
     const auto plain = [&](PyObject* message) {
         if (!PyDict_CheckExact(message) || PyDict_GET_SIZE(message) != 2) return false;
-        PyObject *const role = PyDict_GetItem(message, kRole), *const content = PyDict_GetItem(message, kContent);
+        PyObject* const role = PyDict_GetItemWithError(message, kRole);
+        PyObject* const content = PyDict_GetItemWithError(message, kContent);
         if (role == nullptr || content == nullptr || !PyUnicode_CheckExact(role) || !PyUnicode_CheckExact(content)) return false;
         Py_ssize_t size = 0;
         const char* const data = PyUnicode_AsUTF8AndSize(content, &size);
@@ -78,14 +79,16 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
         for (const std::string_view one : marks) {
             if (text.find(one) != std::string_view::npos) return false;
         }
-        PyObject* const kind = PyDict_GetItem(roles.ptr(), role);
+        PyObject* const kind = PyDict_GetItemWithError(roles.ptr(), role);
         const u32 digest = digest32(text.data(), text.size(), 0);
         const u32 made[] = {digest, digest, digest, kind == nullptr ? 4 : static_cast<u32>(PyLong_AsLong(kind)),
                             static_cast<u32>(PyUnicode_GET_LENGTH(content))};
         words.insert(words.end(), std::begin(made), std::end(made));
         return true;
     };
-    for (nb::handle message : messages) {
+    words.reserve(5 * messages.size());
+    for (std::size_t at = 0; at < messages.size(); ++at) {
+        const nb::object message = nb::borrow(PyList_GET_ITEM(messages.ptr(), static_cast<Py_ssize_t>(at)));
         if (plain(message.ptr())) continue;
         const nb::object told = other(message);
         for (int i = 0; i < 5; ++i) words.push_back(nb::cast<u32>(told[i]));

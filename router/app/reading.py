@@ -18,7 +18,6 @@ import msgspec
 from prompts.anthropic import CountRequest
 from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
-from prompts.sampled import Span
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
@@ -28,11 +27,11 @@ from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import cut, is_light
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
-from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, has_beginning, may_return
 from router.prompting.sessions import Names, Session, SessionNames
+from router.prompting.turn import ReadTurn
 from router.sharing.names import ModelNames
 
 COUNT: Final = "/v1/messages/count_tokens"
@@ -61,27 +60,18 @@ class HeadFields:
         self.session: Names = names.told(request.header)
 
 
-class Asked:
+class Asked(ReadTurn):
     """What a request asks for."""
 
     __slots__ = (
         "base",
-        "beginning",
         "body_bytes",
         "deadline_ms",
-        "drawn",
-        "kept",
-        "known",
         "like",
         "lora",
         "model",
-        "outline",
-        "parsed",
         "priority",
         "role",
-        "session",
-        "spans",
-        "stays",
         "tokens_max",
         "ttft_ms",
         "worker",
@@ -92,21 +82,7 @@ class Asked:
         model: str, base: str, lora: str | None, tokens_max: int | None,
     ) -> None:  # fmt: skip
         """`holder`: the worker that alone can answer."""
-        self.parsed = parsed
-        self.outline: Outline | None = None
-        """Of its messages, or the last of them, where it was read elsewhere."""
-        self.spans: list[Span] = []
-        """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
-        self.drawn: Callable[[int], Outline | None] | None = None
-        """Makes it, where not all of them were read now."""
-        self.known: Known | None = None
-        """Whose beginning its body has, where that was not read again."""
-        self.beginning: array[int] | None = None
-        """Token ids that are kept of it."""
-        self.kept = 0
-        """How many of those the prompt begins with."""
-        self.stays = False
-        """All its prompt's ids are kept, for when it returns."""
+        super().__init__(parsed, SessionNames.of(said.session, parsed))
         self.like: PromptMemory | None = None
         """Of a prompt that its known beginning begins."""
         self.model = model
@@ -123,7 +99,6 @@ class Asked:
         """By when its first token must be predicted."""
         self.worker = holder or said.worker
         self.role = said.role
-        self.session = SessionNames.of(said.session, parsed)
 
 
 class RequestReading:
@@ -287,7 +262,7 @@ class RequestReading:
         served = self._core.resolve_model(known.model)
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
             return None
-        asked.drawn = returned.outline
+        asked.drawn = returned.drawn.outline
         asked.known = known
         if read.ids is returned.ids:
             asked.beginning, asked.kept = known.ids, returned.kept

@@ -9,30 +9,23 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
-import xxhash
 
-from prompts.routing import RoutingRequest
-from prompts.sampled import Span
-from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from router.counters import Metrics
-from router.decide.books import AskedPrompt
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.index.protocol import Scope, Tokens
-from router.prompting.known import Known
-from router.prompting.outline import outline
+from router.index.protocol import Scope
 from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
-from router.prompting.sessions import Session
+from router.prompting.turn import ReadTurn
 from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Ledger, short_keys
@@ -41,47 +34,30 @@ from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, Facts, Outliner
 
 log = logging.getLogger("router")
 
-NAME_CHARS: Final = 256
 WAIT_S: Final = 0.25
 """That a first byte or an end waits for others, at most."""
 WAITING_MAX, WAITING_TOKENS_MAX = 64, 200_000
 """So many of them, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 
-class Read(Protocol):
-    """What a request asks for, as router/app/reading.py read it."""
-
-    parsed: RoutingRequest
-    outline: Outline | None
-    drawn: Callable[[int], Outline | None] | None
-    known: Known | None
-    beginning: array[int] | None
-    kept: int
-    stays: bool
-    session: Session
-    spans: list[Span]
-
-
 class _Looked:
-    """A request whose conversation is looked at: from its reading until what its end told was added up. Of the
-    exchange only what is needed is kept: it holds the body."""
+    """A request whose conversation is looked at: from its reading until what its end told was added up. Nothing is
+    kept that holds its body, or those of its ids that are kept elsewhere."""
 
     __slots__ = (
-        "begun", "decision", "end_s", "first_s", "is_looked_at", "is_over", "is_sampled", "is_whole", "name", "pieces",
-        "prompt", "read", "request_id", "route", "said", "usage",
+        "asked", "begun", "decision", "end_s", "first_s", "is_looked_at", "is_over", "is_sampled", "is_whole", "pieces",
+        "read", "said", "streams", "usage",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, read: Read) -> None:
-        self.request_id = request_id
-        self.read: Read | None = read
-        self.name = ""
-        """That the client knows."""
-        self.route: RouteRequest | None = None
+    def __init__(self, read: ReadTurn) -> None:
+        self.read: ReadTurn | None = read
+        """Until its first byte was looked at."""
+        self.asked: Asked | None = None
         self.decision: Decision | None = None
-        self.prompt: AskedPrompt | None = None
-        """These three from its first byte on."""
+        """These from its first byte on."""
         self.pieces: Sequence[bytes] = ()
         """Its body, where it may have to be read again."""
+        self.streams = False
         self.first_s = self.end_s = 0.0
         self.is_looked_at = False
         """Its first byte was, or is, elsewhere."""
@@ -117,7 +93,8 @@ class Reasons:
         """Those that have not ended."""
         self._waiting: list[_Looked] = []
         """First bytes and ends that nobody looked at yet, in their order."""
-        self._waiting_tokens = 0
+        self._waiting_tokens = self._waiting_shorts = 0
+        """That they hold themselves; first bytes of prompts without a chunk."""
         self._timer: asyncio.TimerHandle | None = None
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
@@ -125,16 +102,10 @@ class Reasons:
             proxy.on_end.append(self._ended)
         self.enabled, self.share = config.enabled, config.share
 
-    def enter(self, request_id: str, read: Read) -> None:
+    def enter(self, request_id: str, read: ReadTurn) -> None:
         """A request was read and is about to be placed."""
-        if self.enabled and read.parsed.kind != "other" and self._drawn(read):
-            self._requests[request_id] = _Looked(request_id, read)
-
-    def _drawn(self, read: Read) -> bool:
-        """Whether its conversation, with those that it started, is one of the share."""
-        return self.share >= 1 or is_drawn(
-            read.session.parent or read.session.name or beginning(read.parsed), self.share
-        )
+        if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
+            self._requests[request_id] = _Looked(read)
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -148,61 +119,60 @@ class Reasons:
         self.settle()
         return self.ledger.get(name)
 
-    def explain(self, read: Read, route: RouteRequest, decision: Decision, now: float) -> dict[str, Any] | None:
+    def explain(self, read: ReadTurn, route: RouteRequest, decision: Decision, now: float) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
         if not self.enabled or route.token_ids is None:
             return None
         self.settle()
-        ids = _ids(route.token_ids)
-        prompt = self._core.index.prepare(ids)
-        keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
-        asked = self._asked("", read, route, ids, keys, decision)
-        facts = self._facts(prompt, route)
-        return shown(self.ledger.explain(asked, _outliner(read), decision, facts, now, time.time()))
+        asked = self._asked_now("", read, route, decision)
+        why = self.ledger.explain(asked, read.outliner(), decision, self._facts(asked), now, time.time())
+        return shown(why)
 
     def note(
-        self, name: str, read: Read, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
+        self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
     ) -> None:
         """A request that ended elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
-        ids, now = _ids(route.token_ids), self._proxy.now()
-        prompt = self._core.index.prepare(ids)
-        keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
-        asked = self._asked(name, read, route, ids, keys, decision)
-        facts = self._facts(prompt, route)
-        begun = self.ledger.begun(asked, _outliner(read), decision, facts, now, time.time())
+        asked, now = self._asked_now(name, read, route, decision), self._proxy.now()
+        begun = self.ledger.begun(asked, read.outliner(), decision, self._facts(asked), now, time.time())
         self.ledger.ended(begun, usage, said, now)
         self.ledger.tell()
 
-    def _facts(self, prompt: Tokens, route: RouteRequest) -> IndexFacts:
-        return IndexFacts(self._core, self._emptied, prompt, route.scope, self._prompts.get(route.scope.model))
+    def _asked_now(self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision) -> Asked:
+        index, ids = self._core.index, route.token_ids or ()
+        keys = index.chunk_keys(ids, route.scope, self._core.config.working_set.chunk_tokens)
+        return self._asked(name, read, route, ids, keys, decision)
 
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _first_byte(self, exchange: Exchange) -> None:
         one, route, decision = self._requests.get(exchange.request_id), exchange.route, exchange.decision
-        if one is None or one.route is not None or route is None or decision is None or route.token_ids is None:
+        if one is None or route is None or decision is None or route.token_ids is None:
             return
-        prompt = self._core.book.asked(route.request_id)
-        if prompt is None or one.read is None:
+        read, prompt = one.read, self._core.book.asked(route.request_id)
+        if prompt is None or read is None or one.asked is not None:
             return
-        one.route, one.decision, one.prompt = route, decision, prompt
-        one.first_s, one.name = self._proxy.now(), exchange.trace_id.decode("latin-1")
-        outline = one.read.outline
-        if outline is not None and outline.after:
+        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
+        name = exchange.trace_id.decode("latin-1")
+        asked = one.asked = self._asked(name, read, route, route.token_ids, keys, decision)
+        one.decision, one.first_s, one.streams = decision, self._proxy.now(), route.stream
+        if read.outline is not None and read.outline.after:
             one.pieces = exchange.request.pieces
-        self._waiting_tokens += prompt.tokens
+        if not asked[4]:
+            self._waiting_tokens += len(asked[1])
+        if not keys and route.session is None:
+            self._waiting_shorts += 1
         self._wait(one)
 
     def _ended(self, exchange: Exchange) -> None:
         one = self._requests.pop(exchange.request_id, None)
-        if one is None or one.route is None:
+        if one is None or one.asked is None:
             return
         one.end_s, one.is_whole, one.usage = self._proxy.now(), exchange.outcome == "status_200", exchange.usage
         one.is_sampled = exchange.sampled
         said = None if one.usage is None else one.usage.completion_tokens
-        one.said = said if said is not None else exchange.progress.reads if one.route.stream else 0
+        one.said = said if said is not None else exchange.progress.reads if one.streams else 0
         self._wait(one)
 
     def _wait(self, one: _Looked) -> None:
@@ -219,7 +189,7 @@ class Reasons:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        waiting, self._waiting, self._waiting_tokens, self._waiting_shorts = self._waiting, [], 0, 0
         wall_s = time.time() - self._proxy.now()
         for one in waiting:
             try:
@@ -236,12 +206,11 @@ class Reasons:
 
     def _begin(self, one: _Looked, wall_s: float) -> None:
         """`wall_s`: what the clock on the wall is ahead."""
-        read, route, decision, prompt = one.read, one.route, one.decision, one.prompt
-        one.read = one.prompt = None
-        assert read is not None and route is not None and decision is not None and prompt is not None
-        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
-        asked = self._asked(one.name, read, route, _ids(route.token_ids or ()), keys, decision)
-        facts = self._facts(prompt.ids, route)
+        read, asked, decision = one.read, one.asked, one.decision
+        one.read = None
+        if read is None or asked is None or decision is None:
+            raise RuntimeError("a first byte that is looked at twice")
+        facts = self._facts(asked)
         if one.pieces and not self.ledger.book.goes_on(asked):
             whole = self._helpers.outline(one.pieces, read.parsed.kind)
             later = self._begin_later(one, whole, asked, decision, facts, wall_s)
@@ -250,7 +219,7 @@ class Reasons:
             task.add_done_callback(self._outlining.discard)
         else:
             at_s = one.first_s + wall_s
-            one.begun = self.ledger.begun(asked, _outliner(read), decision, facts, one.first_s, at_s)
+            one.begun = self.ledger.begun(asked, read.outliner(), decision, facts, one.first_s, at_s)
         one.pieces = ()
 
     async def _begin_later(
@@ -279,36 +248,51 @@ class Reasons:
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
     def _asked(
-        self, name: str, read: Read, route: RouteRequest, ids: array[int], keys: Sequence[int], decision: Decision
-    ) -> Asked:
-        worker = self._core.workers.get(decision.worker)
+        self, name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[int], keys: Sequence[int],
+        decision: Decision,
+    ) -> Asked:  # fmt: skip
+        worker, core = self._core.workers.get(decision.worker), self._core
         block = worker.spec.block_size if worker is not None else None
-        core = self._core
         short: Sequence[int] = ()
         begins: int | None = None
         if route.session is None:
-            begins = _begins(read)
-            if self.ledger.wants_short(keys):
-                short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
+            begins = read.begins()
+            if self._waiting_shorts or self.ledger.wants_short(keys):
+                short = short_keys(core.index, token_ids, route.scope, core.config.working_set.chunk_tokens)
+        else:
+            keys = ()  # it is not found by these
+        ids, beginning, kept, stays = read.ids(token_ids)
         sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
         return (
-            name, ids, read.beginning, read.kept, read.stays, route.scope, keys, short, begins, route.session,
-            route.parent, decision.worker, block or BLOCK_TOKENS, sampled, route.final,
+            name, ids, beginning, kept, stays, route.scope, keys, short, begins, route.session, route.parent,
+            decision.worker, block or BLOCK_TOKENS, sampled, route.final,
         )  # fmt: skip
+
+    def _facts(self, asked: Asked) -> IndexFacts:
+        scope = asked[5]
+        return IndexFacts(
+            self._core, self._emptied, asked[1], asked[2], asked[3], asked[4], scope, self._prompts.get(scope.model)
+        )
 
 
 class IndexFacts:
     """What the ledger wants to know of one prompt, asked of index, feed and tokenizer."""
 
-    __slots__ = ("_core", "_emptied", "_prompt", "_scope", "_tokenizer")
+    __slots__ = ("_beginning", "_core", "_emptied", "_ids", "_kept", "_scope", "_stays", "_tokenizer")
 
     def __init__(
-        self, core: RouterCore, emptied: Mapping[str, float], prompt: Tokens, scope: Scope, tokenizer: Tokenizer | None
-    ) -> None:
-        self._core, self._emptied, self._prompt, self._scope, self._tokenizer = core, emptied, prompt, scope, tokenizer
+        self, core: RouterCore, emptied: Mapping[str, float], ids: array[int], beginning: array[int] | None, kept: int,
+        stays: bool, scope: Scope, tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        """`ids` to `stays`: as ReadTurn.ids has them."""
+        self._core, self._emptied, self._scope, self._tokenizer = core, emptied, scope, tokenizer
+        self._ids, self._beginning, self._kept, self._stays = ids, beginning, kept, stays
 
     def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
-        found = self._core.index.gone(self._prompt, self._scope, start, step)
+        ids, beginning = self._ids, self._beginning
+        if beginning is not None and not self._stays:
+            ids = beginning[: self._kept] + ids
+        found = self._core.index.gone(ids, self._scope, start, step)
         if found is None:
             return None
         end, holder, when_s = found
@@ -327,55 +311,6 @@ class IndexFacts:
     def guessed(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
         return worker is not None and worker.spec.cache_view is CacheView.HISTORY
-
-
-def begins_with(parsed: RoutingRequest) -> int | None:
-    """A digest of what its user said first; None of what is no chat."""
-    return None if parsed.messages is None else _digest(beginning(parsed))
-
-
-def _begins(read: Read) -> int | None:
-    known = read.known
-    if known is None or known.kind != "chat":
-        return begins_with(read.parsed)
-    if known.begins is None:  # the same for all that have it
-        known.begins = begins_with(read.parsed)
-    return known.begins
-
-
-def is_drawn(name: str, share: float) -> bool:
-    """Whether a conversation of this name, or that begins so, is one of the share."""
-    return _digest(name) < share * 2**32
-
-
-def _digest(name: str) -> int:
-    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) & 0xFFFF_FFFF
-
-
-def beginning(parsed: RoutingRequest) -> str:
-    """What stays the same in all turns of a conversation without a name: what its user said first."""
-    found: Any = parsed.prompt
-    for message in parsed.messages or ():
-        if message.get("role") not in ("system", "developer"):
-            found = message.get("content")
-            break
-    if isinstance(found, list) and found and isinstance(found[0], dict):
-        found = found[0].get("text")
-    return found[:NAME_CHARS] if isinstance(found, str) else repr(found[:16] if isinstance(found, list) else None)
-
-
-def _outliner(read: Read) -> Outliner:
-    if read.drawn is not None:
-        return read.drawn
-    if read.outline is not None:
-        made = read.outline
-        return lambda after: made if made.after == after else None
-    parsed = read.parsed
-    return lambda after: outline(parsed, after)
-
-
-def _ids(ids: Sequence[int]) -> array[int]:
-    return ids if isinstance(ids, array) else array(ID_TYPE, ids)
 
 
 def shown(why: Why) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from router.prompting.outlined import Outline
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 THINKS, BILLED, CALLS = 8, 16, 32
 """As router/turns/native/outline.hpp has them."""
-_MARKS = (b"<think>", BILLING_LINE.encode())
+THINK, BILLING = b"<think>", BILLING_LINE.encode()
 """What a text without them says is what is rendered of it."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
@@ -49,7 +49,7 @@ def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
 
 def words_of(messages: list[Message]) -> bytes:
     """WORDS numbers for each message."""
-    return message_words(messages, _ROLES, *_MARKS, _message)
+    return message_words(messages, _ROLES, THINK, BILLING, _message)
 
 
 def outlined_tools(chat: RoutingRequest) -> bytes:
@@ -67,7 +67,7 @@ def flags_of(parsed: RoutingRequest) -> int:
         parsed.chat_template_kwargs, parsed.reasoning_effort, parsed.add_generation_prompt,
         parsed.continue_final_message or None, parsed.add_special_tokens or None, parsed.documents,
     )  # fmt: skip
-    return _digest(_sorted.encode(told)) if any([value is not None for value in told]) else 0
+    return _digest(_sorted.encode(told)) if any(value is not None for value in told) else 0
 
 
 def _digest(data: bytes, before: int = 0) -> int:

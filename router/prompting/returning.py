@@ -74,7 +74,7 @@ class Returned:
         """`kept`: how many of the first ids are those of the known prompt."""
         self.text = text
         """From the last known message on."""
-        self._words: bytes | None = None
+        self.drawn = Drawn(known, mark.count, rest)
 
     @property
     def parsed(self) -> RoutingRequest:
@@ -83,19 +83,33 @@ class Returned:
             return self.rest.parsed
         return self.rest.parsed.with_messages([*self.known.opening, *self.rest.new])
 
+
+class Drawn:
+    """Its outline, made when somebody asks for it: without the ids, which are many."""
+
+    def __init__(self, known: Known, count: int, rest: Rest) -> None:
+        self._known, self._before = known, MESSAGE_BYTES * count
+        self._new: list[Message] | None = rest.new
+        source = rest.parsed.source
+        self._is_none = source is not None and _depends(rest.parsed)
+        self._words = b""
+
     @property
     def words(self) -> bytes:
         """Of the messages that are new, as router/prompting/outlined.py has them."""
-        if self._words is None:
-            self._words = words_of(self.rest.new)
+        if self._new is not None:
+            self._words, self._new = words_of(self._new), None
         return self._words
 
     def outline(self, after: int = 0) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat."""
-        known, before = self.known, MESSAGE_BYTES * self.mark.count
-        if _depends(self.rest.parsed) or MESSAGE_BYTES * after > before + len(self.words):
+        known, before, start, words = self._known, self._before, MESSAGE_BYTES * after, self.words
+        if self._is_none or start > before + len(words):
             return None
-        words = known.words[MESSAGE_BYTES * after : before] + self.words[max(MESSAGE_BYTES * after - before, 0) :]
+        if start <= before:
+            words = known.words[start:before] + words
+        else:
+            words = words[start - before :]
         return Outline(after, words, b"" if after else known.tools, known.flags)
 
 
@@ -205,7 +219,7 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     )  # fmt: skip
     if made is None:
         return None
-    words = known.words[: MESSAGE_BYTES * mark.count] + returned.words[: MESSAGE_BYTES * fresh]
+    words = known.words[: MESSAGE_BYTES * mark.count] + returned.drawn.words[: MESSAGE_BYTES * fresh]
     if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
         mark = mark.without_tail()
     marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]

@@ -7,7 +7,6 @@ looked at, and in Python that would cost as much as a quarter of all else that i
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -88,6 +87,6 @@ def _placed(decision: Decision) -> Placed:
     )  # fmt: skip
 
 
-def short_keys(index: PrefixIndex, ids: array[int], scope: Scope, chunk_tokens: int) -> list[int]:
+def short_keys(index: PrefixIndex, ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
     """The keys of a prompt's first chunk of so many tokens."""
     return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_TOKENS)

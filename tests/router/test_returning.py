@@ -197,7 +197,7 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
         if name not in ("messages", "source"):
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
     for after in (0, 1, 3, 8, 99):
-        assert returned.outline(after) == outline(parsed, after)
+        assert returned.drawn.outline(after) == outline(parsed, after)
     assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
 
 

@@ -207,8 +207,9 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     assert all(a == b for a, b in pairwise(sizes))
 
 
-def plain(ids: Any, base: Any = None, kept: int = 0, block: int = 1, stays: bool = False) -> Asked:
-    return "r", ids, base, kept, stays, SCOPES[0], [], [], 1, None, None, "a", block, 0, False
+def plain(ids: Any, base: Any = None, kept: int = 0, *, block: int = 1, session: str | None = None) -> Asked:
+    begins = None if session else 1
+    return "r", ids, base, kept, False, SCOPES[0], [], [], begins, session, None, "a", block, 0, False
 
 
 def say(ledger: Ledger, asked: Asked, outline: Any = lambda _: None) -> None:
@@ -234,30 +235,26 @@ def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
 @pytest.mark.parametrize("kept", [-1, 3, 2**40])
 def test_no_more_is_shared_than_there_is(kept: int) -> None:
     ledger, short, long = Ledger(TurnsConfig()), array("I", [1, 2]), array("I", [1, 2, 3])
-    for ids, base in ((short, long), (long, short)):
+    for ids, base, whole in ((long, short, False), (short, long, True), (long, short, True)):
+        asked = plain(ids, base, kept)
         with pytest.raises(ValueError, match="kept"):
-            say(ledger, plain(ids, base, kept))
+            say(ledger, (*asked[:4], whole, *asked[5:]))
     assert len(ledger) == ledger.book.prompts == 0
 
 
 def test_what_prompts_share_is_kept_and_counted_once() -> None:
     """And lent: while a prompt is kept, nobody can change it."""
-    ledger, base = Ledger(TurnsConfig()), array("I", range(1000))
+    ledger, base, own = Ledger(TurnsConfig()), array("I", range(1000)), 0
     for number in range(4):
-        ids = base[:900] + array("I", [7] * number)
-        asked = list(plain(ids, base, 900))
-        asked[8], asked[9] = None, f"session {number}"
-        say(ledger, tuple(asked))  # type: ignore[arg-type]
-    assert ledger.book.used_bytes == 4 * 1000 + 4 * 600 + 4 * (0 + 1 + 2 + 3)
+        say(ledger, plain(array("I", [7] * number), base, 900, session=f"session {number}"))
+        own += 600 + 4 * number
+        assert ledger.book.used_bytes == 4 * 1000 + own
     with pytest.raises(BufferError):
         base.append(1)
     for number in range(4):
-        last = list(plain(ids, stays=True))
-        last[8], last[9], last[14] = None, f"session {number}", True
-        begun = ledger.begun(tuple(last), lambda _: None, Decision("r", "a", None, 0, 3, 0, 0.0,  # type: ignore[arg-type]
-                             Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0), 0.0), SomeFacts(), 0.0, 0.0)  # fmt: skip
-        ledger.ended(begun, None, 3, 0.0)
-        assert ledger.book.used_bytes == (0 if number == 3 else 4 * 1000 + (3 - number) * 600 + 4 * sum(range(number + 1, 4)))
+        say(ledger, plain(array("I", [5]), session=f"session {number}"))  # it goes on otherwise
+        own += 4 - 4 * number
+        assert ledger.book.used_bytes == 4 * 1000 * (number < 3) + own
     base.append(1)
 
 

@@ -25,11 +25,12 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.edge.reasons import IndexFacts, begins_with
+from router.edge.reasons import IndexFacts
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outline import THINKS, outline, words_of
 from router.prompting.outlined import Outline
+from router.prompting.turn import begins_with
 from router.turns._native import REASONS
 from router.turns.config import TurnsConfig
 from router.turns.ledger import short_keys
@@ -124,7 +125,8 @@ class Fleet:
         )  # fmt: skip
 
     def facts(self, route: RouteRequest) -> Facts:
-        return IndexFacts(self.core, self.emptied, route.token_ids or [], route.scope, self.tokenizer)
+        ids = array("I", route.token_ids or ())
+        return IndexFacts(self.core, self.emptied, ids, None, 0, False, route.scope, self.tokenizer)
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
         names, parent = [], None

@@ -60,16 +60,6 @@ std::size_t Ids::shared(const Ids& other) const {
     return same;
 }
 
-void Past::keep(const Asked& asked) {
-    if (asked.stays) {
-        ids = {asked.whole, asked.whole->size, nullptr, 0};
-        return;
-    }
-    ids = asked.ids;
-    own.assign(ids.rest, ids.rest + ids.rest_size);
-    ids.rest = own.data();
-}
-
 std::vector<u64> marks(const std::vector<u64>& keys) {
     std::vector<u64> found;
     for (std::size_t count = keys.size(); count > 0; count /= 2) found.push_back(keys[count - 1]);
@@ -146,7 +136,7 @@ Book::Before Book::before(const Asked& asked, const Pasts& alike, const std::opt
 void Book::put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& instead) {
     if (instead && instead->session == past->session) drop(instead);
     const Lent& lent = *past->ids.base;
-    past->bytes = kPromptBytes + sizeof(u32) * past->own.size() + (past->outline ? past->outline->bytes() : 0);
+    past->bytes = kPromptBytes + sizeof(u32) * past->ids.rest() + (past->outline ? past->outline->bytes() : 0);
     if (past->bytes + sizeof(u32) * lent.size > bytes_max_) return;
     past->place = pasts_.insert(pasts_.end(), past);
     past->kept = true;

@@ -35,18 +35,20 @@ struct Lent {
     std::size_t size;
 };
 
-// Token ids: the first `kept` ones of `base`, which many prompts share, then `rest`.
+// Token ids: the first `kept` ones of `base`, which many prompts share, then those of `own`. `whole`: that has all of them.
 struct Ids {
     std::shared_ptr<const Lent> base;
     std::size_t kept = 0;
-    const u32* rest = nullptr;
-    std::size_t rest_size = 0;
+    std::shared_ptr<const Lent> own;
+    bool whole = false;
 
-    std::size_t size() const { return kept + rest_size; }
+    std::size_t skipped() const { return whole ? kept : 0; }
+    std::size_t rest() const { return own ? own->size - skipped() : 0; }
+    std::size_t size() const { return kept + rest(); }
     // Ids from this place on, so many of them side by side.
     std::pair<const u32*, std::size_t> from(std::size_t at) const {
         if (at < kept) return {base->data + at, kept - at};
-        return {rest + (at - kept), size() - at};
+        return {own->data + skipped() + (at - kept), size() - at};
     }
     u32 last() const { return *from(size() - 1).first; }
     // How many of the first ones are the same. What both have of one base is not looked at.
@@ -57,8 +59,6 @@ struct Ids {
 struct Asked {
     std::string id;  // that the client knows the request by
     Ids ids;
-    std::shared_ptr<const Lent> whole;  // all of them
-    bool stays;                   // somebody else keeps those anyway
     std::shared_ptr<const Scope> scope;
     std::vector<u64> keys;        // digests of its chunks
     std::vector<u64> shorts;      // of its first chunk's beginnings, where its session has no name and it, or others, need them
@@ -75,7 +75,6 @@ struct Asked {
 struct Past {
     std::shared_ptr<const Scope> scope;
     Ids ids;
-    std::vector<u32> own;  // the ids that are in no base
     std::optional<Outline> outline;
     std::string worker;
     double at_s;
@@ -87,8 +86,6 @@ struct Past {
     std::list<std::shared_ptr<Past>>::iterator place;
     bool kept = false;
 
-    // Takes over the ids of a prompt: those of its base are not copied.
-    void keep(const Asked& asked);
     std::size_t messages() const { return outline ? outline->messages.size() : 0; }
     // Of prompt and answer, what a cache can hold: the last token was never computed.
     i64 known() const { return static_cast<i64>(ids.size()) + std::max<i64>(answer - 1, 0); }

@@ -184,20 +184,18 @@ Asked asked_of(nb::handle tuple) {
     const Fields fields(tuple, 15);
     const i64 block = fields.number(12);
     if (block < 1) throw nb::value_error("block: expected at least 1 token");
-    auto whole = std::make_shared<const Buffer>(fields[1]);
-    Ids ids{whole, whole->size, nullptr, 0};
+    Ids ids{std::make_shared<const Buffer>(fields[1]), 0, nullptr, false};
+    ids.kept = ids.base->size;
     if (!fields[2].is_none()) {
-        const auto base = std::make_shared<const Buffer>(fields[2]);
-        const i64 kept = fields.number(3);
-        if (kept < 0 || kept > static_cast<i64>(std::min(base->size, whole->size))) {
-            throw nb::value_error("kept: expected so many ids as both have");
-        }
-        const auto count = static_cast<std::size_t>(kept);
-        ids = {base, count, whole->data + count, whole->size - count};
+        const bool whole = fields[4].is(Py_True);
+        const std::shared_ptr<const Lent> base = std::make_shared<const Buffer>(fields[2]);
+        const i64 kept = fields.number(3), most = static_cast<i64>(whole ? std::min(base->size, ids.kept) : base->size);
+        if (kept < 0 || kept > most) throw nb::value_error("kept: expected so many ids as there are");
+        ids = {base, static_cast<std::size_t>(kept), ids.base, whole};
     }
     std::optional<u64> begins;
     if (!fields[8].is_none()) begins = nb::cast<u64>(fields[8]);
-    return {text_of(fields[0]), std::move(ids), std::move(whole), fields[4].is(Py_True), scope_of(fields[5]),
+    return {text_of(fields[0]), std::move(ids), scope_of(fields[5]),
             keys_of(fields[6]), keys_of(fields[7]), begins, name_of(fields[9]), name_of(fields[10]), text_of(fields[11]), block,
             fields.number(13), fields[14].is(Py_True)};
 }
@@ -240,7 +238,8 @@ public:
         made->past = std::make_shared<Past>();
         Past& past = *made->past;
         past.scope = asked.scope;
-        past.keep(asked);
+        past.ids = asked.ids;
+        if (past.ids.whole) past.ids = {asked.ids.own, asked.ids.own->size, nullptr, false};  // which somebody keeps
         past.outline = std::move(turn.outline);
         past.worker = asked.target;
         past.at_s = now;

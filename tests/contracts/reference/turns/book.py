@@ -1,8 +1,9 @@
 """The last prompts of conversations: token ids and digests, no text. Pure.
 
 Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
-by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts and
-their bases take, each base once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
+by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts and their bases take, each base
+once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first, and none stays longer
+than `keep_s`.
 """
 
 from __future__ import annotations
