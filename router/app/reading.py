@@ -64,6 +64,7 @@ class Asked(ReadTurn):
     """What a request asks for."""
 
     __slots__ = (
+        "alike",
         "base",
         "body_bytes",
         "deadline_ms",
@@ -85,6 +86,8 @@ class Asked(ReadTurn):
         super().__init__(parsed, SessionNames.of(said.session, parsed))
         self.like: PromptMemory | None = None
         """Of a prompt that its known beginning begins."""
+        self.alike: int | None = None
+        """Tokens that both are known to begin with."""
         self.model = model
         self.base = base
         self.lora = lora
@@ -266,6 +269,7 @@ class RequestReading:
         asked.known = known
         if read.ids is returned.ids:
             asked.beginning, asked.kept = known.ids, returned.kept
+            asked.alike = returned.kept if known.memory_is_own else None
         asked.like = cast("PromptMemory | None", known.memory)
         return asked, read
 
@@ -280,7 +284,7 @@ class RequestReading:
         memory = None if prompt is None else self._core.index.remember(prompt.ids)
         if memory is not None:
             shared = known.ids.itemsize * len(known.ids) if asked.stays else 0
-            known.memory, known.memory_bytes = memory, memory.nbytes - shared
+            known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, asked.stays
         self.known.keep(known, read.instead)
 
     def _is_json(self, request: HttpRequest, path: str | None) -> bool:
@@ -304,6 +308,7 @@ class RequestReading:
             token_ids=token_ids,
             prompt_tokens=prompt_tokens,
             like=asked.like,
+            alike=asked.alike,
             output_max=1 if parsed.kind == "other" else parsed.output_max,  # of others, what is computed is the prompt
             output_min=min(parsed.output_min, room),
             stream=parsed.stream,
@@ -326,7 +331,7 @@ class RequestReading:
         tokens_max = asked.tokens_max
         if tokens_max is not None and len(found.ids) >= tokens_max > len(token_ids):
             return token_ids  # too long, as the worker finds too
-        asked.spans, asked.beginning = found.spans, None
+        asked.spans, asked.beginning, asked.alike = found.spans, None, None
         return found.ids
 
     def _estimate(self, asked: Asked) -> int:

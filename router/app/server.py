@@ -237,14 +237,14 @@ class RouterApp:
         except RequestError as error:
             self._reject(exchange, error)
         else:
-            if self._reasons is not None and not exchange.done:
-                self._reasons.enter(exchange.request_id, asked)
             route.tenant = tenant
             if self._tenants.shares:
                 route.share = self._tenants.shares.get(tenant, 1.0)
             copied = exchange.request.pieces
             self._proxy.route(exchange, route)
             self._reading.keep(asked, read, route)
+            if self._reasons is not None and not exchange.done:
+                self._reasons.enter(exchange, asked)
             if self._mirror is not None and tenant != MIRROR:
                 new = self._reading.mirror(asked)
                 if new is not None:

@@ -153,9 +153,12 @@ class CacheBook:
                 self._index.unpin(pinned[1])
 
     # A request's life --------------------------------------------------------------------------------------------
-    def ask(self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None) -> AskedPrompt:
-        """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike."""
-        return AskedPrompt(self._index, self._index.prepare(ids, like), scope, tokens)
+    def ask(
+        self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None, alike: int | None = None
+    ) -> AskedPrompt:
+        """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike, `alike`:
+        with so many tokens, where that is known."""
+        return AskedPrompt(self._index, self._index.prepare(ids, like, alike), scope, tokens)
 
     def shortlist(self, prompt: AskedPrompt, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix

@@ -121,7 +121,9 @@ class Chooser:
         factor = self._tracker.utilisation_factor(now)
         order = self._registry.order(request, candidates, factor) if self._shortens and not (ahead or held_s) else None
         if request.token_ids is not None:
-            prompt = self._book.ask(request.token_ids, request.scope, request.prompt_tokens, request.like)
+            prompt = self._book.ask(
+                request.token_ids, request.scope, request.prompt_tokens, request.like, request.alike
+            )
             if order is not None:
                 few, matches = self._book.shortlist(prompt, order) or (candidates, None)
         elif order is not None:

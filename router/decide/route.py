@@ -10,9 +10,9 @@ import msgspec
 from router.index.protocol import PromptMemory, Scope
 
 _FIELDS = (
-    "request_id", "model", "scope", "token_ids", "prompt_tokens", "like", "output_max", "output_min", "stream",
-    "priority", "worker", "session", "parent", "final", "subset", "role", "deadline_s", "ttft_s_max", "tenant",
-    "share", "kinds",
+    "request_id", "model", "scope", "token_ids", "prompt_tokens", "like", "alike", "output_max", "output_min",
+    "stream", "priority", "worker", "session", "parent", "final", "subset", "role", "deadline_s", "ttft_s_max",
+    "tenant", "share", "kinds",
 )  # fmt: skip
 
 _DECIDED = (
@@ -34,6 +34,7 @@ class RouteRequest:
         token_ids: Sequence[int] | None,
         prompt_tokens: int,
         like: PromptMemory | None = None,
+        alike: int | None = None,
         output_max: int = 0,
         output_min: int = 0,
         stream: bool = True,
@@ -59,6 +60,8 @@ class RouteRequest:
         """len(token_ids), or an estimate where they are None."""
         self.like = like
         """Of a prompt that may begin as this one does."""
+        self.alike = alike
+        """Tokens that both are known to begin with; None where they have to be compared."""
         self.output_max = output_max
         """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
         self.output_min = output_min

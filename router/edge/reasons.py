@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +20,6 @@ from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.index.protocol import Scope
 from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
@@ -30,7 +28,7 @@ from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Ledger, short_keys
 from router.turns.parts import Why, why_of
-from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, Facts, Outliner
+from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, Outliner
 
 log = logging.getLogger("router")
 
@@ -41,23 +39,25 @@ WAITING_MAX, WAITING_TOKENS_MAX = 64, 200_000
 
 
 class _Looked:
-    """A request whose conversation is looked at: from its reading until what its end told was added up. Nothing is
-    kept that holds its body, or those of its ids that are kept elsewhere."""
+    """A request whose conversation is looked at: from when it was placed until what its end told was added up. Nothing
+    is kept that holds its body, its text, or those of its ids that are kept elsewhere."""
 
     __slots__ = (
-        "asked", "begun", "decision", "end_s", "first_s", "is_looked_at", "is_over", "is_sampled", "is_whole", "pieces",
-        "read", "said", "streams", "usage",
+        "asked", "begun", "decision", "end_s", "first_s", "is_looked_at", "is_over", "is_sampled", "is_whole", "kind",
+        "outliner", "pieces", "read", "said", "streams", "usage",
     )  # fmt: skip
 
     def __init__(self, read: ReadTurn) -> None:
         self.read: ReadTurn | None = read
-        """Until its first byte was looked at."""
+        """Until these are made of it."""
         self.asked: Asked | None = None
-        self.decision: Decision | None = None
-        """These from its first byte on."""
+        self.outliner: Outliner | None = None
+        self.kind = read.parsed.kind
         self.pieces: Sequence[bytes] = ()
         """Its body, where it may have to be read again."""
         self.streams = False
+        self.decision: Decision | None = None
+        """From its first byte on."""
         self.first_s = self.end_s = 0.0
         self.is_looked_at = False
         """Its first byte was, or is, elsewhere."""
@@ -88,13 +88,14 @@ class Reasons:
     ) -> None:
         self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
         self._core, self._proxy, self._prompts, self._helpers = core, proxy, prompts, helpers
-        self._emptied = emptied
+        self._facts = IndexFacts(core, emptied, prompts.get)
+        self._chunk_tokens = core.config.working_set.chunk_tokens
         self._requests: dict[str, _Looked] = {}
         """Those that have not ended."""
         self._waiting: list[_Looked] = []
         """First bytes and ends that nobody looked at yet, in their order."""
-        self._waiting_tokens = self._waiting_shorts = 0
-        """That they hold themselves; first bytes of prompts without a chunk."""
+        self._waiting_tokens = 0
+        """That they hold themselves."""
         self._timer: asyncio.TimerHandle | None = None
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
@@ -102,10 +103,12 @@ class Reasons:
             proxy.on_end.append(self._ended)
         self.enabled, self.share = config.enabled, config.share
 
-    def enter(self, request_id: str, read: ReadTurn) -> None:
-        """A request was read and is about to be placed."""
+    def enter(self, exchange: Exchange, read: ReadTurn) -> None:
+        """A request was placed, or waits for that: what it was made of is at hand now, and will be in no processor's
+        cache later."""
         if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
-            self._requests[request_id] = _Looked(read)
+            one = self._requests[exchange.request_id] = _Looked(read)
+            self._ask(one, exchange)
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -124,9 +127,9 @@ class Reasons:
         if not self.enabled or route.token_ids is None:
             return None
         self.settle()
-        asked = self._asked_now("", read, route, decision)
-        why = self.ledger.explain(asked, read.outliner(), decision, self._facts(asked), now, time.time())
-        return shown(why)
+        asked, block = self._shorts(self._asked_now("", read, route)), self._block(decision)
+        facts = self._facts.about(asked)
+        return shown(self.ledger.explain(asked, read.outliner(), decision, block, facts, now, time.time()))
 
     def note(
         self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
@@ -134,40 +137,49 @@ class Reasons:
         """A request that ended elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
-        asked, now = self._asked_now(name, read, route, decision), self._proxy.now()
-        begun = self.ledger.begun(asked, read.outliner(), decision, self._facts(asked), now, time.time())
+        asked, now = self._shorts(self._asked_now(name, read, route)), self._proxy.now()
+        facts, block = self._facts.about(asked), self._block(decision)
+        begun = self.ledger.begun(asked, read.outliner(), decision, block, facts, now, time.time())
         self.ledger.ended(begun, usage, said, now)
         self.ledger.tell()
 
-    def _asked_now(self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision) -> Asked:
-        index, ids = self._core.index, route.token_ids or ()
-        keys = index.chunk_keys(ids, route.scope, self._core.config.working_set.chunk_tokens)
-        return self._asked(name, read, route, ids, keys, decision)
+    def _asked_now(self, name: str, read: ReadTurn, route: RouteRequest) -> Asked:
+        ids = route.token_ids or ()
+        return _asked(name, read, route, ids, self._core.index.chunk_keys(ids, route.scope, self._chunk_tokens))
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _first_byte(self, exchange: Exchange) -> None:
-        one, route, decision = self._requests.get(exchange.request_id), exchange.route, exchange.decision
-        if one is None or route is None or decision is None or route.token_ids is None:
+    def _ask(self, one: _Looked, exchange: Exchange) -> None:
+        """What will be asked about it, as soon as the core has its prompt."""
+        read, route = one.read, exchange.route
+        if read is None or route is None or route.token_ids is None:
             return
-        read, prompt = one.read, self._core.book.asked(route.request_id)
-        if prompt is None or read is None or one.asked is not None:
+        prompt = self._core.book.asked(route.request_id)
+        if prompt is None:
             return
-        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
-        name = exchange.trace_id.decode("latin-1")
-        asked = one.asked = self._asked(name, read, route, route.token_ids, keys, decision)
-        one.decision, one.first_s, one.streams = decision, self._proxy.now(), route.stream
+        keys, name = prompt.keys(self._chunk_tokens), exchange.trace_id.decode("latin-1")
+        one.asked, one.streams = _asked(name, read, route, route.token_ids, keys), route.stream
+        one.outliner, one.read = read.drawn(0) if read.drawn is not None else read.outliner(), None
         if read.outline is not None and read.outline.after:
             one.pieces = exchange.request.pieces
+
+    def _first_byte(self, exchange: Exchange) -> None:
+        one, decision = self._requests.get(exchange.request_id), exchange.decision
+        if one is None or one.decision is not None:
+            return
+        if one.asked is None:
+            self._ask(one, exchange)
+        asked = one.asked
+        if asked is None or decision is None:
+            return
+        one.decision, one.first_s = decision, self._proxy.now()
         if not asked[4]:
             self._waiting_tokens += len(asked[1])
-        if not keys and route.session is None:
-            self._waiting_shorts += 1
         self._wait(one)
 
     def _ended(self, exchange: Exchange) -> None:
         one = self._requests.pop(exchange.request_id, None)
-        if one is None or one.asked is None:
+        if one is None or one.decision is None:
             return
         one.end_s, one.is_whole, one.usage = self._proxy.now(), exchange.outcome == "status_200", exchange.usage
         one.is_sampled = exchange.sampled
@@ -189,7 +201,7 @@ class Reasons:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waiting, self._waiting, self._waiting_tokens, self._waiting_shorts = self._waiting, [], 0, 0
+        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
         wall_s = time.time() - self._proxy.now()
         for one in waiting:
             try:
@@ -206,36 +218,34 @@ class Reasons:
 
     def _begin(self, one: _Looked, wall_s: float) -> None:
         """`wall_s`: what the clock on the wall is ahead."""
-        read, asked, decision = one.read, one.asked, one.decision
-        one.read = None
-        if read is None or asked is None or decision is None:
-            raise RuntimeError("a first byte that is looked at twice")
-        facts = self._facts(asked)
+        asked, decision = one.asked, one.decision
+        if asked is None or decision is None:
+            raise RuntimeError("a first byte of a request that nobody placed")
+        one.asked, asked = None, self._shorts(asked)
         if one.pieces and not self.ledger.book.goes_on(asked):
-            whole = self._helpers.outline(one.pieces, read.parsed.kind)
-            later = self._begin_later(one, whole, asked, decision, facts, wall_s)
-            task = asyncio.get_running_loop().create_task(later)
+            whole = self._helpers.outline(one.pieces, one.kind)
+            task = asyncio.get_running_loop().create_task(self._begin_later(one, whole, asked, decision, wall_s))
             self._outlining.add(task)
             task.add_done_callback(self._outlining.discard)
         else:
-            at_s = one.first_s + wall_s
-            one.begun = self.ledger.begun(asked, read.outliner(), decision, facts, one.first_s, at_s)
-        one.pieces = ()
+            self._know(one, one.outliner or _no_outline, asked, decision, wall_s)
+        one.outliner, one.pieces = None, ()
 
     async def _begin_later(
-        self, one: _Looked, outlined: Awaitable[Outline | None], asked: Asked, decision: Decision, facts: Facts,
-        wall_s: float,
-    ) -> None:  # fmt: skip
+        self, one: _Looked, outlined: Awaitable[Outline | None], asked: Asked, decision: Decision, wall_s: float
+    ) -> None:
         """The conversation was changed: its large body is looked at once more, elsewhere."""
         try:
-            whole = await outlined
-            outlines: Outliner = lambda after: whole if not after else None  # noqa: E731
-            one.begun = self.ledger.begun(asked, outlines, decision, facts, one.first_s, one.first_s + wall_s)
-            if one.is_over:
+            self._know(one, await outlined or _no_outline, asked, decision, wall_s)
+            if one.is_over and one.begun is not None:
                 self._end(one, one.begun)
                 self.ledger.tell()
         except Exception as error:  # noqa: BLE001  a boundary
             self._proxy.metrics.crashed("reasons", error)
+
+    def _know(self, one: _Looked, outliner: Outliner, asked: Asked, decision: Decision, wall_s: float) -> None:
+        facts, now = self._facts.about(asked), one.first_s
+        one.begun = self.ledger.begun(asked, outliner, decision, self._block(decision), facts, now, now + wall_s)
 
     def _end(self, one: _Looked, begun: Begun) -> None:
         if not one.is_whole:
@@ -247,52 +257,48 @@ class Reasons:
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
-    def _asked(
-        self, name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[int], keys: Sequence[int],
-        decision: Decision,
-    ) -> Asked:  # fmt: skip
-        worker, core = self._core.workers.get(decision.worker), self._core
-        block = worker.spec.block_size if worker is not None else None
-        short: Sequence[int] = ()
-        begins: int | None = None
-        if route.session is None:
-            begins = read.begins()
-            if self._waiting_shorts or self.ledger.wants_short(keys):
-                short = short_keys(core.index, token_ids, route.scope, core.config.working_set.chunk_tokens)
-        else:
-            keys = ()  # it is not found by these
-        ids, beginning, kept, stays = read.ids(token_ids)
-        sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
-        return (
-            name, ids, beginning, kept, stays, route.scope, keys, short, begins, route.session, route.parent,
-            decision.worker, block or BLOCK_TOKENS, sampled, route.final,
-        )  # fmt: skip
+    def _block(self, decision: Decision) -> int:
+        worker = self._core.workers.get(decision.worker)
+        return BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
 
-    def _facts(self, asked: Asked) -> IndexFacts:
-        scope = asked[5]
-        return IndexFacts(
-            self._core, self._emptied, asked[1], asked[2], asked[3], asked[4], scope, self._prompts.get(scope.model)
-        )
+    def _shorts(self, asked: Asked) -> Asked:
+        """With the keys of its first chunk, where it may be found by them."""
+        ids, beginning, kept, stays, scope, keys = asked[1], asked[2], asked[3], asked[4], asked[5], asked[6]
+        if asked[9] is not None or not self.ledger.wants_short(keys):
+            return asked
+        most = self._chunk_tokens + 1
+        first = ids[:most]
+        if beginning is not None and not stays:
+            first = beginning[: min(kept, most)] + ids[: max(most - kept, 0)]
+        short = short_keys(self._core.index, first, scope, self._chunk_tokens)
+        return (
+            asked[0], ids, beginning, kept, stays, scope, keys, short, asked[8], asked[9], asked[10], asked[11],
+            asked[12],
+        )  # fmt: skip
 
 
 class IndexFacts:
     """What the ledger wants to know of one prompt, asked of index, feed and tokenizer."""
 
-    __slots__ = ("_beginning", "_core", "_emptied", "_ids", "_kept", "_scope", "_stays", "_tokenizer")
-
     def __init__(
-        self, core: RouterCore, emptied: Mapping[str, float], ids: array[int], beginning: array[int] | None, kept: int,
-        stays: bool, scope: Scope, tokenizer: Tokenizer | None,
-    ) -> None:  # fmt: skip
-        """`ids` to `stays`: as ReadTurn.ids has them."""
-        self._core, self._emptied, self._scope, self._tokenizer = core, emptied, scope, tokenizer
-        self._ids, self._beginning, self._kept, self._stays = ids, beginning, kept, stays
+        self, core: RouterCore, emptied: Mapping[str, float], tokenizer: Callable[[str], Tokenizer | None]
+    ) -> None:
+        """`tokenizer`: of a model."""
+        self._core, self._emptied, self._tokenizer = core, emptied, tokenizer
+        self._asked: Asked | None = None
+
+    def about(self, asked: Asked) -> IndexFacts:
+        """These, from now on of that prompt."""
+        self._asked = asked
+        return self
 
     def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
-        ids, beginning = self._ids, self._beginning
-        if beginning is not None and not self._stays:
-            ids = beginning[: self._kept] + ids
-        found = self._core.index.gone(ids, self._scope, start, step)
+        if self._asked is None:
+            return None
+        ids, beginning, kept, stays, scope = self._asked[1:6]
+        if beginning is not None and not stays:
+            ids = beginning[:kept] + ids
+        found = self._core.index.gone(ids, scope, start, step)
         if found is None:
             return None
         end, holder, when_s = found
@@ -303,14 +309,33 @@ class IndexFacts:
         return self._emptied.get(worker_id)
 
     def thinks(self, ids: list[int]) -> bool:
-        if self._tokenizer is None:
+        tokenizer = None if self._asked is None else self._tokenizer(self._asked[5].model)
+        if tokenizer is None:
             return False
-        text = self._tokenizer.decode(ids, skip_special_tokens=False).lower()
+        text = tokenizer.decode(ids, skip_special_tokens=False).lower()
         return "think" in text or "analysis" in text
 
     def guessed(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
         return worker is not None and worker.spec.cache_view is CacheView.HISTORY
+
+
+def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[int], keys: Sequence[int]) -> Asked:
+    ids, beginning, kept, stays = read.ids(token_ids)
+    begins: int | None = None
+    if route.session is None:
+        begins = read.begins()
+    else:
+        keys = ()  # it is not found by these
+    sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
+    return (
+        name, ids, beginning, kept, stays, route.scope, keys, (), begins, route.session, route.parent, sampled,
+        route.final,
+    )  # fmt: skip
+
+
+def _no_outline(after: int) -> Outline | None:
+    return None
 
 
 def shown(why: Why) -> dict[str, Any]:

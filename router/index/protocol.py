@@ -193,10 +193,13 @@ class PrefixIndex(Protocol):
     def tally(self) -> Tally:
         """An empty one."""
 
-    def prepare(self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None) -> PreparedPrompt:
+    def prepare(
+        self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None, alike: int | None = None
+    ) -> PreparedPrompt:
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
         not change meanwhile. `like`: of a prompt that may begin alike; as far as its ids are found to be the same,
-        nothing is computed again. Raises ValueError as `match` does."""
+        nothing is computed again. `alike`: how many of the first ones are, where the caller knows. Raises ValueError
+        as `match` does."""
 
     def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
         """What calls have computed of it so far. None where its ids were copied."""

@@ -79,7 +79,7 @@ class Known:
 
     __slots__ = (
         "as_sent", "back", "begins", "body", "close", "flags", "heads", "ids", "kind", "marks", "memory",
-        "memory_bytes", "model", "opening", "parsed", "start", "told", "tools", "words",
+        "memory_bytes", "memory_is_own", "model", "opening", "parsed", "start", "told", "tools", "words",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +117,8 @@ class Known:
         """A digest of what its user said first, where somebody asked for it (router/edge/reasons.py)."""
         self.memory: object = None
         """The index's, of a prompt that it begins; it stays in this process."""
+        self.memory_is_own = False
+        """That prompt's ids are these."""
         self.memory_bytes = 0
         """That this takes besides `ids`."""
         self.model = model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import NamedTuple
 
 WORDS = 5
 """Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
@@ -12,18 +12,26 @@ TOOL_WORDS = 2
 """Of a tool: as sent, normalised."""
 
 
-class Outline(msgspec.Struct):
+class Outline(NamedTuple):
     """Of a chat's messages from `after` on. Numbers are of 32 bits without a sign, as this machine has them."""
 
     after: int
     messages: bytes
-    """WORDS numbers each."""
+    """WORDS numbers each; behind those of `base`, where there are any."""
     tools: bytes = b""
     """TOOL_WORDS numbers each; of a whole outline only (`after` 0)."""
     flags: int = 0
     """What else the template is told."""
+    base: bytes = b""
+    kept: int = 0
+    """Of a whole outline: so many of its messages are the first ones of `base`, which others have too."""
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Of all messages, those before included."""
-        return self.after + len(self.messages) // MESSAGE_BYTES
+        return self.after + self.kept + len(self.messages) // MESSAGE_BYTES
+
+    @property
+    def numbers(self) -> bytes:
+        """Of all its messages."""
+        return self.base[: MESSAGE_BYTES * self.kept] + self.messages

@@ -88,7 +88,7 @@ class Drawn:
     """Its outline, made when somebody asks for it: without the ids, which are many."""
 
     def __init__(self, known: Known, count: int, rest: Rest) -> None:
-        self._known, self._before = known, MESSAGE_BYTES * count
+        self._known, self._count = known, count
         self._new: list[Message] | None = rest.new
         source = rest.parsed.source
         self._is_none = source is not None and _depends(rest.parsed)
@@ -102,15 +102,11 @@ class Drawn:
         return self._words
 
     def outline(self, after: int = 0) -> Outline | None:
-        """As router/prompting/outline.py makes it of the whole chat."""
-        known, before, start, words = self._known, self._before, MESSAGE_BYTES * after, self.words
-        if self._is_none or start > before + len(words):
+        """As router/prompting/outline.py makes it of the whole chat, however much of that is known."""
+        known, words = self._known, self.words
+        if self._is_none or after > self._count + len(words) // MESSAGE_BYTES:
             return None
-        if start <= before:
-            words = known.words[start:before] + words
-        else:
-            words = words[start - before :]
-        return Outline(after, words, b"" if after else known.tools, known.flags)
+        return Outline(0, words, known.tools, known.flags, known.words, self._count)
 
 
 def may_return(kind: Kind | None, size: int) -> bool:

@@ -24,7 +24,7 @@ class Ledger:
         self, asked: Asked, placed: Placed, facts: Facts, outline: Outliner, now: float, at: float, /
     ) -> Begun:
         """Raises TypeError where the ids are no array of type I, ValueError where a block has no token, or more ids
-        are said to be shared than there are."""
+        or messages are said to be shared than there are."""
 
     def begun(
         self, asked: Asked, placed: Placed, facts: Facts, outline: Outliner, now: float, at: float, /

@@ -54,16 +54,16 @@ class Ledger:
         return None if begun is None else why_of(begun)
 
     def explain(
-        self, asked: Asked, outline: Outliner, decision: Decision, facts: Facts, now: float, wall: float
+        self, asked: Asked, outline: Outliner, decision: Decision, block: int, facts: Facts, now: float, wall: float
     ) -> Why:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
-        return why_of(self.book.explained(asked, _placed(decision), facts, outline, now, wall))
+        return why_of(self.book.explained(asked, _placed(decision, block), facts, outline, now, wall))
 
     def begun(
-        self, asked: Asked, outline: Outliner, decision: Decision, facts: Facts, now: float, wall: float
+        self, asked: Asked, outline: Outliner, decision: Decision, block: int, facts: Facts, now: float, wall: float
     ) -> Begun:
-        """Its answer has begun: the prompt was computed."""
-        return self.book.begun(asked, _placed(decision), facts, outline, now, wall)
+        """Its answer has begun: the prompt was computed, in blocks of so many tokens."""
+        return self.book.begun(asked, _placed(decision, block), facts, outline, now, wall)
 
     def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Its answer is whole, with so many tokens."""
@@ -79,10 +79,10 @@ class Ledger:
         return not keys or self.book.shorts > 0
 
 
-def _placed(decision: Decision) -> Placed:
+def _placed(decision: Decision, block: int) -> Placed:
     terms = decision.terms
     return (
-        decision.worker, decision.predicted_cached_tokens, terms.resident_tokens, terms.ttft_s, decision.attempt,
+        decision.worker, block, decision.predicted_cached_tokens, terms.resident_tokens, terms.ttft_s, decision.attempt,
         decision.best,
     )  # fmt: skip
 

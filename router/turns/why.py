@@ -24,20 +24,22 @@ BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""
 
 
-Outliner = Callable[[int], Outline | None]
-"""The outline of a prompt's messages from that one on; None where it is no chat, or that part is not known."""
+Outliner: TypeAlias = "Callable[[int], Outline | None] | Outline"
+"""The outline of a prompt's messages, or what makes it: from that one on, or of all. None where it is no chat, or that
+part is not known."""
 Asked: TypeAlias = (
     "tuple[str, array[int], array[int] | None, int, bool, Scope, Sequence[int], Sequence[int], int | None, str | None,"
-    "str | None, str, int, int, bool]"
+    "str | None, int, bool]"
 )
 """A prompt whose answer has begun, or that is asked about: (id that the client knows it by, its token ids from `kept`
 on, ids that are kept anyway, `kept`: how many of those it begins with, whether its own are all there and kept anyway
 too, scope, digests of its chunks; of its first chunk's beginnings, where its session has no name and it has no chunk,
 or others have none; of what its user said first, where its session has no name: conversations with one system prompt
-may have all their chunks in common; session, parent, its worker's target, tokens of that one's blocks, how many ids are
-as they were sampled where the encoder would choose others, whether nothing comes after it)."""
-Placed = tuple[str, int, int, float, int, Terms | None]
-"""(worker, tokens predicted to be cached, of them resident, predicted TTFT, attempt, the worker that has more)."""
+may have all their chunks in common; session, parent, how many ids are as they were sampled where the
+encoder would choose others, whether nothing comes after it)."""
+Placed = tuple[str, int, int, int, float, int, Terms | None]
+"""(worker, tokens of its blocks, tokens predicted to be cached, of them resident, predicted TTFT, attempt, the worker
+that has more)."""
 
 
 class Facts(Protocol):

@@ -29,12 +29,15 @@ lengths = st.one_of(st.integers(0, 40), st.integers(500, 540), st.integers(0, 16
 @settings(max_examples=200, deadline=None)
 @given(
     first=lengths, second=lengths, changed=st.one_of(st.none(), lengths), before=st.sampled_from(SCOPES),
-    after=st.sampled_from(SCOPES), chunks=st.lists(st.sampled_from((1, 2, 3, 16, 64)), min_size=1, max_size=3),
+    after=st.sampled_from(SCOPES), told=st.sampled_from((None, 0.0, 0.3, 1.0)),
+    chunks=st.lists(st.sampled_from((1, 2, 3, 16, 64)), min_size=1, max_size=3),
 )  # fmt: skip
 def test_it_is_as_if_nothing_was_remembered(
-    first: int, second: int, changed: int | None, before: Scope, after: Scope, chunks: list[int]
-) -> None:
-    """`changed`: the place of a token that is another one in the second prompt."""
+    first: int, second: int, changed: int | None, before: Scope, after: Scope, told: float | None,
+    chunks: list[int],
+) -> None:  # fmt: skip
+    """`changed`: the place of a token that is another one in the second prompt. `told`: how much of what both begin
+    with is known."""
     index = make_index(seed=3)
     holder = index.add_holder("a", "m")
     stored = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
@@ -50,7 +53,7 @@ def test_it_is_as_if_nothing_was_remembered(
     assert memory is not None
     assert memory.nbytes <= 4 * first + 8 * (first + 1)
     for chunk in reversed(chunks):
-        like = index.prepare(other, memory)
+        like = index.prepare(other, memory, None if told is None else int(told * index.shared(ids, other)))
         assert index.chunk_keys(like, after, chunk) == index.chunk_keys(other, after, chunk)
         found, plain = index.match(like, after), index.match(index.prepare(other), after)
         assert [(m.holder, m.tokens, m.pinned_tokens) for m in found] == [

@@ -59,9 +59,14 @@ class Talk:
     ids: list[int] = field(default_factory=list)
     words: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
-    def outline(self, after: int, tools: list[int], flags: int) -> Outline | None:
+    def outline(self, after: int, tools: list[int], flags: int, base: bytes | None = None) -> Outline | None:
+        """`base`: some of its first messages are kept there, and it is told whole."""
         if after > len(self.words):
             return None
+        if base is not None:
+            numbers = array("I", [word for message in self.words for word in message]).tobytes()
+            kept = next((i for i in range(len(base) // 20, -1, -1) if numbers.startswith(base[: 20 * i])), 0)
+            return Outline(0, numbers[20 * kept :], array("I", tools).tobytes(), flags, base, kept)
         flat = array("I", [word for message in self.words[after:] for word in message])
         return Outline(after, flat.tobytes(), array("I", [] if after else tools).tobytes(), flags)
 
@@ -131,6 +136,8 @@ class World:
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
+        self.bases = [b""]
+        """Messages that are kept anyway."""
         self.stock = [array("I"), array("I", [0, 1] * 40)]
         """What somebody else keeps, of which prompts may have beginnings."""
 
@@ -159,13 +166,17 @@ class World:
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
         if session is None and ledgers.wants_short(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
+        base, placed = rng.choice([None, *self.bases]), decision(rng, len(ids))
         asked = AskedTurn(
             f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
-            lambda after: talk.outline(after, tools, flags) if is_chat else None, rng.choice("ab"), BLOCK, session,
-            rng.choice(SESSIONS), rng.random() < 0.05, number, short,
+            lambda after: talk.outline(after, tools, flags, base) if is_chat else None, placed.worker, BLOCK,
+            session, rng.choice(SESSIONS), rng.random() < 0.05, number, short,
             talk.words[0][0] if session is None and talk.words else None, *self.beginning(ids),
         )  # fmt: skip
-        facts, placed = some_facts(rng, self.now), decision(rng, len(ids))
+        if rng.random() < 0.4:
+            found = talk.outline(0, tools, flags)
+            self.bases = [*self.bases[-3:], b"" if found is None else found.messages]
+        facts = some_facts(rng, self.now)
         check_adds_up(ledgers.explain(asked, placed, facts, self.now, 1.0))
         self.begun.append((ledgers.begun(asked, placed, facts, self.now, 1.0), len(ids)))
 
@@ -207,14 +218,15 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     assert all(a == b for a, b in pairwise(sizes))
 
 
-def plain(ids: Any, base: Any = None, kept: int = 0, *, block: int = 1, session: str | None = None) -> Asked:
+def plain(ids: Any, base: Any = None, kept: int = 0, *, session: str | None = None) -> Asked:
     begins = None if session else 1
-    return "r", ids, base, kept, False, SCOPES[0], [], [], begins, session, None, "a", block, 0, False
+    return "r", ids, base, kept, False, SCOPES[0], [], [], begins, session, None, 0, False
 
 
-def say(ledger: Ledger, asked: Asked, outline: Any = lambda _: None) -> None:
+def say(ledger: Ledger, asked: Asked, outline: Any = lambda _: None, *, block: int = 1) -> None:
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-    ledger.begun(asked, outline, Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0), SomeFacts(), 0.0, 0.0)
+    placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
+    ledger.begun(asked, outline, placed, block, SomeFacts(), 0.0, 0.0)
 
 
 @pytest.mark.parametrize("ids", [[1, 2], array("d", [1.0]), array("Q", [1]), b"12345", None])
@@ -226,7 +238,7 @@ def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
         with pytest.raises((TypeError, BufferError)):
             say(ledger, plain(array("I", [1, 2]), ids, 1))
     with pytest.raises(ValueError, match="block"):
-        say(ledger, plain(array("I"), block=0))
+        say(ledger, plain(array("I")), block=0)
     with pytest.raises(TypeError, match="tuple"):
         say(ledger, plain(array("I"))[1:])  # type: ignore[arg-type]
     assert len(ledger) == ledger.book.prompts == 0

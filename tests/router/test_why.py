@@ -35,7 +35,7 @@ from router.turns._native import REASONS
 from router.turns.config import TurnsConfig
 from router.turns.ledger import short_keys
 from router.turns.parts import Why
-from router.turns.why import GROUPS, NO_LOSS, Facts
+from router.turns.why import GROUPS, NO_LOSS, Asked, Facts
 
 BLOCK = 16
 CHUNK = CoreConfig().working_set.chunk_tokens
@@ -126,7 +126,8 @@ class Fleet:
 
     def facts(self, route: RouteRequest) -> Facts:
         ids = array("I", route.token_ids or ())
-        return IndexFacts(self.core, self.emptied, ids, None, 0, False, route.scope, self.tokenizer)
+        asked: Asked = ("", ids, None, 0, False, route.scope, (), (), None, None, None, 0, False)
+        return IndexFacts(self.core, self.emptied, lambda _: self.tokenizer).about(asked)
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
         names, parent = [], None
@@ -445,7 +446,7 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
         return found
 
     old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
-    assert old.count == 4
+    assert old.total == 4
     assert difference(old, new, 0.6) == ("edited", 2)
 
 

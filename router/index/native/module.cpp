@@ -453,12 +453,15 @@ NB_MODULE(_native, module) {
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("tally", [](const Index&) { return new Tally(); })
         .def("prepare",
-             [](Index&, nb::handle token_ids, const Memory* like) {
+             [](Index&, nb::handle token_ids, const Memory* like, std::optional<std::size_t> alike) {
                  auto prompt = std::make_unique<Prompt>(token_ids);
-                 if (like != nullptr) prompt->memo.resume(like->memo, prompt->ids.shared(like->ids), prompt->ids.size());
+                 if (like == nullptr) return prompt.release();
+                 const std::size_t most = std::min(prompt->ids.size(), like->ids.size());
+                 const std::size_t shared = alike ? std::min(*alike, most) : prompt->ids.shared(like->ids);
+                 prompt->memo.resume(like->memo, shared, prompt->ids.size());
                  return prompt.release();
              },
-             nb::arg("token_ids"), nb::arg("like") = nb::none())
+             nb::arg("token_ids"), nb::arg("like") = nb::none(), nb::arg("alike") = nb::none())
         .def("remember",
              [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new Memory(prompt); },
              nb::arg("prompt"))

@@ -34,9 +34,9 @@ bool have_common(const std::optional<Outline>& outline, const Past& past, bool n
 }
 
 // `own`: the messages of the prompt that it may have come before. None where they have nothing in common.
-std::optional<u64> likeness(const Past& past, const std::optional<std::vector<u32>>& own, std::size_t common, std::size_t tokens) {
+std::optional<u64> likeness(const Past& past, const std::optional<Vector<u32>>& own, std::size_t common, std::size_t tokens) {
     if (own && past.outline) {
-        const std::vector<u32> old = contents(*past.outline, !past.session);
+        const Vector<u32> old = contents(*past.outline, !past.session);
         u64 found = 0;
         for (const u32 one : old) found += std::binary_search(own->begin(), own->end(), one);
         return found ? std::optional<u64>(found) : std::nullopt;
@@ -60,8 +60,8 @@ std::size_t Ids::shared(const Ids& other) const {
     return same;
 }
 
-std::vector<u64> marks(const std::vector<u64>& keys) {
-    std::vector<u64> found;
+Vector<u64> marks(const Vector<u64>& keys) {
+    Vector<u64> found;
     for (std::size_t count = keys.size(); count > 0; count /= 2) found.push_back(keys[count - 1]);
     std::reverse(found.begin(), found.end());
     return found;
@@ -118,7 +118,7 @@ Book::Before Book::before(const Asked& asked, const Pasts& alike, const std::opt
     if (candidates->size() == 1 && have_common(outline, *candidates->front(), named)) {  // as usual: it need not be counted
         return {candidates->front(), candidates->front()->ids.shared(asked.ids)};
     }
-    std::optional<std::vector<u32>> own;
+    std::optional<Vector<u32>> own;
     if (outline && !candidates->empty()) own = contents(*outline, !named);
     Before found;
     u64 most = 0;
@@ -153,7 +153,7 @@ void Book::put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& i
     while (used_bytes_ > bytes_max_) drop(std::shared_ptr<Past>(pasts_.front()));
 }
 
-void Book::forget(const std::string& session) {
+void Book::forget(const Text& session) {
     const auto found = sessions_.find(session);
     if (found == sessions_.end()) return;
     const Pasts branches = found->second;
@@ -164,7 +164,7 @@ void Book::expire(double now) {
     while (!pasts_.empty() && now - pasts_.front()->at_s >= keep_s_) drop(std::shared_ptr<Past>(pasts_.front()));
 }
 
-std::size_t Book::outlined(const std::string& session) const {
+std::size_t Book::outlined(const Text& session) const {
     const auto found = sessions_.find(session);
     return found == sessions_.end() ? 0 : found->second.front()->messages();
 }

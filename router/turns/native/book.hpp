@@ -1,27 +1,20 @@
 // The last prompts of conversations: token ids and digests, no text. Owns which earlier prompt a new one goes on from: by the
 // session's name, by its parent's, or, where a client names none, by the prompts that begin alike. Invariants: `used_bytes` is
-// the sum of what the prompts and
-// their bases take, each base once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first,
-// and none stays longer than `keep_s`.
+// the sum of what the prompts and their bases take, each base once, at most `bytes_max`; every prompt is found from each of its
+// names; the oldest goes first, and none stays longer than `keep_s`.
 #pragma once
-
-#include <list>
-#include <memory>
-#include <string>
-#include <unordered_map>
-#include <utility>
 
 #include "outline.hpp"
 
 namespace blockcast {
 
-using Name = std::optional<std::string>;
+using Name = std::optional<Text>;
 
 // router/index/protocol.py's Scope. `media`: what is mixed in at which places, as one text.
 struct Scope {
-    std::string model;
+    Text model;
     Name salt, lora;
-    std::string media;
+    Text media;
 
     bool operator==(const Scope& other) const {
         return this == &other ||
@@ -35,20 +28,29 @@ struct Lent {
     std::size_t size;
 };
 
-// Token ids: the first `kept` ones of `base`, which many prompts share, then those of `own`. `whole`: that has all of them.
+// Token ids: the first `kept` ones of `base`, which many prompts share, then those of `own`, or their copies. `whole`: `own` has
+// all of them.
 struct Ids {
     std::shared_ptr<const Lent> base;
     std::size_t kept = 0;
     std::shared_ptr<const Lent> own;
     bool whole = false;
+    std::shared_ptr<const Blocks<u32>> copies;
 
     std::size_t skipped() const { return whole ? kept : 0; }
-    std::size_t rest() const { return own ? own->size - skipped() : 0; }
+    std::size_t rest() const { return copies ? copies->size : own ? own->size - skipped() : 0; }
     std::size_t size() const { return kept + rest(); }
     // Ids from this place on, so many of them side by side.
     std::pair<const u32*, std::size_t> from(std::size_t at) const {
         if (at < kept) return {base->data + at, kept - at};
+        if (copies) return copies->from(at - kept);
         return {own->data + skipped() + (at - kept), size() - at};
+    }
+    // As they are kept for long: somebody else keeps all of them, or all that is their own is copied.
+    Ids lasting() const {
+        if (whole) return {own, own->size, nullptr, false, nullptr};
+        if (!own) return *this;
+        return {base, kept, nullptr, false, make<const Blocks<u32>>(own->data, own->size)};
     }
     u32 last() const { return *from(size() - 1).first; }
     // How many of the first ones are the same. What both have of one base is not looked at.
@@ -57,15 +59,13 @@ struct Ids {
 
 // A prompt whose answer has begun, or that is asked about.
 struct Asked {
-    std::string id;  // that the client knows the request by
+    Text id;  // that the client knows the request by
     Ids ids;
     std::shared_ptr<const Scope> scope;
-    std::vector<u64> keys;        // digests of its chunks
-    std::vector<u64> shorts;      // of its first chunk's beginnings, where its session has no name and it, or others, need them
+    Vector<u64> keys;        // digests of its chunks
+    Vector<u64> shorts;      // of its first chunk's beginnings, where its session has no name and it, or others, need them
     std::optional<u64> begins;    // of what its user said first, where its session has no name
     Name session, parent;
-    std::string target;           // of its worker
-    i64 block;                    // tokens of its worker's blocks
     i64 sampled;                  // of its ids: as they were sampled, where the encoder would choose others
     bool final;                   // nothing comes after it
 };
@@ -76,14 +76,14 @@ struct Past {
     std::shared_ptr<const Scope> scope;
     Ids ids;
     std::optional<Outline> outline;
-    std::string worker;
+    Text worker;
     double at_s;
     Name session;
-    std::vector<u64> keys;
+    Vector<u64> keys;
     bool is_short;
     i64 answer = 0;  // tokens generated, once that is known
     std::size_t bytes = 0;  // besides the base
-    std::list<std::shared_ptr<Past>>::iterator place;
+    List<std::shared_ptr<Past>>::iterator place;
     bool kept = false;
 
     std::size_t messages() const { return outline ? outline->messages.size() : 0; }
@@ -97,7 +97,7 @@ public:
     Book(std::size_t bytes_max, double keep_s, std::size_t branches_max)
         : bytes_max_(bytes_max), branches_max_(branches_max), keep_s_(keep_s) {}
 
-    using Pasts = std::vector<std::shared_ptr<Past>>;
+    using Pasts = Vector<std::shared_ptr<Past>>;
     // Of a prompt whose session has no name: those that begin alike, the longest common beginning first.
     Pasts alike(const Asked& asked) const;
     // The prompt of which this one is a continuation, every token of it. `alike`: as above, here and below.
@@ -111,10 +111,10 @@ public:
 
     // It was computed; `instead` of the one it goes on from.
     void put(const std::shared_ptr<Past>& past, const std::shared_ptr<Past>& instead);
-    void forget(const std::string& session);  // it is over
+    void forget(const Text& session);  // it is over
     void expire(double now);
     // Messages of the session's last prompt: the next one will most likely have the same.
-    std::size_t outlined(const std::string& session) const;
+    std::size_t outlined(const Text& session) const;
 
     std::size_t size() const { return pasts_.size(); }
     std::size_t used_bytes() const { return used_bytes_; }
@@ -133,14 +133,14 @@ private:
 
     std::size_t bytes_max_, branches_max_;
     double keep_s_;
-    std::list<std::shared_ptr<Past>> pasts_;  // the longest unused first
-    std::unordered_map<std::string, Pasts> sessions_;  // the last first
-    std::unordered_map<u64, std::shared_ptr<Past>> keys_;
-    std::unordered_map<const u32*, Base> bases_;
+    List<std::shared_ptr<Past>> pasts_;  // the longest unused first
+    Map<Text, Pasts, TextHash> sessions_;  // the last first
+    Map<u64, std::shared_ptr<Past>> keys_;
+    Map<const u32*, Base> bases_;
     std::size_t used_bytes_ = 0, shorts_ = 0;
 };
 
 // The chunks by which a prompt without a session's name is found again: its last, and those at powers of two.
-std::vector<u64> marks(const std::vector<u64>& keys);
+Vector<u64> marks(const Vector<u64>& keys);
 
 }  // namespace blockcast

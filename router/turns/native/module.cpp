@@ -14,7 +14,7 @@ using namespace blockcast;
 namespace {
 
 // What clients send may have halves of surrogates, which UTF-8 does not.
-std::string text_of(nb::handle source) {
+Text text_of(nb::handle source) {
     Py_ssize_t size = 0;
     if (!PyUnicode_Check(source.ptr())) throw nb::type_error("expected a str");
     if (const char* const data = PyUnicode_AsUTF8AndSize(source.ptr(), &size)) return {data, static_cast<std::size_t>(size)};
@@ -26,7 +26,7 @@ std::string text_of(nb::handle source) {
 
 Name name_of(nb::handle source) { return source.is_none() ? Name() : Name(text_of(source)); }
 
-nb::object shown(const std::string& text) {
+nb::object shown(const Text& text) {
     nb::object made = nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass"));
     if (!made.is_valid()) throw nb::python_error();
     return made;
@@ -56,12 +56,12 @@ private:
     Py_buffer view_{};
 };
 
-std::vector<u64> keys_of(nb::handle source) {
+Vector<u64> keys_of(nb::handle source) {
     const nb::object items = nb::steal(PySequence_Fast(source.ptr(), "keys: expected a sequence"));
     if (!items.is_valid()) throw nb::python_error();
     const std::size_t count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
     PyObject** const at = PySequence_Fast_ITEMS(items.ptr());
-    std::vector<u64> keys(count);
+    Vector<u64> keys(count);
     for (std::size_t i = 0; i < count; ++i) keys[i] = PyLong_AsUnsignedLongLongMask(at[i]);
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return keys;
@@ -74,11 +74,26 @@ std::shared_ptr<const Scope> scope_of(nb::handle of) {
     if (last.is_valid() && last.is(of)) return known;
     const nb::object media = of.attr("media");
     const bool has_media = PyObject_IsTrue(media.ptr()) == 1;
-    known = std::make_shared<const Scope>(Scope{text_of(of.attr("model")), name_of(of.attr("salt")), name_of(of.attr("lora")),
-                                                has_media ? text_of(nb::repr(media)) : std::string()});
+    known = make<const Scope>(Scope{text_of(of.attr("model")), name_of(of.attr("salt")), name_of(of.attr("lora")),
+                                                has_media ? text_of(nb::repr(media)) : Text()});
     last = nb::borrow(of);
     return known;
 }
+
+// The fields of a tuple, as router/turns/why.py and router/prompting/outlined.py name them: so many arguments by themselves cost more.
+class Fields {
+public:
+    Fields(nb::handle tuple, std::size_t count) : tuple_(tuple) {
+        if (!PyTuple_Check(tuple.ptr()) || static_cast<std::size_t>(PyTuple_GET_SIZE(tuple.ptr())) != count) {
+            throw nb::type_error("expected a tuple, as router/turns/why.py has it");
+        }
+    }
+    nb::handle operator[](std::size_t i) const { return PyTuple_GET_ITEM(tuple_.ptr(), static_cast<Py_ssize_t>(i)); }
+    i64 number(std::size_t i) const { return nb::cast<i64>((*this)[i]); }
+
+private:
+    nb::handle tuple_;
+};
 
 // Strings that are never freed: the interpreter may be gone by then.
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
@@ -93,32 +108,42 @@ public:
         if (found.is_none()) return std::nullopt;
         return Gone{nb::cast<i64>(found[0]), text_of(found[1]), nb::cast<double>(found[2])};
     }
-    std::optional<double> emptied(const std::string& worker) override {
+    std::optional<double> emptied(const Text& worker) override {
         const nb::object found = facts_.attr("emptied")(shown(worker));
         return found.is_none() ? std::nullopt : std::optional<double>(nb::cast<double>(found));
     }
-    bool guessed(const std::string& worker) override { return nb::cast<bool>(facts_.attr("guessed")(shown(worker))); }
-    bool thinks(const std::vector<u32>& ids) override {
+    bool guessed(const Text& worker) override { return nb::cast<bool>(facts_.attr("guessed")(shown(worker))); }
+    bool thinks(const Vector<u32>& ids) override {
         nb::list list;
         for (const u32 id : ids) list.append(id);
         return nb::cast<bool>(facts_.attr("thinks")(list));
     }
-    std::optional<Outline> outline(std::size_t after) override {
-        static PyObject *const kMessages = interned("messages"), *const kTools = interned("tools"), *const kFlags = interned("flags");
-        const nb::object found = outline_(after);
+    std::optional<Drawn> outline(std::size_t after) override {
+        const nb::object found = PyTuple_Check(outline_.ptr()) ? nb::borrow(outline_) : nb::object(outline_(after));
         if (found.is_none()) return std::nullopt;
-        Outline made;
-        made.messages = numbers<Message>(nb::getattr(found, nb::handle(kMessages)));
-        made.tools = numbers<u32>(nb::getattr(found, nb::handle(kTools)));
-        made.flags = nb::cast<u32>(nb::getattr(found, nb::handle(kFlags)));
-        return made;
+        const Fields fields(found, 6);  // router/prompting/outlined.py's Outline
+        Drawn drawn;
+        drawn.is_whole = fields.number(0) == 0;
+        Outline& made = drawn.outline;
+        made.messages.own = numbers<Message>(fields[1]);
+        made.tools = numbers<u32>(fields[2]);
+        made.flags = nb::cast<u32>(fields[3]);
+        made.messages.kept = nb::cast<std::size_t>(fields[5]);
+        if (made.messages.kept == 0) return drawn;
+        const nb::handle base = fields[4];
+        if (!PyBytes_Check(base.ptr()) || static_cast<std::size_t>(PyBytes_GET_SIZE(base.ptr())) / sizeof(Message) < made.messages.kept) {
+            throw nb::value_error("an outline: expected as many messages as are kept");
+        }
+        made.messages.owner = make<nb::object>(nb::borrow(base));
+        made.messages.base = reinterpret_cast<const Message*>(PyBytes_AS_STRING(base.ptr()));
+        return drawn;
     }
 
 private:
     template <typename Item>
-    static std::vector<Item> numbers(nb::handle bytes) {
+    static Vector<Item> numbers(nb::handle bytes) {
         if (!PyBytes_Check(bytes.ptr())) throw nb::type_error("an outline: expected bytes");
-        std::vector<Item> found(static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())) / sizeof(Item));
+        Vector<Item> found(static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())) / sizeof(Item));
         if (!found.empty()) std::memcpy(found.data(), PyBytes_AS_STRING(bytes.ptr()), found.size() * sizeof(Item));
         return found;
     }
@@ -165,46 +190,30 @@ nb::tuple told(const Why& why) {
         shown_place(sum.position), sum.lost, parts, placed.attempt, why.sampled);
 }
 
-// The fields of a tuple, each of which the caller has named in _native.pyi: so many arguments by themselves cost more.
-class Fields {
-public:
-    Fields(nb::handle tuple, std::size_t count) : tuple_(tuple) {
-        if (!PyTuple_CheckExact(tuple.ptr()) || static_cast<std::size_t>(PyTuple_GET_SIZE(tuple.ptr())) != count) {
-            throw nb::type_error("expected a tuple, as _native.pyi has it");
-        }
-    }
-    nb::handle operator[](std::size_t i) const { return PyTuple_GET_ITEM(tuple_.ptr(), static_cast<Py_ssize_t>(i)); }
-    i64 number(std::size_t i) const { return nb::cast<i64>((*this)[i]); }
-
-private:
-    nb::handle tuple_;
-};
-
 Asked asked_of(nb::handle tuple) {
-    const Fields fields(tuple, 15);
-    const i64 block = fields.number(12);
-    if (block < 1) throw nb::value_error("block: expected at least 1 token");
-    Ids ids{std::make_shared<const Buffer>(fields[1]), 0, nullptr, false};
+    const Fields fields(tuple, 13);
+    Ids ids{make<const Buffer>(fields[1]), 0, nullptr, false, nullptr};
     ids.kept = ids.base->size;
     if (!fields[2].is_none()) {
         const bool whole = fields[4].is(Py_True);
-        const std::shared_ptr<const Lent> base = std::make_shared<const Buffer>(fields[2]);
+        const std::shared_ptr<const Lent> base = make<const Buffer>(fields[2]);
         const i64 kept = fields.number(3), most = static_cast<i64>(whole ? std::min(base->size, ids.kept) : base->size);
         if (kept < 0 || kept > most) throw nb::value_error("kept: expected so many ids as there are");
-        ids = {base, static_cast<std::size_t>(kept), ids.base, whole};
+        ids = {base, static_cast<std::size_t>(kept), ids.base, whole, nullptr};
     }
     std::optional<u64> begins;
     if (!fields[8].is_none()) begins = nb::cast<u64>(fields[8]);
     return {text_of(fields[0]), std::move(ids), scope_of(fields[5]),
-            keys_of(fields[6]), keys_of(fields[7]), begins, name_of(fields[9]), name_of(fields[10]), text_of(fields[11]), block,
-            fields.number(13), fields[14].is(Py_True)};
+            keys_of(fields[6]), keys_of(fields[7]), begins, name_of(fields[9]), name_of(fields[10]), fields.number(11),
+            fields[12].is(Py_True)};
 }
 
 Placed placed_of(nb::handle tuple) {
-    const Fields fields(tuple, 6);
-    const nb::handle best = fields[5];
-    Placed placed{text_of(fields[0]), fields.number(1), fields.number(2), nb::cast<double>(fields[3]), fields.number(4),
-                  !best.is_none(), {}, 0, 0};
+    const Fields fields(tuple, 7);
+    const nb::handle best = fields[6];
+    Placed placed{text_of(fields[0]), fields.number(1), fields.number(2), fields.number(3), nb::cast<double>(fields[4]),
+                  fields.number(5), !best.is_none(), {}, 0, 0};
+    if (placed.block < 1) throw nb::value_error("block: expected at least 1 token");
     if (placed.has_better) {
         placed.best_worker = text_of(best.attr("worker"));
         placed.best_cached = nb::cast<i64>(best.attr("cached_tokens"));
@@ -228,25 +237,24 @@ public:
         book.expire(now);
         Turn turn = turn_of(book, asked, facts);
         auto made = why(asked, turn, placed, facts, now, at);
-        std::vector<u64> keys;
+        Vector<u64> keys;
         if (!asked.session) {
             keys = marks(asked.keys);
             if (keys.empty() && !asked.shorts.empty()) keys.push_back(asked.shorts.back());
             if (asked.begins) keys.push_back(*asked.begins);
         }
         const bool is_short = !asked.session && asked.keys.empty();
-        made->past = std::make_shared<Past>();
+        made->past = make<Past>();
         Past& past = *made->past;
         past.scope = asked.scope;
-        past.ids = asked.ids;
-        if (past.ids.whole) past.ids = {asked.ids.own, asked.ids.own->size, nullptr, false};  // which somebody keeps
+        past.ids = asked.ids.lasting();
         past.outline = std::move(turn.outline);
-        past.worker = asked.target;
+        past.worker = placed.worker;
         past.at_s = now;
         past.session = asked.session;
         past.keys = std::move(keys);
         past.is_short = is_short;
-        if (static_cast<i64>(asked.ids.size()) >= asked.block) book.put(made->past, turn.past);  // of less nothing can be cached
+        if (static_cast<i64>(asked.ids.size()) >= placed.block) book.put(made->past, turn.past);  // of less nothing can be cached
         remember(made);
         return made;
     }
@@ -273,7 +281,7 @@ public:
         move(sums_, kSums, counters_[2], sums_[0] > 0);
     }
 
-    std::shared_ptr<Why> get(const std::string& id) const {
+    std::shared_ptr<Why> get(const Text& id) const {
         const auto found = whys_.find(std::string_view(id));
         return found == whys_.end() ? nullptr : *found->second;
     }
@@ -285,7 +293,7 @@ private:
     static std::size_t place(Reason reason) { return static_cast<std::size_t>(reason); }
 
     static std::shared_ptr<Why> why(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now, double at) {
-        auto made = std::make_shared<Why>();
+        auto made = make<Why>();
         made->id = asked.id;
         made->at = at;
         made->session = asked.session;
@@ -314,8 +322,8 @@ private:
     nb::dict counters_[3];
     std::array<i64, kReasons.size()> turns_{}, tokens_{};
     std::array<i64, kSums.size()> sums_{};
-    std::list<std::shared_ptr<Why>> order_;  // the oldest first
-    std::unordered_map<std::string_view, std::list<std::shared_ptr<Why>>::iterator> whys_;
+    List<std::shared_ptr<Why>> order_;  // the oldest first
+    Map<std::string_view, List<std::shared_ptr<Why>>::iterator> whys_;
 };
 
 }  // namespace

@@ -7,7 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <vector>
+
+#include "pool.hpp"
 
 namespace blockcast {
 
@@ -37,9 +38,23 @@ struct Message {
 };
 static_assert(sizeof(Message) == 5 * sizeof(u32));
 
+// The first `kept` ones of `base`, which somebody else made and keeps, then `own`.
+class Messages {
+public:
+    std::shared_ptr<const void> owner;  // of the base
+    const Message* base = nullptr;
+    std::size_t kept = 0;
+    Vector<Message> own;
+
+    std::size_t size() const { return kept + own.size(); }
+    const Message& operator[](std::size_t at) const { return at < kept ? base[at] : own[at - kept]; }
+    // How many of the first ones need not be looked at to know that they are the same.
+    std::size_t shared(const Messages& other) const { return base == other.base ? std::min(kept, other.kept) : 0; }
+};
+
 struct Outline {
-    std::vector<Message> messages;
-    std::vector<u32> tools;
+    Messages messages;
+    Vector<u32> tools;
     u32 flags = 0;
 
     std::size_t bytes() const { return messages.size() * sizeof(Message) + tools.size() * sizeof(u32) + 256; }
@@ -47,9 +62,10 @@ struct Outline {
 
 // Its messages, in whatever place, ascending, each once: conversations that have nothing to do with each other have none in
 // common. With `said` without system prompts, which many conversations share.
-inline std::vector<u32> contents(const Outline& outline, bool said) {
-    std::vector<u32> found;
-    for (const Message& message : outline.messages) {
+inline Vector<u32> contents(const Outline& outline, bool said) {
+    Vector<u32> found;
+    for (std::size_t i = 0; i < outline.messages.size(); ++i) {
+        const Message& message = outline.messages[i];
         if (!said || message.is_said()) found.push_back(message.bare);
     }
     std::sort(found.begin(), found.end());
@@ -76,11 +92,11 @@ namespace differing {
 
 // Of the messages that changed, the one where the tokens part, after `share` of the old ones: what a template drops anyway
 // changes nothing.
-inline std::size_t parting(const Outline& old, const std::vector<std::size_t>& changed, double share) {
+inline std::size_t parting(const Outline& old, const Vector<std::size_t>& changed, double share) {
     constexpr double kTail = 0.1;  // a message may begin so much of the prompt earlier or later than its characters say
     if (changed.size() == 1) return changed.front();
     u64 all = 0, before = 0;
-    for (const Message& message : old.messages) all += message.size;
+    for (std::size_t i = 0; i < old.messages.size(); ++i) all += old.messages[i].size;
     std::size_t at = 0;
     for (const std::size_t candidate : changed) {
         while (at <= candidate) before += old.messages[at++].size;
@@ -91,9 +107,9 @@ inline std::size_t parting(const Outline& old, const std::vector<std::size_t>& c
 
 inline Reason of_message(const Outline& old, const Outline& now, std::size_t at) {
     const Message &was = old.messages[at], &is = now.messages[at];
-    const auto later = std::find_if(old.messages.begin() + static_cast<std::ptrdiff_t>(at) + 1, old.messages.end(),
-                                    [&](const Message& message) { return message.sent == is.sent; });
-    if (later != old.messages.end() || now.messages.size() < old.messages.size()) return Reason::kTruncated;
+    bool is_later = false;
+    for (std::size_t i = at + 1; i < old.messages.size(); ++i) is_later = is_later || old.messages[i].sent == is.sent;
+    if (is_later || now.messages.size() < old.messages.size()) return Reason::kTruncated;
     const u32 kind = was.kind | is.kind;
     if (kind & Message::kBilled && was.bare == is.bare) return Reason::kBillingLine;
     if (was.normalised == is.normalised) return Reason::kToolArguments;
@@ -108,9 +124,9 @@ inline Reason of_message(const Outline& old, const Outline& now, std::size_t at)
 inline Difference difference(const Outline& old, const Outline& now, double share) {
     constexpr u32 kUser = 1;
     if (old.tools != now.tools) return {Reason::kTools};
-    std::vector<std::size_t> changed;
+    Vector<std::size_t> changed;
     const std::size_t count = std::min(old.messages.size(), now.messages.size());
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = old.messages.shared(now.messages); i < count; ++i) {
         if (old.messages[i].sent != now.messages[i].sent) changed.push_back(i);
     }
     if (!changed.empty()) {

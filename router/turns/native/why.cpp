@@ -32,7 +32,7 @@ public:
     }
 
     i64 at;
-    std::vector<Part> found;
+    Vector<Part> found;
 
 private:
     i64 length_;
@@ -60,7 +60,7 @@ Difference difference_of(const Turn& turn, Facts& facts) {
     const std::size_t tail = past.ids.size() - turn.common;
     if (found.how == Reason::kReEncoded && tail <= kTailTokens && answered(*turn.outline, past.messages())) {
         // What the template put before the answer is not what stands before it now.
-        std::vector<u32> ids;
+        Vector<u32> ids;
         for (std::size_t at = turn.common; at < past.ids.size(); ++at) ids.push_back(*past.ids.from(at).first);
         const bool thinks = facts.thinks(ids);
         return {thinks ? Reason::kThinkingDropped : found.how, static_cast<i64>(past.messages())};
@@ -76,18 +76,22 @@ Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
     turn.past = book.goes_on(asked, alike);
     if (turn.past != nullptr) {
         turn.common = turn.past->ids.size();
-        std::optional<Outline> fresh;
-        if (turn.past->outline) fresh = facts.outline(turn.past->messages());
-        if (!fresh) {
-            turn.outline = facts.outline(0);
+        std::optional<Facts::Drawn> drawn;
+        if (turn.past->outline) drawn = facts.outline(turn.past->messages());
+        if (!drawn) {
+            turn.outline = facts.outline();
+        } else if (drawn->is_whole) {
+            turn.outline = std::move(drawn->outline);
         } else {
+            const Outline& fresh = drawn->outline;
             turn.outline = *turn.past->outline;
-            turn.outline->flags = fresh->flags;
-            turn.outline->messages.insert(turn.outline->messages.end(), fresh->messages.begin(), fresh->messages.end());
+            turn.outline->flags = fresh.flags;
+            Vector<Message>& own = turn.outline->messages.own;
+            for (std::size_t i = 0; i < fresh.messages.size(); ++i) own.push_back(fresh.messages[i]);
         }
         return turn;
     }
-    turn.outline = facts.outline(0);
+    turn.outline = facts.outline();
     Book::Before found = book.before(asked, alike, turn.outline);
     if (found.past != nullptr) {
         turn.past = std::move(found.past);
@@ -98,9 +102,9 @@ Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
     return turn;
 }
 
-std::vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now) {
+Vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now) {
     const Past* const past = turn.past.get();
-    const i64 block = asked.block, length = static_cast<i64>(asked.ids.size()), common = static_cast<i64>(turn.common);
+    const i64 block = placed.block, length = static_cast<i64>(asked.ids.size()), common = static_cast<i64>(turn.common);
     Parts parts(std::min(placed.cached, length), length);
     if (placed.has_better) {
         if (Part* const part = parts.add(Reason::kElsewhere, placed.best_cached)) {
@@ -175,7 +179,7 @@ void Why::settle(i64 reused) {
     reported = reused;
     reused = std::min(reused, prompt);
     const i64 vouched = std::min(std::max(placed.resident, reused), placed.cached);
-    std::vector<Part> kept;
+    Vector<Part> kept;
     const auto missing = [&](Reason reason, i64 start, i64 end) {
         if (end > start) kept.push_back(Part{reason, start, end, -1, -1, placed.worker, kUnknown, kUnknown, kUnknown});
     };

@@ -18,32 +18,32 @@ struct Part {
     i64 start, end;
     i64 position = -1;   // the first token that differs from what was there before
     i64 message = -1;    // of the body's messages, the one with that token
-    std::string worker;  // who had it
+    Text worker;  // who had it
     double ago_s = kUnknown;  // when it lost it
     double here_s = kUnknown, there_s = kUnknown;  // time to the first token where the request went, and where more was cached
 };
 
 // Where it went, and what was predicted of it.
 struct Placed {
-    std::string worker;
-    i64 cached = 0, resident = 0;  // tokens
+    Text worker;
+    i64 block = 1, cached = 0, resident = 0;  // tokens, of its blocks too
     double ttft_s = 0;
     i64 attempt = 0;
     bool has_better = false;  // a worker with more of it
-    std::string best_worker;
+    Text best_worker;
     i64 best_cached = 0;
     double best_ttft_s = 0;
 };
 
 // One request, and the prompt that it left in the book.
 struct Why {
-    std::string id;
+    Text id;
     double at;  // wall clock
     Name session;
     Placed placed;
     i64 prompt, sampled;
     std::optional<i64> reported;  // as the worker says, where it does
-    std::vector<Part> parts;
+    Vector<Part> parts;
     std::shared_ptr<Past> past;
     bool final;
 
@@ -64,19 +64,28 @@ public:
     virtual ~Facts() = default;
     struct Gone {
         i64 end;
-        std::string worker;
+        Text worker;
         double at_s;
     };
     // What of the prompt behind this position was held and removed, in blocks of so many tokens.
     virtual std::optional<Gone> gone(i64 start, i64 step) = 0;
     // When a worker last lost all it held.
-    virtual std::optional<double> emptied(const std::string& worker) = 0;
+    virtual std::optional<double> emptied(const Text& worker) = 0;
     // Whether a worker's cache is guessed: it tells nothing of what it removes.
-    virtual bool guessed(const std::string& worker) = 0;
+    virtual bool guessed(const Text& worker) = 0;
     // Whether what these ids say opens or closes a thought.
-    virtual bool thinks(const std::vector<u32>& ids) = 0;
-    // The outline of the messages from that one on; none where it is no chat, or that part is not known.
-    virtual std::optional<Outline> outline(std::size_t after) = 0;
+    virtual bool thinks(const Vector<u32>& ids) = 0;
+    // The outline of the messages from that one on, or of all where those are known; none where it is no chat, or that part
+    // is not known.
+    struct Drawn {
+        Outline outline;
+        bool is_whole = true;
+    };
+    virtual std::optional<Drawn> outline(std::size_t after) = 0;
+    std::optional<Outline> outline() {
+        auto drawn = outline(0);
+        return drawn ? std::optional<Outline>(std::move(drawn->outline)) : std::nullopt;
+    }
 };
 
 // A prompt beside the one it goes on from.
@@ -90,7 +99,7 @@ struct Turn {
 
 Turn turn_of(const Book& book, const Asked& asked, Facts& facts);
 // [what was predicted to be cached, the prompt's length), part by part.
-std::vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now);
+Vector<Part> parts_of(const Asked& asked, const Turn& turn, const Placed& placed, Facts& facts, double now);
 
 // Whether it had to be computed, whoever it was sent to.
 inline bool is_no_loss(Reason reason) { return reason <= Reason::kBlockRest; }

@@ -141,7 +141,9 @@ class ReferenceIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None) -> PreparedPrompt:
+    def prepare(
+        self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None, alike: int | None = None
+    ) -> PreparedPrompt:
         return as_token_list(token_ids)
 
     def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:

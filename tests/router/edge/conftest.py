@@ -64,7 +64,7 @@ class EmptyIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(self, token_ids: Sequence[int], like: None = None) -> Sequence[int]:
+    def prepare(self, token_ids: Sequence[int], like: None = None, alike: None = None) -> Sequence[int]:
         return token_ids
 
     def remember(self, prompt: Sequence[int]) -> None:

@@ -16,7 +16,9 @@ from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
 from router.edge.reasons import WAITING_MAX, Reasons
+from router.prompting.known import KnownBodies
 from router.turns.config import TurnsConfig
+from router.turns.ledger import Ledger
 from router.turns.why import NO_LOSS
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
@@ -201,7 +203,7 @@ def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router
             await edge.exchange(make_post(talk.body(), headers=headers))
         assert not len(reasons.ledger)
         assert len(reasons._waiting) == 6
-        reasons._waiting[2].read = None
+        reasons._waiting[2].asked = None
         for _ in range(500):
             if not reasons._waiting:
                 break
@@ -271,6 +273,36 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
         assert len(reasons.ledger) == 50
         assert 500_000 < reasons.ledger.book.used_bytes <= 1 << 20
         assert reasons.ledger.book.prompts < 120
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_a_body_that_returns_is_explained_like_another(
+    edge: Any, make_post: Any, router: Any, session: str | None
+) -> None:
+    """Of known bodies only what is new was read, and the book keeps no more of their ids than that: nobody could tell
+    from what is said."""
+
+    async def scenario() -> None:
+        reasons, told = await router(), []
+        for known in (KnownBodies(0), KnownBodies(8 << 20)):
+            edge.app._reading.known, reasons.ledger = known, Ledger(TurnsConfig(share=1.0))
+            talk, said = Talk(edge, make_post, words=30), list[Any]()
+            for number in range(14):
+                talk.turn(f"Turn {number}. " * 30)
+                if number in (5, 9):  # the last turn is another one, an early one is
+                    talk.messages[-1 if number == 5 else 3]["content"] = f"Something else than {number}. " * 40
+                if number == 11:
+                    del talk.messages[5:9]
+                one = await talk.send(session)
+                said.append({name: one.get(name) for name in ("prompt_tokens", "lost_tokens", "reason", "position")})
+                said[-1]["parts"] = [(p["reason"], p["start"], p["end"], p.get("message")) for p in one["parts"]]
+                assert reasons.ledger.book.holds_together()
+            told.append(said)
+            assert (known.hits > 5) == (known.max_bytes > 0)
+        assert told[0] == told[1]
+        assert {part[0] for one in told[0] for part in one["parts"]} >= {"new_text", "edited", "truncated"}
 
     edge.run(scenario())
 

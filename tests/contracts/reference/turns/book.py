@@ -57,7 +57,7 @@ class Past:
     @property
     def messages(self) -> int:
         """How many it had."""
-        return 0 if self.outline is None else self.outline.count
+        return 0 if self.outline is None else self.outline.total
 
     @property
     def known_tokens(self) -> int:
@@ -124,7 +124,7 @@ class TurnBook:
             self._drop(instead)
         past.bytes = PROMPT_BYTES + 4 * (len(past.ids) - past.kept)
         if past.outline is not None:
-            past.bytes += OUTLINE_BYTES + len(past.outline.messages) + len(past.outline.tools)
+            past.bytes += OUTLINE_BYTES + len(past.outline.numbers) + len(past.outline.tools)
         if past.bytes + 4 * len(past.base) > self._bytes_max:
             return
         self._pasts[id(past)] = past
@@ -159,7 +159,7 @@ class TurnBook:
     def outlined(self, session: str | None) -> int:
         """Messages of the session's last prompt: the next one will most likely have the same."""
         branches = self._sessions.get(session, ()) if session is not None else ()
-        return branches[0].outline.count if branches and branches[0].outline is not None else 0
+        return branches[0].outline.total if branches and branches[0].outline is not None else 0
 
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
         if session is None:

@@ -22,14 +22,16 @@ How = Literal[
 
 
 def extended(known: Outline, new: Outline) -> Outline:
-    """`known` with the messages of `new` behind its own."""
-    assert new.after == known.count
-    return Outline(0, known.messages + new.messages, known.tools, new.flags)
+    """`known` with the messages of `new` behind its own, unless those are all."""
+    if new.after == 0:
+        return new
+    assert new.after == known.total
+    return Outline(0, known.numbers + new.messages, known.tools, new.flags)
 
 
 def numbers(outline: Outline) -> array[int]:
     """WORDS of each message."""
-    return array("I", outline.messages)
+    return array("I", outline.numbers)
 
 
 def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:

@@ -179,7 +179,7 @@ class Ledger:
 
     @staticmethod
     def _extended(past: Past, outline: Callable[[int], Outline | None]) -> Outline | None:
-        new = None if past.outline is None else outline(past.outline.count)
+        new = None if past.outline is None else outline(past.outline.total)
         return outline(0) if new is None or past.outline is None else extended(past.outline, new)
 
     @staticmethod

@@ -11,7 +11,7 @@ from router.turns import ledger as native
 from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
-from router.turns.why import Asked, Facts
+from router.turns.why import Asked, Facts, Outliner
 
 from .ledger import AskedTurn, BegunTurn, Ledger
 
@@ -37,7 +37,7 @@ class BothLedgers:
         return self.native.wants_short(keys)
 
     def explain(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
-        found = self.native.explain(_native(asked), asked.outline, decision, facts, now, wall)
+        found = self.native.explain(_native(asked), _outline(asked), decision, asked.block, facts, now, wall)
         told = self.naive.explain(asked, decision, facts, now, wall)
         assert found == told, (found, told)
         return found
@@ -47,7 +47,7 @@ class BothLedgers:
     ) -> tuple[Begun, BegunTurn]:
         assert self.native.book.goes_on(_native(asked)) == (not self.naive.parts_ways(asked))
         begun = (
-            self.native.begun(_native(asked), asked.outline, decision, facts, now, wall),
+            self.native.begun(_native(asked), _outline(asked), decision, asked.block, facts, now, wall),
             self.naive.begun(asked, decision, facts, now, wall),
         )
         self.why(begun)
@@ -79,10 +79,15 @@ class BothLedgers:
         assert self.native.sums == self.naive.sums
 
 
+def _outline(asked: AskedTurn) -> Outliner:
+    """Itself, where it is at hand."""
+    whole = asked.outline(0)
+    return asked.outline if whole is None or not whole.kept else whole
+
+
 def _native(asked: AskedTurn) -> Asked:
     is_cut = asked.base is not None and not asked.stays
     return (
         asked.id, asked.ids[asked.kept :] if is_cut else asked.ids, asked.base, asked.kept, asked.stays, asked.scope,
-        asked.keys, asked.short, asked.begins, asked.session, asked.parent, asked.target, asked.block,
-        asked.sampled_tokens, asked.final,
+        asked.keys, asked.short, asked.begins, asked.session, asked.parent, asked.sampled_tokens, asked.final,
     )  # fmt: skip
