@@ -13,8 +13,8 @@ with `router epp` beside it (interpreted, from this checkout), with a message fo
 deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
 
 The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
-turn within each round: CPU us a request, of which tokenising. `--cases`: these only. One of eight conversations is such
-that the router looks for why its turns miss, as one of eight is by default.
+turn within each round: CPU us a request, of which tokenising. `--cases`: these only. Of so many conversations the
+router looks for why their turns miss as by default (`--reasons-share`).
 """
 
 from __future__ import annotations

@@ -86,25 +86,29 @@ const Book::Pasts* Book::by_session(const Asked& asked, bool parents) const {
     return found == sessions_.end() ? nullptr : &found->second;
 }
 
-std::shared_ptr<Past> Book::goes_on(const Asked& asked, const Pasts& alike) const {
-    const auto first = [&](const Pasts& candidates) -> std::shared_ptr<Past> {
-        for (const auto& past : candidates) {
-            if (*past->scope == *asked.scope && begins(asked.ids, past->ids)) return past;
-        }
-        return nullptr;
+std::shared_ptr<Past> Book::goes_on(const Asked& asked, std::optional<Pasts>& alike) const {
+    const auto is_it = [&](const std::shared_ptr<Past>& past) {
+        return *past->scope == *asked.scope && begins(asked.ids, past->ids);
     };
-    if (!asked.session) {  // also by what tells too little of prompts that merely begin alike
-        Pasts candidates;
-        if (asked.begins) add(candidates, *asked.begins);
-        for (const auto& past : alike) {
-            const bool is_new = std::find(candidates.begin(), candidates.end(), past) == candidates.end();
-            if (is_new && candidates.size() < branches_max_) candidates.push_back(past);
-        }
-        for (std::size_t i = asked.shorts.size(); i-- > 0;) add(candidates, asked.shorts[i]);
-        return first(candidates);
+    const auto first = [&](const Pasts& among) {
+        const auto found = std::find_if(among.begin(), among.end(), is_it);
+        return found == among.end() ? nullptr : *found;
+    };
+    if (asked.session) {
+        alike.emplace();
+        const Pasts* const branches = by_session(asked, false);
+        return branches == nullptr ? nullptr : first(*branches);
     }
-    const Pasts* const branches = by_session(asked, false);
-    return branches == nullptr ? nullptr : first(*branches);
+    Pasts candidates;  // also by what tells too little of prompts that merely begin alike
+    if (asked.begins) add(candidates, *asked.begins);
+    if (const auto found = first(candidates)) return found;
+    alike = this->alike(asked);
+    for (const auto& past : *alike) {
+        const bool is_new = std::find(candidates.begin(), candidates.end(), past) == candidates.end();
+        if (is_new && candidates.size() < branches_max_) candidates.push_back(past);
+    }
+    for (std::size_t i = asked.shorts.size(); i-- > 0;) add(candidates, asked.shorts[i]);
+    return first(candidates);
 }
 
 Book::Before Book::before(const Asked& asked, const Pasts& alike, const std::optional<Outline>& outline) const {

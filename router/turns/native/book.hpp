@@ -100,8 +100,9 @@ public:
     using Pasts = Vector<std::shared_ptr<Past>>;
     // Of a prompt whose session has no name: those that begin alike, the longest common beginning first.
     Pasts alike(const Asked& asked) const;
-    // The prompt of which this one is a continuation, every token of it. `alike`: as above, here and below.
-    std::shared_ptr<Past> goes_on(const Asked& asked, const Pasts& alike) const;
+    // The prompt of which this one is a continuation, every token of it. `alike`: as above, here and below; looked for where
+    // that is needed, and always where there is none.
+    std::shared_ptr<Past> goes_on(const Asked& asked, std::optional<Pasts>& alike) const;
     struct Before {
         std::shared_ptr<Past> past;
         std::size_t common = 0;  // tokens that both begin with

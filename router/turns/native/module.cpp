@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <string_view>
 
 #include "why.hpp"
@@ -244,8 +245,9 @@ public:
             if (asked.begins) keys.push_back(*asked.begins);
         }
         const bool is_short = !asked.session && asked.keys.empty();
-        made->past = make<Past>();
-        Past& past = *made->past;
+        const auto kept = make<Past>();
+        made->past = kept;
+        Past& past = *kept;
         past.scope = asked.scope;
         past.ids = asked.ids.lasting();
         past.outline = std::move(turn.outline);
@@ -254,14 +256,17 @@ public:
         past.session = asked.session;
         past.keys = std::move(keys);
         past.is_short = is_short;
-        if (static_cast<i64>(asked.ids.size()) >= placed.block) book.put(made->past, turn.past);  // of less nothing can be cached
+        if (static_cast<i64>(asked.ids.size()) >= placed.block) book.put(kept, turn.past);  // of less nothing can be cached
         remember(made);
         return made;
     }
 
     void ended(Why& why, i64 reported, i64 answer, double now) {
-        why.past->answer = answer;
-        why.past->at_s = now;
+        if (const auto past = why.past.lock()) {
+            past->answer = answer;
+            past->at_s = now;
+        }
+        why.past.reset();
         if (reported >= 0) why.settle(reported);
         ++turns_[place(why.sum().reason)];
         for (const Part& part : why.parts) tokens_[place(part.reason)] += part.end - part.start;
@@ -282,8 +287,11 @@ public:
     }
 
     std::shared_ptr<Why> get(const Text& id) const {
-        const auto found = whys_.find(std::string_view(id));
-        return found == whys_.end() ? nullptr : *found->second;
+        const std::size_t digest = TextHash()(id);  // nobody asks often, and a table would be asked with every request
+        for (auto one = whys_.rbegin(); one != whys_.rend(); ++one) {
+            if (one->digest == digest && one->why->id == id) return one->why;
+        }
+        return nullptr;
     }
     std::size_t size() const { return whys_.size(); }
 
@@ -306,24 +314,20 @@ private:
     }
 
     void remember(const std::shared_ptr<Why>& why) {
-        const auto known = whys_.find(why->id);
-        if (known != whys_.end()) {
-            const auto before = known->second;
-            whys_.erase(known);  // its name is the other one's
-            order_.erase(before);
-        }
-        whys_.emplace(why->id, order_.insert(order_.end(), why));
-        if (order_.size() <= whys_max_) return;
-        whys_.erase(order_.front()->id);
-        order_.pop_front();
+        whys_.push_back({TextHash()(why->id), why});
+        if (whys_.size() > whys_max_) whys_.pop_front();
     }
+
+    struct Told {
+        std::size_t digest;  // of its id
+        std::shared_ptr<Why> why;
+    };
 
     std::size_t whys_max_;
     nb::dict counters_[3];
     std::array<i64, kReasons.size()> turns_{}, tokens_{};
     std::array<i64, kSums.size()> sums_{};
-    List<std::shared_ptr<Why>> order_;  // the oldest first
-    Map<std::string_view, List<std::shared_ptr<Why>>::iterator> whys_;
+    std::deque<Told, Pooled<Told>> whys_;  // the oldest first
 };
 
 }  // namespace
@@ -354,7 +358,8 @@ NB_MODULE(_native, module) {
         .def("tell", &Ledger::tell)
         .def("goes_on", [](const Ledger& ledger, nb::handle asked) {
             const Asked prompt = asked_of(asked);
-            return ledger.book.goes_on(prompt, ledger.book.alike(prompt)) != nullptr;
+            std::optional<Book::Pasts> alike;
+            return ledger.book.goes_on(prompt, alike) != nullptr;
         })
         .def("get", [](const Ledger& ledger, nb::handle id) { return ledger.get(text_of(id)); }, nb::arg("id"))
         .def("outlined", [](const Ledger& ledger, nb::handle session) { return ledger.book.outlined(text_of(session)); },

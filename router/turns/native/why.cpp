@@ -72,7 +72,7 @@ Difference difference_of(const Turn& turn, Facts& facts) {
 
 Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
     Turn turn;
-    const Book::Pasts alike = book.alike(asked);
+    std::optional<Book::Pasts> alike;
     turn.past = book.goes_on(asked, alike);
     if (turn.past != nullptr) {
         turn.common = turn.past->ids.size();
@@ -92,7 +92,7 @@ Turn turn_of(const Book& book, const Asked& asked, Facts& facts) {
         return turn;
     }
     turn.outline = facts.outline();
-    Book::Before found = book.before(asked, alike, turn.outline);
+    Book::Before found = book.before(asked, *alike, turn.outline);
     if (found.past != nullptr) {
         turn.past = std::move(found.past);
         turn.common = found.common;

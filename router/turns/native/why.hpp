@@ -44,7 +44,7 @@ struct Why {
     i64 prompt, sampled;
     std::optional<i64> reported;  // as the worker says, where it does
     Vector<Part> parts;
-    std::shared_ptr<Past> past;
+    std::weak_ptr<Past> past;  // until its end; what the book forgets is gone
     bool final;
 
     // That of most of the lost tokens; where none was lost, of the new ones.

@@ -7,7 +7,7 @@ how a prompt is read.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from router.decide.messages import Decision, ReportedUsage
@@ -93,9 +93,8 @@ class Ledger:
         sums: Counter[str] | None = None,
     ) -> None:
         self.book = TurnBook(config.memory_mb << 20, config.keep_s, shared)
-        self._requests_max = config.requests_max
-        self._whys: OrderedDict[str, Why] = OrderedDict()
-        """By the name that the client knows; the last ones."""
+        self._whys: deque[Why] = deque(maxlen=config.requests_max)
+        """The last ones."""
         self.turns: Counter[str] = Counter() if turns is None else turns
         """reason -> requests."""
         self.tokens: Counter[str] = Counter() if tokens is None else tokens
@@ -108,7 +107,7 @@ class Ledger:
 
     def get(self, name: str) -> Why | None:
         """What is known of a request."""
-        return self._whys.get(name)
+        return next((why for why in reversed(self._whys) if why.id == name), None)
 
     def explain(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
@@ -137,10 +136,7 @@ class Ledger:
         past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys, is_short, base, kept)
         if len(asked.ids) >= asked.block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)
-        self._whys[why.id] = why
-        self._whys.move_to_end(why.id)
-        if len(self._whys) > self._requests_max:
-            self._whys.popitem(last=False)
+        self._whys.append(why)
         return BegunTurn(why, past, decision, asked.final)
 
     def ended(self, begun: BegunTurn, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
