@@ -106,9 +106,13 @@ class Reasons:
     def enter(self, exchange: Exchange, read: ReadTurn) -> None:
         """A request was placed, or waits for that: what it was made of is at hand now, and will be in no processor's
         cache later."""
-        if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
-            one = self._requests[exchange.request_id] = _Looked(read)
-            self._ask(one, exchange)
+        try:
+            if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
+                one = _Looked(read)
+                self._ask(one, exchange)
+                self._requests[exchange.request_id] = one
+        except Exception as error:  # noqa: BLE001  a boundary: the request goes on, of its miss nothing is known
+            self._proxy.metrics.crashed("reasons", error)
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""

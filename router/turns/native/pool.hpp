@@ -1,6 +1,6 @@
 // Memory for the small things that every request leaves behind for minutes: from lists of their own by size, so that they do
-// not cut up the heap in which prompts and bodies come and go, and larger ones in blocks from there. What was freed is used again, never given back: it is bounded by
-// the most that was in use. For one thread at a time: whoever calls holds the GIL.
+// not cut up the heap in which prompts and bodies come and go, and larger ones in blocks from there. What was freed is used
+// again, never given back: it is bounded by the most that was in use. For one thread at a time: whoever calls holds the GIL.
 #pragma once
 
 #include <algorithm>

@@ -191,6 +191,29 @@ def test_a_body_that_a_helper_reads_is_explained_like_another(
     edge.run(scenario())
 
 
+def test_a_conversation_that_cannot_be_looked_at_is_answered(
+    edge: Any, make_post: Any, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post)
+        talk.turn()
+
+        def raises(*args: Any) -> Any:
+            raise KeyError("what a conversation is made of")
+
+        monkeypatch.setattr("router.prompting.turn.begins_with", raises)
+        answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: odd"]))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
+        assert (await talk.ask("odd"))[0] == 404
+        assert not reasons._requests
+        monkeypatch.undo()
+        assert (await talk.send(None))["reason"] == "new_session"
+
+    edge.run(scenario())
+
+
 def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router: Any) -> None:
     """They are looked at together; what one raises is counted, and its own."""
 
