@@ -169,8 +169,8 @@ class Reasons:
 
     def _first_byte(self, exchange: Exchange) -> None:
         one, decision = self._requests.get(exchange.request_id), exchange.decision
-        if one is None or one.decision is not None:
-            return
+        if one is None or one.decision is not None or self._core.book.asked(exchange.request_id) is None:
+            return  # nobody looks at it, it was, or it was priced and placed by another (router/shadow)
         if one.asked is None:
             self._ask(one, exchange)
         asked = one.asked
