@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -267,17 +269,13 @@ class Reasons:
 
     def _shorts(self, asked: Asked) -> Asked:
         """With the keys of its first chunk, where it may be found by them."""
-        ids, beginning, kept, stays, scope, keys = asked[1], asked[2], asked[3], asked[4], asked[5], asked[6]
+        scope, keys = asked[5], asked[6]
         if asked[9] is not None or not self.ledger.wants_short(keys):
             return asked
-        most = self._chunk_tokens + 1
-        first = ids[:most]
-        if beginning is not None and not stays:
-            first = beginning[: min(kept, most)] + ids[: max(most - kept, 0)]
-        short = short_keys(self._core.index, first, scope, self._chunk_tokens)
+        short = short_keys(self._core.index, _first_ids(asked, self._chunk_tokens + 1), scope, self._chunk_tokens)
         return (
-            asked[0], ids, beginning, kept, stays, scope, keys, short, asked[8], asked[9], asked[10], asked[11],
-            asked[12],
+            asked[0], asked[1], asked[2], asked[3], asked[4], scope, keys, short, asked[8], asked[9], asked[10],
+            asked[11], asked[12],
         )  # fmt: skip
 
 
@@ -299,10 +297,7 @@ class IndexFacts:
     def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
         if self._asked is None:
             return None
-        ids, beginning, kept, stays, scope = self._asked[1:6]
-        if beginning is not None and not stays:
-            ids = beginning[:kept] + ids
-        found = self._core.index.gone(ids, scope, start, step)
+        found = self._core.index.gone(_first_ids(self._asked, sys.maxsize), self._asked[5], start, step)
         if found is None:
             return None
         end, holder, when_s = found
@@ -336,6 +331,14 @@ def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[i
         name, ids, beginning, kept, stays, route.scope, keys, (), begins, route.session, route.parent, sampled,
         route.final,
     )  # fmt: skip
+
+
+def _first_ids(asked: Asked, most: int) -> array[int]:
+    """Of its prompt, so many at most."""
+    own, beginning, kept, stays = asked[1:5]
+    if beginning is None or stays:
+        return own if len(own) <= most else own[:most]
+    return beginning[: min(kept, most)] + own[: max(most - kept, 0)]
 
 
 def _no_outline(after: int) -> Outline | None:

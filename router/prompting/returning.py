@@ -60,8 +60,6 @@ class Rest:
         self.heads = heads
         """Messages of the chat before the stand-in."""
         self.told = told
-        self.before = before
-        """Messages of the chat, and of what was read as one, before what is new."""
         assert chat.messages is not None
         self.new: list[Message] = chat.messages[before:]
 

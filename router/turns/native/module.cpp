@@ -318,7 +318,7 @@ private:
         if (whys_.size() > whys_max_) whys_.pop_front();
     }
 
-    struct Told {
+    struct Last {
         std::size_t digest;  // of its id
         std::shared_ptr<Why> why;
     };
@@ -327,7 +327,7 @@ private:
     nb::dict counters_[3];
     std::array<i64, kReasons.size()> turns_{}, tokens_{};
     std::array<i64, kSums.size()> sums_{};
-    std::deque<Told, Pooled<Told>> whys_;  // the oldest first
+    std::deque<Last, Pooled<Last>> whys_;  // the oldest first
 };
 
 }  // namespace
