@@ -54,6 +54,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(cached_tokenizer(), TEMPLATE)
 
 
+Planted = tuple[Why, str, int, int | None]
+"""(what was said, the reason that was planted, its position, the message it is in)."""
+
+
 class Fleet:
     """Two workers whose caches hold what they were sent until a test takes it away, behind the real core."""
 
@@ -215,13 +219,15 @@ class Conversation:
     def ids(self) -> list[int]:
         return list(self.fleet.ask(self.body)[0].token_ids or ())
 
+    def under(self, reason: str) -> Planted:
+        """The next turn, under another key: another conversation may have left its first words there."""
+        route, _ = self.fleet.ask(self.body)
+        position = self.fleet.resident(list(route.token_ids or ()), route.scope)
+        return self.send(), reason, position, None
+
 
 def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-Planted = tuple[Why, str, int, int | None]
-"""(what was said, the reason that was planted, its position, the message it is in)."""
 
 
 def after(conversation: Conversation, reason: str, message: int | None = None) -> Planted:
@@ -330,14 +336,14 @@ def salt(fleet: Fleet) -> Planted:
     one = Conversation(fleet)
     one.body["cache_salt"] = one.words(2)
     one.user()
-    return one.send(), "salt", 0, None
+    return one.under("salt")
 
 
 def lora(fleet: Fleet) -> Planted:
     one = Conversation(fleet)
     one.body["model"] = "tuned"
     one.user()
-    return one.send(), "lora", 0, None
+    return one.under("lora")
 
 
 def evicted(fleet: Fleet) -> Planted:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
@@ -199,10 +200,14 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
         talk = Talk(edge, make_post)
         talk.turn()
 
-        def raises(*args: Any) -> Any:
-            raise KeyError("what a conversation is made of")
+        digest, begins = xxhash.xxh3_64_intdigest, talk.messages[-1]["content"].encode()
 
-        monkeypatch.setattr("router.prompting.turn.begins_with", raises)
+        def raises(data: Any, *seed: Any) -> int:
+            if data == begins:
+                raise KeyError("what a conversation begins with")
+            return digest(data, *seed)
+
+        monkeypatch.setattr("xxhash.xxh3_64_intdigest", raises)  # a function of ours may be compiled
         answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: odd"]))
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
