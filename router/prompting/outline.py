@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,16 +20,17 @@ from prompts.routing import RoutingRequest, chat_of
 from prompts.words import digest32, message_words
 from router.prompting.outlined import Outline
 
-_ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
+_ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 THINKS, BILLED, CALLS = 8, 16, 32
 """As router/turns/native/outline.hpp has them."""
-THINK, BILLING = b"<think>", BILLING_LINE.encode()
+THINK: Final = b"<think>"
+BILLING: Final = BILLING_LINE.encode()
 """What a text without them says is what is rendered of it."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
-_encoder = msgspec.json.Encoder()
-_sorted = msgspec.json.Encoder(order="sorted")
+_encoder: Final = msgspec.json.Encoder()
+_sorted: Final = msgspec.json.Encoder(order="sorted")
 
 
 def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:

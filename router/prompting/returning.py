@@ -104,7 +104,8 @@ class Drawn:
         known, words = self._known, self.words
         if self._is_none or after > self._count + len(words) // MESSAGE_BYTES:
             return None
-        return Outline(0, words, known.tools, known.flags, known.words, self._count)
+        # A named tuple's own constructor is interpreted.
+        return tuple.__new__(Outline, (0, words, known.tools, known.flags, known.words, self._count))
 
 
 def may_return(kind: Kind | None, size: int) -> bool:

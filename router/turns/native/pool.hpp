@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <new>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -94,24 +96,35 @@ using Map = std::unordered_map<Key, T, Hash, std::equal_to<Key>, Pooled<std::pai
 template <typename T>
 class Blocks {
 public:
+    static_assert(std::is_trivially_copyable_v<T>);
     static constexpr std::size_t kEach = Pool::kMost / sizeof(T);
 
     Blocks(const T* first, std::size_t count) : size(count) {
-        blocks_.reserve(count / kEach + 1);
+        blocks_.reserve((count + kEach - 1) / kEach);
         for (std::size_t at = 0; at < count; at += kEach) {
-            blocks_.emplace_back(first + at, first + std::min(at + kEach, count));
+            blocks_.push_back(Pooled<T>().allocate(length(at)));
+            std::memcpy(blocks_.back(), first + at, length(at) * sizeof(T));
         }
     }
+    ~Blocks() {
+        for (std::size_t i = 0; i < blocks_.size(); ++i) Pooled<T>().deallocate(blocks_[i], length(i * kEach));
+    }
+    Blocks(const Blocks&) = delete;
+    Blocks& operator=(const Blocks&) = delete;
+
     // From this place on, which is one of theirs, so many of them side by side.
     std::pair<const T*, std::size_t> from(std::size_t at) const {
-        const Vector<T>& block = blocks_[at / kEach];
-        return {block.data() + at % kEach, block.size() - at % kEach};
+        const std::size_t within = at % kEach;
+        return {blocks_[at / kEach] + within, length(at - within) - within};
     }
 
     const std::size_t size;
 
 private:
-    Vector<Vector<T>> blocks_;
+    // Of the block that begins there.
+    std::size_t length(std::size_t at) const { return std::min(kEach, size - at); }
+
+    Vector<T*> blocks_;
 };
 
 template <typename T, typename... Fields>
