@@ -10,7 +10,7 @@ def message_words(
     messages: list[Any],
     roles: dict[str, int],
     mark: bytes,
-    mark2: bytes,
+    line: bytes,
     other: Callable[[Any], tuple[int, ...]],
     /,
 ) -> bytes: ...

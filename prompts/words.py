@@ -57,7 +57,7 @@ except ImportError:
         messages: list[Any],
         roles: dict[str, int],
         mark: bytes,
-        mark2: bytes,
+        line: bytes,
         other: Callable[[Any], tuple[int, ...]],
         /,
     ) -> bytes:

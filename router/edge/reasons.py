@@ -36,7 +36,8 @@ log = logging.getLogger("router")
 
 WAIT_S: Final = 0.25
 """That a first byte or an end waits for others, at most."""
-WAITING_MAX, WAITING_TOKENS_MAX = 64, 200_000
+WAITING_MAX: Final = 64
+WAITING_TOKENS_MAX: Final = 200_000
 """So many of them, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 

@@ -25,7 +25,7 @@ THINKS, BILLED, CALLS = 8, 16, 32
 """As router/turns/native/outline.hpp has them."""
 THINK: Final = b"<think>"
 BILLING: Final = BILLING_LINE.encode()
-"""What a text without them says is what is rendered of it."""
+"""A text without the one, and without a line that begins with the other, says what is rendered of it."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)

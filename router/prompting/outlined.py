@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-WORDS = 5
+WORDS: Final = 5
 """Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
-WORD_BYTES = 4
-MESSAGE_BYTES = WORDS * WORD_BYTES
-TOOL_WORDS = 2
+WORD_BYTES: Final = 4
+MESSAGE_BYTES: Final = 20
+"""WORDS * WORD_BYTES."""
+TOOL_WORDS: Final = 2
 """Of a tool: as sent, normalised."""
+Outlined: TypeAlias = tuple[int, bytes, bytes, int, bytes, int]
+"""The fields of an Outline."""
 
 
 class Outline(NamedTuple):

@@ -26,7 +26,7 @@ from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
 from router.prompting.outline import outline, words_of
-from router.prompting.outlined import MESSAGE_BYTES, Outline
+from router.prompting.outlined import MESSAGE_BYTES, Outlined
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
 """Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""
@@ -99,13 +99,12 @@ class Drawn:
             self._words, self._new = words_of(self._new), None
         return self._words
 
-    def outline(self, after: int = 0) -> Outline | None:
+    def outline(self, after: int = 0) -> Outlined | None:
         """As router/prompting/outline.py makes it of the whole chat, however much of that is known."""
         known, words = self._known, self.words
         if self._is_none or after > self._count + len(words) // MESSAGE_BYTES:
             return None
-        # A named tuple's own constructor is interpreted.
-        return tuple.__new__(Outline, (0, words, known.tools, known.flags, known.words, self._count))
+        return 0, words, known.tools, known.flags, known.words, self._count
 
 
 def may_return(kind: Kind | None, size: int) -> bool:

@@ -17,7 +17,7 @@ from prompts.sampled import Span
 from prompts.segments import ID_TYPE
 from router.prompting.known import Known
 from router.prompting.outline import outline
-from router.prompting.outlined import Outline
+from router.prompting.outlined import Outline, Outlined
 from router.prompting.sessions import Session
 
 BEGINNING_CHARS: Final = 256
@@ -33,7 +33,7 @@ class ReadTurn:
         self.session = session
         self.outline: Outline | None = None
         """Of its messages, or the last of them, where it was read elsewhere."""
-        self.drawn: Callable[[int], Outline | None] | None = None
+        self.drawn: Callable[[int], Outlined | None] | None = None
         """Makes it, where not all of them were read now."""
         self.spans: list[Span] = []
         """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
@@ -54,7 +54,7 @@ class ReadTurn:
             return ids, self.beginning, self.kept, self.stays
         return ids[self.kept :], self.beginning, self.kept, False
 
-    def outliner(self) -> Callable[[int], Outline | None]:
+    def outliner(self) -> Callable[[int], Outlined | None]:
         """Makes the outline of its messages from that one on; None where it is no chat, or that part is not known."""
         if self.drawn is not None:
             return self.drawn

@@ -8,7 +8,7 @@ from typing import Final, Protocol, TypeAlias
 
 from router.decide.messages import Terms
 from router.index.protocol import Scope
-from router.prompting.outlined import Outline
+from router.prompting.outlined import Outlined
 
 NO_LOSS = frozenset(("new_session", "new_text", "block_rest"))
 """Had to be computed, whoever it was sent to."""
@@ -24,7 +24,7 @@ BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""
 
 
-Outliner: TypeAlias = "Callable[[int], Outline | None] | Outline"
+Outliner: TypeAlias = "Callable[[int], Outlined | None] | Outlined"
 """The outline of a prompt's messages, or what makes it: from that one on, or of all. None where it is no chat, or that
 part is not known."""
 Asked: TypeAlias = (

@@ -20,6 +20,7 @@ from router.prompting import returning
 from router.prompting.encode import cut, read_prompt
 from router.prompting.known import LENGTH_MIN, SEEN_MAX, Known, KnownBodies, Mark
 from router.prompting.outline import outline
+from router.prompting.outlined import Outline
 from router.prompting.pool import Order, _made
 from tests.prompts import chat_templates
 
@@ -200,7 +201,8 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
         drawn, whole = returned.drawn.outline(after), outline(parsed)
         assert (drawn is None) == (outline(parsed, after) is None)
         if drawn is not None and whole is not None:
-            assert (drawn.numbers, drawn.tools, drawn.flags) == (whole.messages, whole.tools, whole.flags)
+            made = Outline(*drawn)
+            assert (made.numbers, made.tools, made.flags) == (whole.messages, whole.tools, whole.flags)
     assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
 
 

@@ -28,7 +28,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import IndexFacts
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.outline import THINKS, outline, words_of
+from router.prompting.outline import THINKS, _message, outline, words_of
 from router.prompting.outlined import Outline
 from router.prompting.turn import begins_with
 from router.turns._native import REASONS
@@ -466,6 +466,25 @@ def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, 
     thought = array("I", words_of([{"role": role, "content": f"<think>so</think>{content}"}]))
     assert thought[0] != thought[2] == plain[2]
     assert thought[3] == plain[3] | THINKS
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_marks_are_seen_wherever_they_stand(seed: int) -> None:
+    """Natively a text is looked at many places at a time: in halves of marks, at its beginning, its end, and between."""
+    rng = random.Random(seed)
+    pieces = [
+        "<think>",
+        "</think>",
+        "<thin",
+        "\n",
+        "x-anthropic-billing-header: c=1",
+        "x-anthropic-billing-head",
+        "<t",
+        "x-",
+    ]
+    text = "".join(rng.choice([*pieces, "a" * rng.randrange(40), "ü"]) for _ in range(rng.randrange(12)))
+    message = {"role": "user", "content": text[rng.randrange(4) :]}
+    assert array("I", words_of([message])).tolist() == list(_message(message))
 
 
 @pytest.mark.parametrize(("repeats", "words"), [(8, 12), (200, 300), (80, 4), (200, 4)])
