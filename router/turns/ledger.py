@@ -13,7 +13,7 @@ from typing import Final
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
-from router.turns._native import Begun
+from router.turns._native import Begun, Waiting
 from router.turns._native import Ledger as Book
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
@@ -23,6 +23,9 @@ BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
 SHORT_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
+WAITING_MAX: Final = 64
+WAITING_TOKENS_MAX: Final = 200_000
+"""So many first bytes and ends, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 
 class Ledger:
@@ -44,6 +47,7 @@ class Ledger:
         self.book = Book(
             config.memory_mb << 20, config.keep_s, BRANCHES_MAX, config.requests_max, self.turns, self.tokens, self.sums
         )
+        self.waiting = Waiting(self.book, WAITING_MAX, WAITING_TOKENS_MAX)
 
     def __len__(self) -> int:
         return len(self.book)
@@ -57,18 +61,17 @@ class Ledger:
         self, asked: Asked, outline: Outliner, decision: Decision, block: int, facts: Facts, now: float, wall: float
     ) -> Why:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
-        return why_of(self.book.explained(asked, _placed(decision, block), facts, outline, now, wall))
+        return why_of(self.book.explained(asked, placed_of(decision, block), facts, outline, now, wall))
 
     def begun(
         self, asked: Asked, outline: Outliner, decision: Decision, block: int, facts: Facts, now: float, wall: float
     ) -> Begun:
         """Its answer has begun: the prompt was computed, in blocks of so many tokens."""
-        return self.book.begun(asked, _placed(decision, block), facts, outline, now, wall)
+        return self.book.begun(asked, placed_of(decision, block), facts, outline, now, wall)
 
     def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Its answer is whole, with so many tokens."""
-        reported = None if usage is None else usage.cached_tokens
-        self.book.ended(begun, -1 if reported is None else max(reported, 0), answer_tokens, now)
+        self.book.ended(begun, reported_of(usage), answer_tokens, now)
 
     def tell(self) -> None:
         """Add to the counters what ended since the last time."""
@@ -79,12 +82,18 @@ class Ledger:
         return not keys or self.book.shorts > 0
 
 
-def _placed(decision: Decision, block: int) -> Placed:
+def placed_of(decision: Decision, block: int) -> Placed:
+    """Where a request went, to a worker with blocks of so many tokens."""
     terms = decision.terms
     return (
         decision.worker, block, decision.predicted_cached_tokens, terms.resident_tokens, terms.ttft_s, decision.attempt,
         decision.best,
     )  # fmt: skip
+
+
+def reported_of(usage: ReportedUsage | None) -> int:
+    """Tokens that a worker says it reused; -1 where it does not."""
+    return -1 if usage is None or usage.cached_tokens is None else max(usage.cached_tokens, 0)
 
 
 def short_keys(index: PrefixIndex, ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:

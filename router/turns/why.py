@@ -56,3 +56,18 @@ class Facts(Protocol):
 
     def guessed(self, worker_id: str) -> bool:
         """Whether a worker's cache is guessed: it tells nothing of what it removes."""
+
+
+class PromptFacts(Protocol):
+    """What is asked of many prompts, one after the other."""
+
+    def about(self, asked: Asked) -> Facts:
+        """The facts of one of them, until others are asked for."""
+
+    def shorts(self, asked: Asked) -> Sequence[int]:
+        """Digests of its first chunk's beginnings."""
+
+    def emptied(self, worker_id: str) -> float | None:
+        """As Facts has it; likewise below."""
+
+    def guessed(self, worker_id: str) -> bool: ...

@@ -470,7 +470,7 @@ def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_marks_are_seen_wherever_they_stand(seed: int) -> None:
-    """Natively a text is looked at many places at a time: in halves of marks, at its beginning, its end, and between."""
+    """Natively many places of a text are looked at together: halves of marks, at its beginning, its end, between."""
     rng = random.Random(seed)
     pieces = [
         "<think>",

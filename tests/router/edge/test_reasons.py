@@ -16,11 +16,11 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
-from router.edge.reasons import WAITING_MAX, Reasons
+from router.edge.reasons import IndexFacts, Reasons
 from router.prompting.known import KnownBodies
 from router.turns.config import TurnsConfig
-from router.turns.ledger import Ledger
-from router.turns.why import NO_LOSS
+from router.turns.ledger import WAITING_MAX, Ledger
+from router.turns.why import NO_LOSS, Asked
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
 ANSWER = "It is so."
@@ -219,21 +219,31 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
     edge.run(scenario())
 
 
+class OneFails(IndexFacts):
+    """Of one request nothing can be found out."""
+
+    def about(self, asked: Asked) -> IndexFacts:
+        if asked[0] == "n1":
+            raise KeyError("n1")
+        return super().about(asked)
+
+
 def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router: Any) -> None:
     """They are looked at together; what one raises is counted, and its own."""
 
     async def scenario() -> None:
         reasons = await router()
+        reasons._facts = OneFails(edge.core, {}, edge.prompts.get)
         talk = Talk(edge, make_post)
         talk.turn()
         for number in range(3):
             headers = [b"x-request-id: n%d" % number]
             await edge.exchange(make_post(talk.body(), headers=headers))
         assert not len(reasons.ledger)
-        assert len(reasons._waiting) == 6
-        reasons._waiting[2].asked = None
+        waiting = reasons.ledger.waiting
+        assert len(waiting) == 6
         for _ in range(500):
-            if not reasons._waiting:
+            if not len(waiting):
                 break
             await asyncio.sleep(0.01)
         assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
@@ -242,7 +252,7 @@ def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         for number in range(WAITING_MAX // 2):
             await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: m%d" % number]))
-        assert not reasons._waiting, "so many are looked at without waiting"
+        assert not len(waiting), "so many are looked at without waiting"
 
     edge.run(scenario())
 
