@@ -132,7 +132,8 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
-        self.ledgers = BothLedgers(TurnsConfig(memory_mb=1, keep_s=30.0, requests_max=6), INDEX.shared)
+        config, waits = TurnsConfig(memory_mb=1, keep_s=30.0, requests_max=6), rng.random() < 0.5
+        self.ledgers = BothLedgers(config, INDEX.shared, waits=waits)
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
@@ -168,7 +169,7 @@ class World:
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
         base, placed = rng.choice([None, *self.bases]), decision(rng, len(ids))
         asked = AskedTurn(
-            f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
+            f"r{number}" if self.ledgers.waits else f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
             lambda after: talk.outline(after, tools, flags, base) if is_chat else None, placed.worker, BLOCK,
             session, rng.choice(SESSIONS), rng.random() < 0.05, number, short,
             talk.words[0][0] if session is None and talk.words else None, *self.beginning(ids),

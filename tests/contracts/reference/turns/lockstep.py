@@ -4,23 +4,49 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from router.decide.messages import Decision, ReportedUsage
 from router.turns import ledger as native
-from router.turns._native import Begun
+from router.turns._native import Begun, Looked
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
-from router.turns.why import Asked, Facts, Outliner
+from router.turns.why import Asked, Facts, Outliner, PromptFacts
 
 from .ledger import AskedTurn, BegunTurn, Ledger
 
 
-class BothLedgers:
-    """Like each of both. Fails where they differ."""
+@dataclass
+class _OnePrompt(PromptFacts):
+    """What is asked of the one prompt that is looked at."""
 
-    def __init__(self, config: TurnsConfig, shared: Callable[[array[int], array[int]], int]) -> None:
+    facts: Facts
+    short: Sequence[int]
+
+    def about(self, asked: Asked) -> Facts:
+        return self.facts
+
+    def shorts(self, asked: Asked) -> Sequence[int]:
+        return self.short
+
+    def emptied(self, worker_id: str) -> float | None:
+        return self.facts.emptied(worker_id)
+
+    def guessed(self, worker_id: str) -> bool:
+        return self.facts.guessed(worker_id)
+
+
+class BothLedgers:
+    """Like each of both. Fails where they differ. `waits`: the native one is told as requests come, and looks at them
+    when it is asked to."""
+
+    def __init__(
+        self, config: TurnsConfig, shared: Callable[[array[int], array[int]], int], *, waits: bool = False
+    ) -> None:
         self.native, self.naive = native.Ledger(config), Ledger(config, shared)
+        self.waits = waits
+        self._looked: dict[str, tuple[Looked, PromptFacts]] = {}
 
     @property
     def tokens(self) -> Counter[str]:
@@ -46,10 +72,19 @@ class BothLedgers:
         self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float
     ) -> tuple[Begun, BegunTurn]:
         assert self.native.book.goes_on(_native(asked)) == (not self.naive.parts_ways(asked))
-        begun = (
-            self.native.begun(_native(asked), _outline(asked), decision, asked.block, facts, now, wall),
-            self.naive.begun(asked, decision, facts, now, wall),
-        )
+        if self.waits:
+            one, prompt = (
+                self.native.waiting.entered(_native(asked), _outline(asked), ()),
+                _OnePrompt(facts, asked.short),
+            )
+            self.native.waiting.first(one, native.placed_of(decision, asked.block), now)
+            self._settle(prompt, wall - now)
+            found = self.native.book.get(asked.id)
+            assert found is not None
+            self._looked[asked.id] = one, prompt
+        else:
+            found = self.native.begun(_native(asked), _outline(asked), decision, asked.block, facts, now, wall)
+        begun = found, self.naive.begun(asked, decision, facts, now, wall)
         self.why(begun)
         self._same()
         return begun
@@ -57,11 +92,21 @@ class BothLedgers:
     def ended(
         self, begun: tuple[Begun, BegunTurn], usage: ReportedUsage | None, answer_tokens: int, now: float
     ) -> None:
-        self.native.ended(begun[0], usage, answer_tokens, now)
-        self.native.tell()
+        if self.waits:
+            one, facts = self._looked[begun[1].why.id]
+            self.native.waiting.end(one, native.reported_of(usage), answer_tokens, now, True, False)
+            self._settle(facts, 0.0)
+        else:
+            self.native.ended(begun[0], usage, answer_tokens, now)
+            self.native.tell()
         self.naive.ended(begun[1], usage, answer_tokens, now)
         self.why(begun)
         self._same()
+
+    def _settle(self, facts: PromptFacts, wall_s: float) -> None:
+        failed: list[Exception] = []
+        self.native.waiting.settle(facts, wall_s, lambda *_: None, lambda _: None, failed.append)
+        assert not failed, failed
 
     def why(self, begun: tuple[Begun, BegunTurn]) -> Why:
         found = why_of(begun[0])
