@@ -58,40 +58,18 @@ u32 digest32(const char* data, std::size_t size, u64 before) {
     return static_cast<u32>(digest ^ digest >> 32);
 }
 
-// Whether a text has a mark, or a line that begins with the other. Both have two characters at least: a place is looked at
-// where the first two of one stand, sixteen places at a time.
-bool is_marked(std::string_view text, std::string_view mark, std::string_view line) {
-    using Lanes [[gnu::vector_size(16)]] = char;
-    using Halves [[gnu::vector_size(16)]] = u64;
-    const auto marked = [&](std::size_t at) {
-        const std::string_view rest = text.substr(at);
-        return rest.compare(0, mark.size(), mark) == 0 ||
-               ((at == 0 || text[at - 1] == '\n') && rest.compare(0, line.size(), line) == 0);
-    };
-    std::size_t at = 0;
-    for (; at + sizeof(Lanes) < text.size(); at += sizeof(Lanes)) {
-        Lanes firsts, seconds;
-        std::memcpy(&firsts, text.data() + at, sizeof(firsts));
-        std::memcpy(&seconds, text.data() + at + 1, sizeof(seconds));
-        const auto found = ((firsts == mark[0]) & (seconds == mark[1])) | ((firsts == line[0]) & (seconds == line[1]));
-        const Halves halves = reinterpret_cast<Halves>(found);
-        if ((halves[0] | halves[1]) == 0) continue;
-        for (std::size_t i = 0; i < sizeof(Lanes); ++i) {
-            if (marked(at + i)) return true;
-        }
-    }
-    for (; at < text.size(); ++at) {
-        if (marked(at)) return true;
+bool has_line(std::string_view text, std::string_view line) {
+    for (std::size_t at = 0; (at = text.find(line, at)) != std::string_view::npos; ++at) {
+        if (at == 0 || text[at - 1] == '\n') return true;
     }
     return false;
 }
 
-// Of each message router/prompting/outline.py's five numbers. Those of role and text alone, without a mark and a line that
-// begins with the other, are made here; of the others by `other`. `roles`: role -> number, of others 4.
+// Of each message router/prompting/outline.py's five numbers. Those of role and text alone, without a mark and, where the
+// role's number is 0, a line that begins with the other, are made here; of the others by `other`. `roles`: role -> number, of
+// others 4.
 nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::bytes line, nb::object other) {
     static PyObject *const kRole = PyUnicode_InternFromString("role"), *const kContent = PyUnicode_InternFromString("content");
-    const std::string_view marks[] = {{mark.c_str(), mark.size()}, {line.c_str(), line.size()}};
-    if (std::min(marks[0].size(), marks[1].size()) < 2) throw nb::value_error("marks: expected two characters at least");
     std::vector<u32> words;
     const auto plain = [&](PyObject* message) {
         if (!PyDict_CheckExact(message) || PyDict_GET_SIZE(message) != 2) return false;
@@ -105,11 +83,12 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
             return false;
         }
         const std::string_view text(data, static_cast<std::size_t>(size));
-        if (is_marked(text, marks[0], marks[1])) return false;
-        PyObject* const kind = PyDict_GetItemWithError(roles.ptr(), role);
+        PyObject* const known = PyDict_GetItemWithError(roles.ptr(), role);
+        const u32 kind = known == nullptr ? 4 : static_cast<u32>(PyLong_AsLong(known));
+        if (text.find(mark.c_str(), 0, mark.size()) != std::string_view::npos) return false;
+        if (kind == 0 && has_line(text, {line.c_str(), line.size()})) return false;
         const u32 digest = digest32(text.data(), text.size(), 0);
-        const u32 made[] = {digest, digest, digest, kind == nullptr ? 4 : static_cast<u32>(PyLong_AsLong(kind)),
-                            static_cast<u32>(PyUnicode_GET_LENGTH(content))};
+        const u32 made[] = {digest, digest, digest, kind, static_cast<u32>(PyUnicode_GET_LENGTH(content))};
         words.insert(words.end(), std::begin(made), std::end(made));
         return true;
     };

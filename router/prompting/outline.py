@@ -21,11 +21,11 @@ from prompts.words import digest32, message_words
 from router.prompting.outlined import Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
-THINKS, BILLED, CALLS = 8, 16, 32
+ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
 """As router/turns/native/outline.hpp has them."""
 THINK: Final = b"<think>"
 BILLING: Final = BILLING_LINE.encode()
-"""A text without the one, and without a line that begins with the other, says what is rendered of it."""
+"""A text without the one, and a system's without a line that begins with the other, says what is rendered of it."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
@@ -79,7 +79,7 @@ def _digest(data: bytes, before: int = 0) -> int:
 def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     content = message.get("content")
     kind = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
-    text, thinks = _text(content)
+    text, thinks = _text(content, is_system=kind == 0)
     rest = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
     raw = text.encode("utf-8", "surrogatepass")
     whole, size = _digest(raw), len(text)
@@ -90,7 +90,7 @@ def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
         kind |= CALLS
         rest["tool_calls"] = _parsed_calls(rest["tool_calls"])
     plain = _digest(_sorted.encode(rest), _digest(raw)) if rest else whole
-    bare_text = _BILLING_LINE.sub("", text) if BILLING_LINE in text else text
+    bare_text = _BILLING_LINE.sub("", text) if kind & ROLE == 0 and BILLING_LINE in text else text
     kind |= BILLED if bare_text is not text else 0
     if "<think>" in bare_text:
         bare_text, thinks = _without_thoughts(bare_text), True
@@ -101,10 +101,11 @@ def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     return whole, plain, _digest(_sorted.encode(bare_rest), bare) if bare_rest else bare, kind, size
 
 
-def _text(content: Any) -> tuple[str, bool]:
+def _text(content: Any, *, is_system: bool) -> tuple[str, bool]:
     """(what a message says, whether it has parts that are thoughts), without the billing line that is not rendered."""
     if isinstance(content, str):
-        return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content, False
+        is_billed = is_system and content.startswith(BILLING_LINE)
+        return content.partition("\n")[2] if is_billed else content, False
     if not isinstance(content, list):
         return "" if content is None else _sorted.encode(content).decode(), False
     texts, thinks = [], False
@@ -115,7 +116,7 @@ def _text(content: Any) -> tuple[str, bool]:
             texts.append(f"<think>{part.get('thinking')}</think>")
         else:
             text = text if isinstance(text, str) else _sorted.encode(part).decode()
-            texts.append("" if text.startswith(BILLING_LINE) else text)
+            texts.append("" if is_system and text.startswith(BILLING_LINE) else text)
     return "".join(texts), thinks
 
 

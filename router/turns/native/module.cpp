@@ -47,9 +47,7 @@ NB_MODULE(_native, module) {
         .def("entered", [](const Waiting&, nb::handle asked, nb::handle outline, nb::handle body) {
             return Waiting::entered(asked, outline, body);
         })
-        .def("first", [](Waiting& waiting, const std::shared_ptr<Looked>& one, nb::handle placed, double now) {
-            return waiting.first(one, placed, now);
-        })
+        .def("first", &Waiting::first)
         .def("end", &Waiting::end)
         .def("settle", [](Waiting& waiting, nb::handle facts, double wall_s, nb::handle elsewhere, nb::handle log,
                           nb::handle failed) { waiting.settle({facts, wall_s, elsewhere, log}, failed); })

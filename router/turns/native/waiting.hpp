@@ -8,7 +8,7 @@ namespace blockcast {
 
 // A request whose conversation is looked at, from when it was priced until what its end told was added up. Nothing is kept that
 // holds its body, its text, or those of its ids that are kept elsewhere.
-struct Looked {
+struct Looked : std::enable_shared_from_this<Looked> {
     std::optional<Asked> asked;  // until its first byte was looked at
     nb::object told;             // the same, as it was told
     nb::object outline;
@@ -47,23 +47,23 @@ public:
     }
 
     // Whether it is time to look at them; here and below.
-    bool first(const std::shared_ptr<Looked>& one, nb::handle placed, double now) {
-        if (one->has_begun) return false;
-        one->placed = placed_of(placed);
-        one->first_s = now;
-        one->has_begun = true;
-        if (!one->asked->ids.whole) tokens_ += one->asked->ids.rest();
-        return add(one);
+    bool first(Looked& one, nb::handle placed, double now) {
+        if (one.has_begun) return false;
+        one.placed = placed_of(placed);
+        one.first_s = now;
+        one.has_begun = true;
+        if (!one.asked->ids.whole) tokens_ += one.asked->ids.rest();
+        return add(one.shared_from_this());
     }
 
-    bool end(const std::shared_ptr<Looked>& one, i64 reported, i64 answer, double now, bool is_whole, bool is_sampled) {
-        if (!one->has_begun) return false;
-        one->reported = reported;
-        one->answer = answer;
-        one->end_s = now;
-        one->is_whole = is_whole;
-        one->is_sampled = is_sampled;
-        return add(one);
+    bool end(Looked& one, i64 reported, i64 answer, double now, bool is_whole, bool is_sampled) {
+        if (!one.has_begun) return false;
+        one.reported = reported;
+        one.answer = answer;
+        one.end_s = now;
+        one.is_whole = is_whole;
+        one.is_sampled = is_sampled;
+        return add(one.shared_from_this());
     }
 
     // `failed`: (exception) of one of them; it ends that one's reasons, and nothing else.
@@ -100,8 +100,8 @@ public:
     std::size_t tokens() const { return tokens_; }  // that they alone keep
 
 private:
-    bool add(const std::shared_ptr<Looked>& one) {
-        waiting_.push_back(one);
+    bool add(std::shared_ptr<Looked> one) {
+        waiting_.push_back(std::move(one));
         return waiting_.size() >= most_ || tokens_ >= most_tokens_;
     }
 
