@@ -26,16 +26,19 @@ from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.turn import ReadTurn
-from router.turns._native import Begun, Looked
+from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Ledger, placed_of, reported_of, short_keys
 from router.turns.parts import Why, why_of
-from router.turns.why import BLOCK_TOKENS, GROUPS, Asked
+from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, End, First, Looked, Placed
 
 log = logging.getLogger("router")
 
 WAIT_S: Final = 0.25
 """That a first byte or an end waits for others, at most."""
+WAITING_MAX: Final = 64
+WAITING_TOKENS_MAX: Final = 200_000
+"""So many of them, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 
 class Reasons:
@@ -58,6 +61,10 @@ class Reasons:
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._requests: dict[str, Looked | ReadTurn] = {}
         """Those that have not ended; as they were read, until they are priced."""
+        self._waiting: list[tuple[Looked, Decision, float] | End] = []
+        """First bytes and ends that nobody looked at yet, in their order."""
+        self._waiting_tokens = 0
+        """That they alone keep."""
         self._timer: asyncio.TimerHandle | None = None
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
@@ -126,9 +133,9 @@ class Reasons:
         name = exchange.trace_id.decode("latin-1")
         asked = _asked(name, read, route, route.token_ids, prompt.keys(self._chunk_tokens))
         is_part = read.outline is not None and read.outline.after > 0  # of its outline
-        body = (exchange.request.pieces, read.parsed.kind) if is_part else ()
+        body = (exchange.request.pieces, read.parsed.kind) if is_part else None
         outline = read.outliner() if read.drawn is None else read.drawn(0) or _no_outline
-        return self.ledger.waiting.entered(asked, outline, body)
+        return [asked, outline, body, False, None]
 
     def _first_byte(self, exchange: Exchange) -> None:
         one, decision = self._requests.get(exchange.request_id), exchange.decision
@@ -139,12 +146,17 @@ class Reasons:
             if looked is None:
                 return
             one = self._requests[exchange.request_id] = looked
-        placed = placed_of(decision, self._block(decision))
-        self._wait(self.ledger.waiting.first(one, placed, self._proxy.now()))
+        if one[3]:
+            return
+        one[3] = True
+        asked: Asked = one[0]
+        if not asked[4]:
+            self._waiting_tokens += len(asked[1])
+        self._wait((one, decision, self._proxy.now()))
 
     def _ended(self, exchange: Exchange) -> None:
         one = self._requests.pop(exchange.request_id, None)
-        if one is None or isinstance(one, ReadTurn):
+        if one is None or isinstance(one, ReadTurn) or not one[3]:
             return
         usage, route, said = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
@@ -152,11 +164,13 @@ class Reasons:
         elif route is not None and route.stream:
             said = exchange.progress.reads
         reported, is_whole = reported_of(usage), exchange.outcome == "status_200"
-        self._wait(self.ledger.waiting.end(one, reported, said, self._proxy.now(), is_whole, exchange.sampled))
+        self._wait((one, reported, said, self._proxy.now(), is_whole, exchange.sampled))
 
-    def _wait(self, is_time: bool) -> None:
-        """First bytes and ends are looked at soon, with others."""
-        if is_time:
+    def _wait(self, one: tuple[Looked, Decision, float] | End) -> None:
+        """Look at it soon, with others: what runs once a request is in no processor's cache, which costs thrice as much
+        as the work itself."""
+        self._waiting.append(one)
+        if len(self._waiting) >= WAITING_MAX or self._waiting_tokens >= WAITING_TOKENS_MAX:
             self.settle()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WAIT_S, self.settle)
@@ -166,7 +180,15 @@ class Reasons:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.ledger.waiting.settle(self._facts, self._wall_s(), self._elsewhere, _log, self._failed)
+        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        entries: list[First | End] = []
+        for one in waiting:
+            if len(one) == 3:
+                looked, decision, first_s = one
+                entries.append((looked, placed_of(decision, self._block(decision)), first_s))
+            else:
+                entries.append(one)
+        self.ledger.book.settle(entries, self._facts, self._wall_s(), self._elsewhere, _log, self._failed)
 
     def _wall_s(self) -> float:
         """What the clock on the wall is ahead."""
@@ -175,17 +197,20 @@ class Reasons:
     def _failed(self, error: Exception) -> None:
         self._proxy.metrics.crashed("reasons", error)
 
-    def _elsewhere(self, one: Looked, body: Any) -> None:
+    def _elsewhere(self, one: Looked, asked: Asked, placed: Placed, first_s: float, body: Any) -> None:
         """The conversation was changed: its large body is looked at once more."""
         pieces, kind = body
-        task = asyncio.get_running_loop().create_task(self._begin_later(one, self._helpers.outline(pieces, kind)))
+        whole = self._helpers.outline(pieces, kind)
+        task = asyncio.get_running_loop().create_task(self._begin_later(one, asked, placed, first_s, whole))
         self._outlining.add(task)
         task.add_done_callback(self._outlining.discard)
 
-    async def _begin_later(self, one: Looked, outlined: Awaitable[Outline | None]) -> None:
+    async def _begin_later(
+        self, one: Looked, asked: Asked, placed: Placed, first_s: float, outlined: Awaitable[Outline | None]
+    ) -> None:
         try:
-            outline = await outlined or _no_outline
-            self.ledger.waiting.begun(one, outline, self._facts, self._wall_s(), _log)
+            made, book = await outlined or _no_outline, self.ledger.book
+            book.begun_elsewhere(one, asked, placed, first_s, made, self._facts, self._wall_s(), _log)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
             self._failed(error)
 

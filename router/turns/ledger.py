@@ -13,7 +13,7 @@ from typing import Final
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
-from router.turns._native import Begun, Waiting
+from router.turns._native import Begun
 from router.turns._native import Ledger as Book
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
@@ -23,9 +23,6 @@ BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
 SHORT_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
-WAITING_MAX: Final = 64
-WAITING_TOKENS_MAX: Final = 200_000
-"""So many first bytes and ends, of prompts with so many tokens, are looked at at once: a millisecond or two."""
 
 
 class Ledger:
@@ -47,7 +44,6 @@ class Ledger:
         self.book = Book(
             config.memory_mb << 20, config.keep_s, BRANCHES_MAX, config.requests_max, self.turns, self.tokens, self.sums
         )
-        self.waiting = Waiting(self.book, WAITING_MAX, WAITING_TOKENS_MAX)
 
     def __len__(self) -> int:
         return len(self.book)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from router.decide.messages import Terms
 from router.index.protocol import Scope
@@ -40,6 +40,16 @@ encoder would choose others, whether nothing comes after it)."""
 Placed = tuple[str, int, int, int, float, int, Terms | None]
 """(worker, tokens of its blocks, tokens predicted to be cached, of them resident, predicted TTFT, attempt, the worker
 that has more)."""
+Looked: TypeAlias = list[Any]
+"""A request whose conversation is looked at, from when it was priced: [Asked, Outliner, what its body is read with once
+more where that may be wanted or None, whether its answer has begun, what came of that or None]. The first three until
+its first byte was looked at. Nothing is kept that holds its body, its text, or those of its ids that are kept
+elsewhere."""
+First: TypeAlias = tuple[Looked, Placed, float]
+"""(whose first byte it is, where that came from, when)."""
+End: TypeAlias = tuple[Looked, int, int, float, bool, bool]
+"""(whose end it is, tokens that its worker says it reused or -1, tokens of its answer, when, whether that is whole: of
+others nothing is counted, whether it is logged)."""
 
 
 class Facts(Protocol):

@@ -26,6 +26,14 @@ NB_MODULE(_native, module) {
             return ledger.begun(asked_of(asked), placed_of(placed), told, now, at);
         })
         .def("ended", &Ledger::ended)
+        .def("settle", [](Ledger& ledger, nb::list waiting, nb::handle facts, double wall_s, nb::handle elsewhere,
+                          nb::handle log, nb::handle failed) {
+            Waiting(ledger, {facts, wall_s, log}).settle(std::move(waiting), elsewhere, failed);
+        })
+        .def("begun_elsewhere", [](Ledger& ledger, nb::handle looked, nb::handle asked, nb::handle placed, double now,
+                                   nb::handle outline, nb::handle facts, double wall_s, nb::handle log) {
+            Waiting(ledger, {facts, wall_s, log}).begun(looked, asked, placed, now, outline);
+        })
         .def("tell", &Ledger::tell)
         .def("goes_on", [](const Ledger& ledger, nb::handle asked) {
             const Asked prompt = asked_of(asked);
@@ -40,20 +48,4 @@ NB_MODULE(_native, module) {
         .def_prop_ro("used_bytes", [](const Ledger& ledger) { return ledger.book.used_bytes(); })
         .def_prop_ro("shorts", [](const Ledger& ledger) { return ledger.book.shorts(); })
         .def("__len__", &Ledger::size);
-    nb::class_<Looked>(module, "Looked");
-    nb::class_<Waiting>(module, "Waiting")
-        .def(nb::init<Ledger&, std::size_t, std::size_t>(), nb::keep_alive<1, 2>(), nb::arg("ledger"), nb::arg("waiting_max"),
-             nb::arg("tokens_max"))
-        .def("entered", [](const Waiting&, nb::handle asked, nb::handle outline, nb::handle body) {
-            return Waiting::entered(asked, outline, body);
-        })
-        .def("first", &Waiting::first)
-        .def("end", &Waiting::end)
-        .def("settle", [](Waiting& waiting, nb::handle facts, double wall_s, nb::handle elsewhere, nb::handle log,
-                          nb::handle failed) { waiting.settle({facts, wall_s, elsewhere, log}, failed); })
-        .def("begun", [](Waiting& waiting, Looked& one, nb::handle outline, nb::handle facts, double wall_s, nb::handle log) {
-            waiting.begun(one, outline, {facts, wall_s, nb::none(), log});
-        })
-        .def_prop_ro("tokens", &Waiting::tokens)
-        .def("__len__", &Waiting::size);
 }

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from router.decide.messages import Decision, ReportedUsage
 from router.turns import ledger as native
-from router.turns._native import Begun, Looked
+from router.turns._native import Begun
 from router.turns.config import TurnsConfig
 from router.turns.parts import Why, why_of
-from router.turns.why import Asked, Facts, Outliner, PromptFacts
+from router.turns.why import Asked, End, Facts, First, Looked, Outliner, PromptFacts
 
 from .ledger import AskedTurn, BegunTurn, Ledger
 
@@ -73,12 +73,9 @@ class BothLedgers:
     ) -> tuple[Begun, BegunTurn]:
         assert self.native.book.goes_on(_native(asked)) == (not self.naive.parts_ways(asked))
         if self.waits:
-            one, prompt = (
-                self.native.waiting.entered(_native(asked), _outline(asked), ()),
-                _OnePrompt(facts, asked.short),
-            )
-            self.native.waiting.first(one, native.placed_of(decision, asked.block), now)
-            self._settle(prompt, wall - now)
+            one: Looked = [_native(asked), _outline(asked), None, True, None]
+            prompt = _OnePrompt(facts, asked.short)
+            self._settle((one, native.placed_of(decision, asked.block), now), prompt, wall - now)
             found = self.native.book.get(asked.id)
             assert found is not None
             self._looked[asked.id] = one, prompt
@@ -94,8 +91,7 @@ class BothLedgers:
     ) -> None:
         if self.waits:
             one, facts = self._looked[begun[1].why.id]
-            self.native.waiting.end(one, native.reported_of(usage), answer_tokens, now, True, False)
-            self._settle(facts, 0.0)
+            self._settle((one, native.reported_of(usage), answer_tokens, now, True, False), facts, 0.0)
         else:
             self.native.ended(begun[0], usage, answer_tokens, now)
             self.native.tell()
@@ -103,9 +99,9 @@ class BothLedgers:
         self.why(begun)
         self._same()
 
-    def _settle(self, facts: PromptFacts, wall_s: float) -> None:
+    def _settle(self, one: First | End, facts: PromptFacts, wall_s: float) -> None:
         failed: list[Exception] = []
-        self.native.waiting.settle(facts, wall_s, lambda *_: None, lambda _: None, failed.append)
+        self.native.book.settle([one], facts, wall_s, lambda *_: None, lambda _: None, failed.append)
         assert not failed, failed
 
     def why(self, begun: tuple[Begun, BegunTurn]) -> Why:
