@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -151,7 +151,7 @@ class Reasons:
         one[3] = True
         asked: Asked = one[0]
         if not asked[4]:
-            self._waiting_tokens += len(asked[1])
+            self._waiting_tokens += len(asked[1]) - asked[3]
         self._wait((one, decision, self._proxy.now()))
 
     def _ended(self, exchange: Exchange) -> None:
@@ -239,12 +239,12 @@ class IndexFacts:
     def shorts(self, asked: Asked) -> list[int]:
         """The keys of its first chunk."""
         chunk = self._core.config.working_set.chunk_tokens
-        return short_keys(self._core.index, _first_ids(asked, chunk + 1), asked[5], chunk)
+        return short_keys(self._core.index, asked[1], asked[5], chunk)
 
     def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
         if self._asked is None:
             return None
-        found = self._core.index.gone(_first_ids(self._asked, sys.maxsize), self._asked[5], start, step)
+        found = self._core.index.gone(self._asked[1], self._asked[5], start, step)
         if found is None:
             return None
         end, holder, when_s = found
@@ -267,7 +267,7 @@ class IndexFacts:
 
 
 def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[int], keys: Sequence[int]) -> Asked:
-    ids, beginning, kept, stays = read.ids(token_ids)
+    ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
     begins: int | None = None
     if route.session is None:
         begins = read.begins()
@@ -275,17 +275,9 @@ def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[i
         keys = ()  # it is not found by these
     sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
     return (
-        name, ids, beginning, kept, stays, route.scope, keys, (), begins, route.session, route.parent, sampled,
-        route.final,
+        name, ids, read.beginning, read.kept, read.stays, route.scope, keys, (), begins, route.session, route.parent,
+        sampled, route.final,
     )  # fmt: skip
-
-
-def _first_ids(asked: Asked, most: int) -> array[int]:
-    """Of its prompt, so many at most."""
-    own, beginning, kept, stays = asked[1:5]
-    if beginning is None or stays:
-        return own if len(own) <= most else own[:most]
-    return beginning[: min(kept, most)] + own[: max(most - kept, 0)]
 
 
 def _no_outline(after: int) -> Outline | None:

@@ -7,14 +7,13 @@ conversations are looked at.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import xxhash
 
 from prompts.routing import RoutingRequest
 from prompts.sampled import Span
-from prompts.segments import ID_TYPE
 from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline, Outlined
@@ -45,14 +44,6 @@ class ReadTurn:
         """How many of those the prompt begins with."""
         self.stays = False
         """All its prompt's ids are kept, for when it returns."""
-
-    def ids(self, token_ids: Sequence[int]) -> tuple[array[int], array[int] | None, int, bool]:
-        """Of its prompt: (those that nobody else keeps, or all; others; how many of them it begins with; whether it is
-        all, and somebody keeps them)."""
-        ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
-        if self.beginning is None or self.stays:
-            return ids, self.beginning, self.kept, self.stays
-        return ids[self.kept :], self.beginning, self.kept, False
 
     def outliner(self) -> Callable[[int], Outlined | None]:
         """Makes the outline of its messages from that one on; None where it is no chat, or that part is not known."""

@@ -31,12 +31,12 @@ Asked: TypeAlias = (
     "tuple[str, array[int], array[int] | None, int, bool, Scope, Sequence[int], Sequence[int], int | None, str | None,"
     "str | None, int, bool]"
 )
-"""A prompt whose answer has begun, or that is asked about: (id that the client knows it by, its token ids from `kept`
-on, ids that are kept anyway, `kept`: how many of those it begins with, whether its own are all there and kept anyway
-too, scope, digests of its chunks; of its first chunk's beginnings, where its session has no name and it has no chunk,
-or others have none; of what its user said first, where its session has no name: conversations with one system prompt
-may have all their chunks in common; session, parent, how many ids are as they were sampled where the
-encoder would choose others, whether nothing comes after it)."""
+"""A prompt whose answer has begun, or that is asked about: (id that the client knows it by, its token ids, ids that are
+kept anyway, `kept`: how many of those it begins with, whether its own are all kept anyway too, scope, digests of its
+chunks; of its first chunk's beginnings, where its session has no name and it has no chunk, or others have none; of what
+its user said first, where its session has no name: conversations with one system prompt may have all their chunks in
+common; session, parent, how many ids are as they were sampled where the encoder would choose others, whether nothing
+comes after it)."""
 Placed = tuple[str, int, int, int, float, int, Terms | None]
 """(worker, tokens of its blocks, tokens predicted to be cached, of them resident, predicted TTFT, attempt, the worker
 that has more)."""

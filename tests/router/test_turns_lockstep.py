@@ -248,10 +248,10 @@ def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
 @pytest.mark.parametrize("kept", [-1, 3, 2**40])
 def test_no_more_is_shared_than_there_is(kept: int) -> None:
     ledger, short, long = Ledger(TurnsConfig()), array("I", [1, 2]), array("I", [1, 2, 3])
-    for ids, base, whole in ((long, short, False), (short, long, True), (long, short, True)):
+    for ids, base, stays in ((long, short, False), (short, long, True), (long, short, True), (short, long, False)):
         asked = plain(ids, base, kept)
         with pytest.raises(ValueError, match="kept"):
-            say(ledger, (*asked[:4], whole, *asked[5:]))
+            say(ledger, (*asked[:4], stays, *asked[5:]))
     assert len(ledger) == ledger.book.prompts == 0
 
 
@@ -259,7 +259,7 @@ def test_what_prompts_share_is_kept_and_counted_once() -> None:
     """And lent: while a prompt is kept, nobody can change it."""
     ledger, base, own = Ledger(TurnsConfig()), array("I", range(1000)), 0
     for number in range(4):
-        say(ledger, plain(array("I", [7] * number), base, 900, session=f"session {number}"))
+        say(ledger, plain(base[:900] + array("I", [7] * number), base, 900, session=f"session {number}"))
         own += 600 + 4 * number
         assert ledger.book.used_bytes == 4 * 1000 + own
     with pytest.raises(BufferError):

@@ -28,29 +28,28 @@ struct Lent {
     std::size_t size;
 };
 
-// Token ids: the first `kept` ones of `base`, which many prompts share, then those of `own`, or their copies. `whole`: `own` has
-// all of them.
+// Token ids: the first `kept` ones of `base`, which many prompts share, then those of `own`, which has all of them, or their
+// copies. `stays`: somebody keeps `own` anyway.
 struct Ids {
     std::shared_ptr<const Lent> base;
     std::size_t kept = 0;
     std::shared_ptr<const Lent> own;
-    bool whole = false;
+    bool stays = false;
     std::shared_ptr<const Blocks<u32>> copies;
 
-    std::size_t skipped() const { return whole ? kept : 0; }
-    std::size_t rest() const { return copies ? copies->size : own ? own->size - skipped() : 0; }
+    std::size_t rest() const { return copies ? copies->size : own ? own->size - kept : 0; }
     std::size_t size() const { return kept + rest(); }
     // Ids from this place on, so many of them side by side.
     std::pair<const u32*, std::size_t> from(std::size_t at) const {
         if (at < kept) return {base->data + at, kept - at};
         if (copies) return copies->from(at - kept);
-        return {own->data + skipped() + (at - kept), size() - at};
+        return {own->data + at, own->size - at};
     }
     // As they are kept for long: somebody else keeps all of them, or all that is their own is copied.
     Ids lasting() const {
-        if (whole) return {own, own->size, nullptr, false, nullptr};
+        if (stays) return {own, own->size, nullptr, false, nullptr};
         if (!own) return *this;
-        return {base, kept, nullptr, false, make<const Blocks<u32>>(own->data, own->size)};
+        return {base, kept, nullptr, false, make<const Blocks<u32>>(own->data + kept, own->size - kept)};
     }
     u32 last() const { return *from(size() - 1).first; }
     // How many of the first ones are the same. What both have of one base is not looked at.

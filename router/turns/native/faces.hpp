@@ -200,11 +200,12 @@ inline Asked asked_of(nb::handle tuple) {
     Ids ids{make<const Buffer>(fields[1]), 0, nullptr, false, nullptr};
     ids.kept = ids.base->size;
     if (!fields[2].is_none()) {
-        const bool whole = fields[4].is(Py_True);
         const std::shared_ptr<const Lent> base = make<const Buffer>(fields[2]);
-        const i64 kept = fields.number(3), most = static_cast<i64>(whole ? std::min(base->size, ids.kept) : base->size);
-        if (kept < 0 || kept > most) throw nb::value_error("kept: expected so many ids as there are");
-        ids = {base, static_cast<std::size_t>(kept), ids.base, whole, nullptr};
+        const i64 kept = fields.number(3);
+        if (kept < 0 || kept > static_cast<i64>(std::min(base->size, ids.kept))) {
+            throw nb::value_error("kept: expected so many ids as there are");
+        }
+        ids = {base, static_cast<std::size_t>(kept), ids.base, fields[4].is(Py_True), nullptr};
     }
     std::optional<u64> begins;
     if (!fields[8].is_none()) begins = nb::cast<u64>(fields[8]);

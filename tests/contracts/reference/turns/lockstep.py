@@ -127,8 +127,7 @@ def _outline(asked: AskedTurn) -> Outliner:
 
 
 def _native(asked: AskedTurn) -> Asked:
-    is_cut = asked.base is not None and not asked.stays
     return (
-        asked.id, asked.ids[asked.kept :] if is_cut else asked.ids, asked.base, asked.kept, asked.stays, asked.scope,
+        asked.id, asked.ids, asked.base, asked.kept, asked.stays, asked.scope,
         asked.keys, asked.short, asked.begins, asked.session, asked.parent, asked.sampled_tokens, asked.final,
     )  # fmt: skip
