@@ -181,7 +181,7 @@ class Reasons:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        entries: list[First | End] = []
+        entries: list[First | End] = []  # where they went is told of many at once too
         for one in waiting:
             if len(one) == 3:
                 looked, decision, first_s = one

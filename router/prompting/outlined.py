@@ -7,8 +7,7 @@ from typing import Final, NamedTuple, TypeAlias
 WORDS: Final = 5
 """Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
 WORD_BYTES: Final = 4
-MESSAGE_BYTES: Final = 20
-"""WORDS * WORD_BYTES."""
+MESSAGE_BYTES: Final = WORDS * WORD_BYTES
 TOOL_WORDS: Final = 2
 """Of a tool: as sent, normalised."""
 Outlined: TypeAlias = tuple[int, bytes, bytes, int, bytes, int]

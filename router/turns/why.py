@@ -43,8 +43,7 @@ that has more)."""
 Looked: TypeAlias = list[Any]
 """A request whose conversation is looked at, from when it was priced: [Asked, Outliner, what its body is read with once
 more where that may be wanted or None, whether its answer has begun, what came of that or None]. The first three until
-its first byte was looked at. Nothing is kept that holds its body, its text, or those of its ids that are kept
-elsewhere."""
+its first byte was looked at. Of a body that returned nothing holds its text; its bytes only where they may be wanted."""
 First: TypeAlias = tuple[Looked, Placed, float]
 """(whose first byte it is, where that came from, when)."""
 End: TypeAlias = tuple[Looked, int, int, float, bool, bool]
@@ -76,8 +75,3 @@ class PromptFacts(Protocol):
 
     def shorts(self, asked: Asked) -> Sequence[int]:
         """Digests of its first chunk's beginnings."""
-
-    def emptied(self, worker_id: str) -> float | None:
-        """As Facts has it; likewise below."""
-
-    def guessed(self, worker_id: str) -> bool: ...

@@ -3,7 +3,7 @@
 
 #include <deque>
 
-#include "faces.hpp"
+#include "python.hpp"
 
 namespace blockcast {
 

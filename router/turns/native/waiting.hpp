@@ -64,7 +64,7 @@ public:
     }
 
     void begun(nb::handle looked, nb::handle asked, nb::handle placed, double now, nb::handle outline) {
-        know(Looked(looked), asked_of(asked), asked, placed, now, outline);
+        know(Looked(looked), read(asked), asked, placed, now, outline);
         ledger_.tell();
     }
 
@@ -75,16 +75,22 @@ private:
         Looked looked(one[0]);
         const nb::object told = looked.take(Looked::kAsked), outline = looked.take(Looked::kOutline),
                          body = looked.take(Looked::kBody);
-        Asked asked = asked_of(told);
-        if (!asked.session && (asked.keys.empty() || ledger_.book.shorts() > 0)) {
-            asked.shorts = keys_of(askers_.facts.attr("shorts")(told));
-        }
+        const Asked asked = read(told);
         std::optional<Book::Pasts> alike;
         if (!body.is_none() && ledger_.book.goes_on(asked, alike) == nullptr) {
             elsewhere(one[0], told, one[1], one[2], body);
         } else {
             know(looked, asked, told, one[1], nb::cast<double>(one[2]), outline);
         }
+    }
+
+    // With what tells it from others, where only its first chunk's beginnings do.
+    Asked read(nb::handle told) const {
+        Asked asked = asked_of(told);
+        if (!asked.session && (asked.keys.empty() || ledger_.book.shorts() > 0)) {
+            asked.shorts = keys_of(askers_.facts.attr("shorts")(told));
+        }
+        return asked;
     }
 
     void end(nb::handle one) {

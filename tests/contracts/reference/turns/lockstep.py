@@ -30,12 +30,6 @@ class _OnePrompt(PromptFacts):
     def shorts(self, asked: Asked) -> Sequence[int]:
         return self.short
 
-    def emptied(self, worker_id: str) -> float | None:
-        return self.facts.emptied(worker_id)
-
-    def guessed(self, worker_id: str) -> bool:
-        return self.facts.guessed(worker_id)
-
 
 class BothLedgers:
     """Like each of both. Fails where they differ. `waits`: the native one is told as requests come, and looks at them

@@ -112,10 +112,10 @@ public:
         return Gone{nb::cast<i64>(found[0]), text_of(found[1]), nb::cast<double>(found[2])};
     }
     std::optional<double> emptied(const Text& worker) override {
-        const nb::object found = facts_.attr("emptied")(shown(worker));
+        const nb::object found = about().attr("emptied")(shown(worker));
         return found.is_none() ? std::nullopt : std::optional<double>(nb::cast<double>(found));
     }
-    bool guessed(const Text& worker) override { return nb::cast<bool>(facts_.attr("guessed")(shown(worker))); }
+    bool guessed(const Text& worker) override { return nb::cast<bool>(about().attr("guessed")(shown(worker))); }
     bool thinks(const Vector<u32>& ids) override {
         nb::list list;
         for (const u32 id : ids) list.append(id);
