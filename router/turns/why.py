@@ -43,7 +43,7 @@ that has more)."""
 Looked: TypeAlias = list[Any]
 """A request whose conversation is looked at, from when it was priced: [Asked, Outliner, what its body is read with once
 more where that may be wanted or None, whether its answer has begun, what came of that or None]. The first three until
-its first byte was looked at. Of a body that returned nothing holds its text; its bytes only where they may be wanted."""
+its first byte was looked at. Of a body that returned nothing holds its text, nor its bytes but for that."""
 First: TypeAlias = tuple[Looked, Placed, float]
 """(whose first byte it is, where that came from, when)."""
 End: TypeAlias = tuple[Looked, int, int, float, bool, bool]
