@@ -31,6 +31,8 @@ from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
     from router.http.connection import Client
+    from router.prompting.turn import ReadTurn
+    from router.turns.why import Looked
 
 PROGRESS_EVERY: Final = 32
 """Chunks of a stream between two reports of progress to the core."""
@@ -43,7 +45,7 @@ class Exchange:
 
     __slots__ = (
         "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
-        "client", "decision", "done", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id",
+        "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request", "request_id",
         "route", "sampled", "sent_s", "span", "spans", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
@@ -72,6 +74,8 @@ class Exchange:
         self.progress = Progress(proxy.relay, self.started_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
+        self.looked: Looked | ReadTurn | None = None
+        """What router/edge/reasons.py will say of it; as it was read, until it is priced. None where nobody looks."""
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None

@@ -59,8 +59,6 @@ class Reasons:
         self._core, self._proxy, self._helpers = core, proxy, helpers
         self._facts = IndexFacts(core, emptied, prompts.get)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._requests: dict[str, Looked | ReadTurn] = {}
-        """Those that have not ended; as they were read, until they are priced."""
         self._waiting: list[tuple[Looked, Decision, float] | End] = []
         """First bytes and ends that nobody looked at yet, in their order."""
         self._waiting_tokens = 0
@@ -77,7 +75,7 @@ class Reasons:
         cache later."""
         try:
             if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
-                self._requests[exchange.request_id] = self._looked(read, exchange) or read
+                exchange.looked = self._looked(read, exchange) or read
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on, of its miss nothing is known
             self._proxy.metrics.crashed("reasons", error)
 
@@ -138,14 +136,14 @@ class Reasons:
         return [asked, outline, body, False, None]
 
     def _first_byte(self, exchange: Exchange) -> None:
-        one, decision = self._requests.get(exchange.request_id), exchange.decision
-        if one is None or decision is None or self._core.book.asked(exchange.request_id) is None:
+        one, decision = exchange.looked, exchange.decision
+        if one is None or decision is None or not exchange.in_core:
             return  # nobody looks at it, or it was priced and placed by another (router/shadow)
         if isinstance(one, ReadTurn):
             looked = self._looked(one, exchange)
             if looked is None:
                 return
-            one = self._requests[exchange.request_id] = looked
+            one = exchange.looked = looked
         if one[3]:
             return
         one[3] = True
@@ -155,7 +153,7 @@ class Reasons:
         self._wait((one, decision, self._proxy.now()))
 
     def _ended(self, exchange: Exchange) -> None:
-        one = self._requests.pop(exchange.request_id, None)
+        one, exchange.looked = exchange.looked, None
         if one is None or isinstance(one, ReadTurn) or not one[3]:
             return
         usage, route, said = exchange.usage, exchange.route, 0

@@ -91,7 +91,11 @@ public:
         }
     }
     nb::handle operator[](std::size_t i) const { return PyTuple_GET_ITEM(tuple_.ptr(), static_cast<Py_ssize_t>(i)); }
-    i64 number(std::size_t i) const { return nb::cast<i64>((*this)[i]); }
+    i64 number(std::size_t i) const {
+        const i64 found = PyLong_AsLongLong((*this)[i].ptr());
+        if (found == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+        return found;
+    }
 
 private:
     nb::handle tuple_;

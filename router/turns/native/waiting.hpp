@@ -14,7 +14,8 @@ struct Askers {
     nb::handle log;    // (why)
 };
 
-// A list: what is asked, its outline, its body; and, behind whether it has begun, what came of it.
+// A list: what is asked, its outline, its body; and, behind whether it has begun, what came of it: its end if that came first, or
+// why it missed. That stands there without being one of Python's values: nobody but a request's end asks for it.
 class Looked {
 public:
     static constexpr Py_ssize_t kAsked = 0, kOutline = 1, kBody = 2, kFound = 4, kSize = 5;
@@ -30,9 +31,23 @@ public:
         return found;
     }
     nb::handle found() const { return PyList_GET_ITEM(list_.ptr(), kFound); }
+    std::shared_ptr<Why> why() const {
+        PyObject* const found = this->found().ptr();
+        if (!PyCapsule_IsValid(found, kName)) return nullptr;
+        return *static_cast<std::shared_ptr<Why>*>(PyCapsule_GetPointer(found, kName));
+    }
+    void begun(const std::shared_ptr<Why>& why) {
+        const auto drop = [](PyObject* held) { delete static_cast<std::shared_ptr<Why>*>(PyCapsule_GetPointer(held, kName)); };
+        auto held = std::make_unique<std::shared_ptr<Why>>(why);
+        const nb::object made = nb::steal(PyCapsule_New(held.get(), kName, drop));
+        if (!made.is_valid()) throw nb::python_error();
+        held.release();
+        put(kFound, made);
+    }
     void put(Py_ssize_t at, nb::handle value) { PyList_SetItem(list_.ptr(), at, value.inc_ref().ptr()); }
 
 private:
+    static constexpr const char* kName = "why";
     nb::handle list_;
 };
 
@@ -95,9 +110,8 @@ private:
 
     void end(nb::handle one) {
         Looked looked(Fields(one, kEnd)[0]);
-        const nb::handle found = looked.found();
-        if (nb::isinstance<Why>(found)) {
-            finish(nb::borrow(found), one);
+        if (const auto why = looked.why()) {
+            finish(why, one);
         } else {
             looked.put(Looked::kFound, one);  // its first byte failed, or is looked at elsewhere
         }
@@ -105,17 +119,17 @@ private:
 
     void know(Looked looked, const Asked& asked, nb::handle told, nb::handle placed, double now, nb::handle outline) {
         Told facts(askers_.facts, outline, told);
-        const nb::object made = nb::cast(ledger_.begun(asked, placed_of(placed), facts, now, now + askers_.wall_s));
+        const auto made = ledger_.begun(asked, placed_of(placed), facts, now, now + askers_.wall_s);
         const nb::object ended = nb::borrow(looked.found());
-        looked.put(Looked::kFound, made);
+        looked.begun(made);
         if (!ended.is_none()) finish(made, ended);
     }
 
-    void finish(nb::object made, nb::handle ended) {
+    void finish(const std::shared_ptr<Why>& made, nb::handle ended) {
         const Fields end(ended, kEnd);
         if (!end[4].is(Py_True)) return;
-        ledger_.ended(nb::cast<Why&>(made), end.number(1), end.number(2), nb::cast<double>(end[3]));
-        if (end[5].is(Py_True)) askers_.log(made);
+        ledger_.ended(*made, end.number(1), end.number(2), nb::cast<double>(end[3]));
+        if (end[5].is(Py_True)) askers_.log(nb::cast(made));
     }
 
     Ledger& ledger_;

@@ -119,7 +119,7 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         assert b'blockcast_router_turn_tokens_total{group="workload",reason="edited"}' in page
         assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
         assert sum(edge.metrics.turn_tokens.values()) == sum(one["prompt_tokens"] for one in (first, second, edited))
-        assert not reasons._requests
+        assert not edge.proxy.exchanges
 
     edge.run(scenario())
 
@@ -143,7 +143,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         for body in (b'{"model": "tiny", "messages": "none"}', b'{"model": "no-such", "messages": [{}]}'):
             await edge.exchange(make_post(body, headers=[b"x-request-id: odd"]))
         assert (await talk.ask("odd"))[0] == 404
-        assert not reasons._requests
+        assert not edge.proxy.exchanges
 
     edge.run(scenario())
 
@@ -212,7 +212,7 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         assert (await talk.ask("odd"))[0] == 404
-        assert not reasons._requests
+        assert not edge.proxy.exchanges
         monkeypatch.undo()
         assert (await talk.send(None))["reason"] == "new_session"
 
@@ -238,7 +238,7 @@ def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router
             await asyncio.sleep(0.01)
         assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
         assert sum(edge.metrics.turns.values()) == 2
-        assert not reasons._requests
+        assert not edge.proxy.exchanges
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         for number in range(WAITING_MAX // 2):
             await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: m%d" % number]))
@@ -284,7 +284,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
             assert told["reported_tokens"] == 0
             assert "edited" in {part["reason"] for part in told["parts"]}
         assert sum(edge.metrics.crashes.values()) == fails
-        assert not reasons._requests
+        assert not edge.proxy.exchanges
 
     edge.run(scenario())
 
