@@ -45,8 +45,8 @@ class Exchange:
 
     __slots__ = (
         "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
-        "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request", "request_id",
-        "route", "sampled", "sent_s", "span", "spans", "started_s", "trace_id", "usage",
+        "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request",
+        "request_id", "route", "sampled", "sent_s", "span", "spans", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
     def __init__(self, proxy: Carrier, client: Client, request: HttpRequest, request_id: str, trace_id: bytes) -> None:

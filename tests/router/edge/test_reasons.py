@@ -95,7 +95,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
 
 def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -> None:
     async def scenario() -> None:
-        reasons = await router()
+        await router()
         talk = Talk(edge, make_post)
         talk.turn()
         first = await talk.send()
@@ -126,7 +126,7 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
 
 def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any, make_post: Any, router: Any) -> None:
     async def scenario() -> None:
-        reasons = await router()
+        await router()
         talk = Talk(edge, make_post)
         for settings, words in (
             ({}, "that were answered"),
@@ -196,7 +196,7 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
     edge: Any, make_post: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        reasons = await router()
+        await router()
         talk = Talk(edge, make_post)
         talk.turn()
 
