@@ -76,7 +76,7 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
     static PyObject *const kRole = PyUnicode_InternFromString("role"), *const kContent = PyUnicode_InternFromString("content");
     constexpr std::size_t kWords = 5;
     const Py_ssize_t count = PyList_GET_SIZE(messages.ptr());
-    const nb::object found = nb::steal(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(kWords * sizeof(u32))));
+    const auto found = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(kWords * sizeof(u32))));
     if (!found.is_valid()) throw nb::python_error();
     char* place = PyBytes_AS_STRING(found.ptr());
     const auto put = [&](const u32(&words)[kWords]) {
@@ -112,7 +112,7 @@ nb::bytes message_words(nb::list messages, nb::dict roles, nb::bytes mark, nb::b
         for (std::size_t i = 0; i < kWords; ++i) words[i] = nb::cast<u32>(told[i]);
         put(words);
     }
-    return nb::borrow<nb::bytes>(found);
+    return found;
 }
 
 // Of `[` and `{`, which differ in one bit: sixteen bytes at a time, in lanes that hold up to 255.

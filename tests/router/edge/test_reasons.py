@@ -63,6 +63,11 @@ class Talk:
         return int(head[9:12]), json.loads(body)
 
 
+def nothing_is_left(edge: Any) -> bool:
+    """Whether all requests have ended, and what was to be said of them went with that."""
+    return not edge.proxy.exchanges and all(exchange.looked is None for exchange in edge.ended)
+
+
 @pytest.fixture
 def router(edge: Any, tmp_path: Path) -> Any:
     """Starts a router with a tokenizer and reasons before one worker."""
@@ -86,6 +91,8 @@ def router(edge: Any, tmp_path: Path) -> Any:
             edge.metrics,
             emptied={},
         )
+        edge.ended = []
+        edge.proxy.on_end.append(edge.ended.append)
         edge.app._reasons = edge.admin._reasons = reasons
         edge.admin._reading.outlined = reasons.outlined
         return reasons
@@ -119,7 +126,7 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         assert b'blockcast_router_turn_tokens_total{group="workload",reason="edited"}' in page
         assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
         assert sum(edge.metrics.turn_tokens.values()) == sum(one["prompt_tokens"] for one in (first, second, edited))
-        assert not edge.proxy.exchanges
+        assert nothing_is_left(edge)
 
     edge.run(scenario())
 
@@ -143,7 +150,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         for body in (b'{"model": "tiny", "messages": "none"}', b'{"model": "no-such", "messages": [{}]}'):
             await edge.exchange(make_post(body, headers=[b"x-request-id: odd"]))
         assert (await talk.ask("odd"))[0] == 404
-        assert not edge.proxy.exchanges
+        assert nothing_is_left(edge)
 
     edge.run(scenario())
 
@@ -212,7 +219,7 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         assert (await talk.ask("odd"))[0] == 404
-        assert not edge.proxy.exchanges
+        assert nothing_is_left(edge)
         monkeypatch.undo()
         assert (await talk.send(None))["reason"] == "new_session"
 
@@ -238,7 +245,7 @@ def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router
             await asyncio.sleep(0.01)
         assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
         assert sum(edge.metrics.turns.values()) == 2
-        assert not edge.proxy.exchanges
+        assert nothing_is_left(edge)
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         for number in range(WAITING_MAX // 2):
             await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: m%d" % number]))
@@ -284,7 +291,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
             assert told["reported_tokens"] == 0
             assert "edited" in {part["reason"] for part in told["parts"]}
         assert sum(edge.metrics.crashes.values()) == fails
-        assert not edge.proxy.exchanges
+        assert nothing_is_left(edge)
 
     edge.run(scenario())
 
