@@ -14,7 +14,7 @@ Systems: ours (`router run`), smg (`cache_aware`), and vllm-router with `kv_awar
 their own defaults, but for a look at their workers' health every second. Requests that fail are counted and in no
 time. How late the workers' steps were is printed: where they are late the figures are the machine's. `--minutes` is
 shared out among the workloads: a round that would not end in its part is not begun, and how many were made is said.
-`--installed` plays ours as users have it, compiled; it is built first where it is not.
+`--installed` plays ours as users have it; it is built first where it is not.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--envoy] [--cases] [--json FILE]
 
-The router is installed into an environment of its own first, as users install it (compiled).
+The router is installed into an environment of its own first, as users install it.
 
 Two mock workers answer from memory. The router runs in full function: kv policy, index fed by the mocks' events,
 tokenising, metrics. Every body is a conversation that was seen before and announced, plus a turn that never was. Direct
 and routed runs alternate; the medians over the rounds are shown, the difference is what was added. CPU is the
 scheduler's nanoseconds of the gateway's process with all its threads and children; the share that is rendering and
 encoding the prompt, as the router's own metric counts it in CPU time, is reported apart. `--envoy`: the same by Envoy
-with `router epp` beside it (interpreted, from this checkout), with a message for the request's body alone (as in
+with `router epp` beside it (from this checkout), with a message for the request's body alone (as in
 deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
 
 The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
@@ -226,7 +226,7 @@ def show(name: str, result: dict[str, Any]) -> None:
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
 @click.option("--policy", default="kv", show_default=True)
 @click.option("--cases", "only_cases", is_flag=True, help="Only bodies that return.")
-@click.option("--checkout", is_flag=True, help="Measure the checkout, interpreted, instead of an installed package.")
+@click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 def main(
     peers: tuple[str, ...],
     envoy: bool,
@@ -250,7 +250,7 @@ def main(
         for number in range(2):
             (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
             mocks.append(["--announce", str(folder / f"announce{number}.json")])
-        report: dict[str, Any] = {"machine": machine(), "policy": policy, "compiled": not checkout, "peers": {}}
+        report: dict[str, Any] = {"machine": machine(), "policy": policy, "installed": not checkout, "peers": {}}
         print(in_words(report["machine"]))
         with before_mocks(folder, checkout, mocks, "--policy", policy, "--log-level", "warning") as (router, url, urls):
             direct, gateway = Gateway(urls[0]), Gateway(url, router.pid, ours=True)

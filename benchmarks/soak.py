@@ -110,7 +110,7 @@ class Soak:
 @click.command(help=__doc__)
 @click.option("--minutes", default=30.0, show_default=True)
 @click.option("--rate", default=300.0, show_default=True, help="Requests a second.")
-@click.option("--checkout", is_flag=True, help="Measure the checkout, interpreted, instead of an installed package.")
+@click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(minutes: float, rate: float, checkout: bool, json_file: Path | None) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -94,7 +94,7 @@ def once(router: Program, url: str, bodies: Bodies, count: int) -> dict[str, flo
 @click.command(help=__doc__)
 @click.option("--requests", default=3000, show_default=True, help="Of each way in each round.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--checkout", is_flag=True, help="This checkout, interpreted, instead of an installed, compiled router.")
+@click.option("--checkout", is_flag=True, help="This checkout instead of an installed router.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 def main(requests: int, rounds: int, checkout: bool, json_file: Path | None) -> None:
     host, rows = machine("opentelemetry-sdk"), {}

@@ -7,8 +7,7 @@ annotated with its type, its range and one line of help; what else is annotated 
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
     core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.beta_scale
 
-A field without help is not for users. Such classes stay interpreted, as mypyc keeps no annotations:
-scripts/compile_router.py leaves out every config.py.
+A field without help is not for users.
 """
 
 from __future__ import annotations

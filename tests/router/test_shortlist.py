@@ -160,7 +160,6 @@ def work(core: RouterCore, requests: list[RouteRequest]) -> float:
     return count / len(requests)
 
 
-@pytest.mark.skipif(not str(choose.__file__).endswith(".py"), reason="compiled: there is no bytecode to count")
 @pytest.mark.parametrize("cached_by", [0, 20, 500])
 def test_a_decision_before_500_takes_at_most_twice_the_work_of_one_before_8(cached_by: int) -> None:
     """The index's part is native; callgrind's count of both is in docs/routing.md."""

@@ -151,7 +151,7 @@ INDEX = ("prepare", "match", "match_any")
 def test_a_crash_in_what_the_byte_path_calls_ends_one_request(
     edge: Any, make_post: Any, method: str, error: Exception
 ) -> None:
-    """As above from outside of what is compiled, so that it holds there too."""
+    """As above, in what the byte path calls of other rooms."""
     armed = False
 
     async def scenario() -> None:

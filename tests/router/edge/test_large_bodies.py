@@ -22,7 +22,6 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.edge.upstream import UpstreamConnection
-from router.http import request as request_module
 from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, pool
@@ -31,9 +30,6 @@ from router.prompting.encode import is_light, is_within_bounds, prompt_ids
 from router.prompting.envelope import NAME_BYTES_MAX, envelope
 from router.prompting.pool import Helpers, Order
 
-in_sources = pytest.mark.skipif(
-    not request_module.__file__.endswith(".py"), reason="looks into classes that are closed when they are compiled"
-)
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = "one two three four five " * 6000
 
@@ -238,7 +234,6 @@ def allocated(work: Any) -> int:
     return tracemalloc.get_traced_memory()[1] - before
 
 
-@in_sources
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
     """Not when its last byte has come, not on its way to a helper process, not on its way to the worker: what is
@@ -312,7 +307,6 @@ def test_what_a_refused_body_took_is_free_at_once(edge: Any, make_post: Any, pat
         gc.enable()
 
 
-@in_sources
 def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few bytes cost hundreds of times what large ones do; others get their turn between them."""
     turns: list[int] = []

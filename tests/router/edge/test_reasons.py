@@ -214,7 +214,7 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
                 raise KeyError("what a conversation begins with")
             return digest(data, *seed)
 
-        monkeypatch.setattr("xxhash.xxh3_64_intdigest", raises)  # a function of ours may be compiled
+        monkeypatch.setattr("xxhash.xxh3_64_intdigest", raises)
         answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: odd"]))
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from router.decide import core
-
 PATH = b"/v1/responses"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -49,7 +47,6 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
     edge.run(scenario())
 
 
-@pytest.mark.skipif(not core.__file__.endswith(".py"), reason="puts itself into a class that is closed when compiled")
 @pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
 def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
     asked = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
