@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The engine's speed: time to first token, time a token, tokens a second, and what publishing its events costs.
+"""The engine's speed: time to first token, time a token, tokens a second.
 
     benchmarks/engine.py                                                  # ours and HF generate, the 0.4M Llama
     benchmarks/engine.py --peer vllm=http://127.0.0.1:8001                # and a server with the same weights
@@ -25,7 +25,6 @@ from typing import Any
 
 import _path  # noqa: F401
 import click
-from engine_events import EventsCost, measure_events
 from engine_systems import Figures, HfGenerate, HttpSystem, System
 from harness.figures import in_words, machine, markdown, write_json
 from harness.programs import serve_engine
@@ -60,15 +59,6 @@ def row(figures: list[Figures]) -> dict[str, Any]:
     return found | {"range": f"{min(rates):.0f}..{max(rates):.0f}", "cpu": "-" if cpu is None else f"{cpu:.0f}"}
 
 
-def show_events(cost: EventsCost) -> None:
-    print("\nPublishing events, measured on the engine's thread")
-    print(f"  noting, handing over: {cost.us_per_block:.2f} us a block, {cost.us_per_batch:.1f} us a batch "
-          f"({cost.blocks_per_batch:.1f} blocks each)")  # fmt: skip
-    print(f"  on other threads: {cost.elsewhere_us_per_block:.1f} us a block")
-    print(f"  share of step time: {100 * cost.share:.3f} % (a step takes {cost.step_ms:.2f} ms)")
-    print(f"  steps with events on / off, alternating runs: {cost.on_off_ratio:.4f} (spread of runs {cost.spread:.4f})")
-
-
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> list[int]:
     try:
         return [int(part) for part in value.split(",")]
@@ -95,16 +85,13 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--overlap", is_flag=True, help="Ours with steps that overlap too, as a system of its own.")
 @click.option("--hf/--no-hf", default=True, show_default=True)
 @click.option("--hf-dtype", default="auto", show_default=True, help="float32 is faster where bf16 is emulated.")
-@click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
-@click.option("--only-events", is_flag=True, help="Measure nothing else.")
 @click.option(
     "--seed", type=int, help="Of the prompts. [default: another one each run: a peer may remember the last's]"
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, overlap: bool, hf: bool, hf_dtype: str, events: bool, only_events: bool, seed: int | None,
-    json_file: Path | None,
+    turns: int, threads: int, overlap: bool, hf: bool, hf_dtype: str, seed: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = cached_model(PRESETS[model]) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
@@ -122,33 +109,28 @@ def main(
     dtype = config.get("dtype") or config.get("torch_dtype")
     print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s), seed {seed}")
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
-    if not only_events:
-        with ExitStack() as stack:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            flags = ("--port", "0", "--num-threads", str(threads), "--max-model-len", str(max(prompt_lens) + outputs))
-            urls = list(peers)
-            for name in ("overlapping", "blockcast") if overlap else ("blockcast",):
-                how = ("--overlap", "on" if name == "overlapping" else "off")
-                engine = serve_engine(logs / name, str(folder), *flags, *how, env={"OMP_NUM_THREADS": str(threads)})
-                urls.insert(0, (name, stack.enter_context(engine).await_line()))
-            systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
-            if hf:
-                generate = HfGenerate(folder, threads, hf_dtype)
-                stack.callback(generate.close)
-                systems.append(generate)
-            for length in prompt_lens:
-                for system in systems:  # warm up
-                    system.run(prompts(max(users), length), max(users), min(outputs, 8))
-                for count in users:
-                    found = compare(systems, prompts, length, count, outputs, rounds, turns)
-                    print(f"\n{count} users, prompts of {length}, {outputs} outputs")
-                    print(markdown({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
-                    rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
-                    report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
-    if events or only_events:
-        cost = measure_events(folder, threads, prompts, outputs, rounds)
-        show_events(cost)
-        report["events"] = asdict(cost)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = ("--port", "0", "--num-threads", str(threads), "--max-model-len", str(max(prompt_lens) + outputs))
+        urls = list(peers)
+        for name in ("overlapping", "blockcast") if overlap else ("blockcast",):
+            how = ("--overlap", "on" if name == "overlapping" else "off")
+            engine = serve_engine(logs / name, str(folder), *flags, *how, env={"OMP_NUM_THREADS": str(threads)})
+            urls.insert(0, (name, stack.enter_context(engine).await_line()))
+        systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
+        if hf:
+            generate = HfGenerate(folder, threads, hf_dtype)
+            stack.callback(generate.close)
+            systems.append(generate)
+        for length in prompt_lens:
+            for system in systems:  # warm up
+                system.run(prompts(max(users), length), max(users), min(outputs, 8))
+            for count in users:
+                found = compare(systems, prompts, length, count, outputs, rounds, turns)
+                print(f"\n{count} users, prompts of {length}, {outputs} outputs")
+                print(markdown({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
+                rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
+                report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
     write_json(json_file, report)
 
 

@@ -70,93 +70,6 @@ class Lru:
         return found
 
 
-class Bip(Lru):
-    """Bimodal insertion (Qureshi, ISCA 2007): what is new goes first, but for one request in 32."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.rng = random.Random(0)
-
-    def serve(self, names: list[int]) -> int:
-        blocks = self.blocks
-        found = leading(names, blocks)
-        stays = self.rng.random() < 1 / 32
-        fresh = [name for name in names if name not in blocks]
-        for name in reversed(names):
-            if name in blocks:
-                blocks.move_to_end(name)
-        if len(blocks) + len(fresh) <= self.capacity or stays:
-            while len(blocks) + len(fresh) > self.capacity and blocks:
-                blocks.popitem(last=False)
-                self.evicted += 1
-            for name in reversed(fresh[: self.capacity]):
-                blocks[name] = None
-        else:  # what is new is first to go: of those that have no room at all only the first stay
-            room = max(0, self.capacity - len(blocks))
-            self.evicted += len(fresh) - room
-            for name in fresh[:room]:
-                blocks[name] = None
-                blocks.move_to_end(name, last=False)
-        return found
-
-
-class Slru:
-    """Segmented LRU: what was found once is kept apart, in four fifths of the cache."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.evicted = 0
-        self.new: OrderedDict[int, None] = OrderedDict()
-        self.kept: OrderedDict[int, None] = OrderedDict()
-
-    def serve(self, names: list[int]) -> int:
-        found = 0
-        for name in names:
-            if name not in self.new and name not in self.kept:
-                break
-            found += 1
-        for name in reversed(names):
-            if name in self.kept:
-                self.kept.move_to_end(name)
-            elif name in self.new:
-                del self.new[name]
-                self.kept[name] = None
-            else:
-                self.new[name] = None
-        while len(self.kept) > self.capacity * 4 // 5:
-            self.new[self.kept.popitem(last=False)[0]] = None
-        while len(self.new) + len(self.kept) > self.capacity:
-            self.new.popitem(last=False)
-            self.evicted += 1
-        return found
-
-
-class Lfu:
-    """What was used least goes first, and of that the oldest."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.evicted = 0
-        self.uses: dict[int, int] = {}
-        self.by_uses: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
-
-    def serve(self, names: list[int]) -> int:
-        found = leading(names, self.uses)
-        for name in reversed(names):
-            uses = self.uses.get(name, 0)
-            if uses:
-                del self.by_uses[uses][name]
-            self.uses[name] = uses + 1
-            self.by_uses[uses + 1][name] = None
-        uses = 1
-        while len(self.uses) > self.capacity:
-            while not self.by_uses[uses]:
-                uses += 1
-            del self.uses[self.by_uses[uses].popitem(last=False)[0]]
-            self.evicted += 1
-        return found
-
-
 class Node:
     """A block and what it hangs from."""
 
@@ -216,7 +129,7 @@ class Ours:
 
 
 ORDERS: dict[str, Callable[[int], Cache]] = {
-    "LRU": Lru, "LFU": Lfu, "SLRU": Slru, "BIP": Bip, "ours": Ours,
+    "LRU": Lru, "ours": Ours,
     "ours alone": lambda capacity: Ours(capacity, duel=False),
 }  # fmt: skip
 

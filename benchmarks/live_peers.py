@@ -3,7 +3,6 @@
 
     benchmarks/live_peers.py --workers 8 --rounds 2 --json peers.json
     benchmarks/live_peers.py --workers 8 --workers 16 --rounds 5 --minutes 25 --json peers.json
-    benchmarks/live_peers.py --capacity 16        # how many chunks a second so many workers make on this machine
 
 Workers are `engine serve --simulate`: everything but the computing is real. Each holds `--cache` percent of the
 workload's different blocks. Sixteen are half as fast as eight, so that both have the same to do. The systems take
@@ -35,12 +34,11 @@ from pathlib import Path
 
 import _path  # noqa: F401
 import click
-from harness.figures import cpu_seconds, in_words, machine, markdown, rank, resident_tree_mib, write_json
-from harness.load import Client, Outcome, completion, post
+from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
+from harness.load import completion
 from harness.peers import our_program, peer_command
 from harness.programs import Program, call, metric, ours, serve_engine
-from live_peers_parts import MODEL, WORKLOADS, Asked, Play, Talk, play
-from live_routing_parts import Workload
+from live_peers_parts import MODEL, WORKLOADS, Asked, Play, Talk, Workload, play
 
 SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-3,
         "decode_context_s": 2.5e-8, "max_model_len": 16_384}  # fmt: skip
@@ -219,66 +217,6 @@ def judged_alike(plays: dict[str, list[Play]]) -> dict[str, dict[str, object]]:
     return {system: figures(found, judged) for system, found in plays.items()}
 
 
-def capacity(count: int, seconds: float, logs: Path) -> None:
-    """Ten streams a worker, a chunk every 32 ms each: chunks a second, lateness, memory."""
-    spec = {**SPEC, "step_s": 0.032, "decode_request_s": 0.0, "decode_context_s": 0.0, "kv_tokens": 200_000}
-    with Workers(count, logs, spec) as workers:
-        tokens = int(seconds / 0.032)
-
-        async def stream(client: Client, number: int) -> tuple[float, float, int]:
-            await asyncio.sleep(number % 320 * 0.0001)
-            answer = await client.ask(post("/v1/completions", completion(MODEL, f"{number} streams", tokens)))
-            outcome = Outcome.of(answer, tokens, "capacity")
-            return answer.sent_s + outcome.ttft_s, answer.end_s, len(list(answer.events()))
-
-        async def all_streams() -> list[tuple[float, float, int]]:
-            async with AllClients(workers.urls) as clients:
-                return await asyncio.gather(*(stream(clients[i % count], i) for i in range(10 * count)))
-
-        before_s = [cpu_seconds(program.pid) for program in workers.programs]
-        mine_s = time.process_time()
-        ends = asyncio.run(all_streams())
-        wall_s = max(end for _, end, _ in ends) - min(first for first, _, _ in ends)
-        chunks = sum(number for _, _, number in ends)
-        used = [cpu_seconds(p.pid) - before for p, before in zip(workers.programs, before_s)]
-        late_ms, step_ms = workers.late()
-        memory = [resident_tree_mib(program.pid) for program in workers.programs]
-        own = [sum(_own_mib(pid) for pid in _tree(program.pid)) for program in workers.programs]
-        click.echo(
-            f"{count} workers: {chunks / wall_s:,.0f} chunks/s over {wall_s:.1f} s (wanted {10 * count / 0.032:,.0f}), "
-            f"steps late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean; CPU: workers {sum(used) / wall_s:.2f} "
-            f"cores, {sum(used) / chunks * 1e6:.0f} us a chunk, client {(time.process_time() - mine_s) / wall_s:.2f}"
-        )
-        click.echo(
-            f"a worker's two processes: {statistics.fmean(memory):.0f} MiB resident at most {max(memory):.0f}, "
-            f"{statistics.fmean(own):.0f} MiB with what they share with others counted once (PSS)"
-        )
-
-
-class AllClients:
-    """A client to each URL."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._clients = [Client(url) for url in urls]
-
-    async def __aenter__(self) -> list[Client]:
-        return self._clients
-
-    async def __aexit__(self, *error: object) -> None:
-        for client in self._clients:
-            await client.__aexit__(*error)
-
-
-def _tree(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(grandchild for child in children for grandchild in _tree(int(child)))]
-
-
-def _own_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is played before so many workers."""
@@ -349,19 +287,14 @@ class Plan:
 @click.option("--first-round", default=0, show_default=True, help="Number of the first round: for runs in parts.")
 @click.option("--minutes", type=click.FloatRange(min=1), help="In which all of it has to end.")
 @click.option("--installed/--checkout", default=False, help="Ours as `pip install` builds it, or this checkout's.")
-@click.option("--capacity", "measured", type=click.IntRange(1, 64), help="Instead: what so many workers can do here.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
 def main(
     counts: tuple[int, ...], systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float,
-    seconds: float, first_round: int, minutes: float | None, installed: bool, measured: int | None,
-    json_file: Path | None,
+    seconds: float, first_round: int, minutes: float | None, installed: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     host = machine("blockcast")
     click.echo(in_words(host))
     logs = Path(tempfile.mkdtemp(prefix="blockcast-peers-"))
-    if measured is not None:
-        capacity(measured, 20.0, logs)
-        return
     ours_at = our_program() if installed else None
     until_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     document: dict[str, object] = {"machine": host, "installed": installed, "workloads": {}}

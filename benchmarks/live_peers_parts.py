@@ -7,19 +7,84 @@ systems get the same requests at the same moments. A turn follows its session's 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import _path  # noqa: F401
 from harness.load import Client, Outcome, completion, post
-from live_routing_parts import Session, Turn, Workload
 
 from engine.simulation.executor import some_words
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import Tokenizer
 
 MODEL = "simulated"
+BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request. `gap_s`: seconds since the session's last answer; 0 for its first."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer_tokens: int
+    gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests that follow each other."""
+
+    name: str
+    start_s: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sessions by start, and in words what they are."""
+
+    note: str
+    sessions: tuple[Session, ...]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(turn.prompt_ids) for session in self.sessions for turn in session.turns)
+
+    def unseen_tokens(self) -> int:
+        """Prompt tokens that are in no earlier prompt's whole blocks: what one endless shared cache would prefill."""
+        due = []
+        for session in self.sessions:
+            at = session.start_s
+            for turn in session.turns:
+                at += turn.gap_s
+                due.append((at, turn.prompt_ids))
+        seen: set[int] = set()
+        unseen = 0
+        for _, ids in sorted(due, key=lambda pair: pair[0]):
+            chains = _chains(ids)
+            cached = BLOCK * next((i for i, chain in enumerate(chains) if chain not in seen), len(chains))
+            seen.update(chains)
+            unseen += len(ids) - min(cached, (len(ids) - 1) // BLOCK * BLOCK)
+        return unseen
+
+    def working_set_blocks(self) -> int:
+        """Different blocks of prompts and answers together, the answers counted at their length."""
+        turns = [turn for session in self.sessions for turn in session.turns]
+        answers = sum(-(-turn.answer_tokens // BLOCK) for turn in turns)
+        return len({chain for turn in turns for chain in _chains(turn.prompt_ids)}) + answers
+
+
+def _chains(ids: tuple[int, ...]) -> list[int]:
+    """A name of each whole block and all before it."""
+    blocks = (ids[start : start + BLOCK] for start in range(0, len(ids) - BLOCK + 1, BLOCK))
+    return list(itertools.accumulate(blocks, lambda chain, block: hash((chain, block)), initial=0))[1:]
 
 
 class Words:

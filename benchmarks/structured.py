@@ -1,22 +1,15 @@
 #!/usr/bin/env python3
-"""What it costs to make answers match: masks by backend, tokens a second beside free answers, time to first token.
+"""What it costs to make answers match a schema: tokens a second and the first token, beside free answers.
 
-    benchmarks/structured.py [--users 16] [--tokens 96] [--rounds 5] [--hidden 64] [--parts masks decode ttft whole]
-        [--peer NAME=URL] [--json FILE]
+    benchmarks/structured.py [--users 16] [--tokens 96] [--rounds 5] [--hidden 64] [--peer NAME=URL] [--json FILE]
 
 One random model with a vocabulary of 128,000 tokens, whose tokenizer is trained on Python's standard library (half a
-minute, once; kept in the user's cache folder). In one process without HTTP, but for the last:
+minute, once; kept in the user's cache folder). Clients of an `engine serve`, and of each `--peer`, a server with the
+same model, ask for answers of `--tokens` tokens, `--users` at a time, free and constrained (a list of objects without
+end) by turns: tokens a second after the first token of the last answer, and the time to the first token of one request
+(a prompt of 16 tokens). The model's folders are printed first:
 
-masks   the time of a mask and of compiling a schema, along a document that the schema allows: llguidance as the engine
-        uses it, and xgrammar where it is installed. One thread.
-decode  `--users` answers at a time, free and constrained (a list of objects without end) in turns: tokens a second
-        after the first token of the last one; plain sampling, temperature 1, end of sequence ignored.
-ttft    one request with a prompt of 64 tokens: free, with a schema that is new to the core, with one it has seen.
-whole   `--users` answers that must match schemas, up to 512 tokens each: how many are whole and valid. A random model
-        has no reason to end a text or a number, so schemas with bounds and without are told apart.
-http    decode and ttft (a prompt of 16 tokens) as clients of `engine serve` see them, and of each `--peer`, a server
-        with the same model, by turns. Its folders are printed first:
-        vllm serve MODEL --tokenizer TOKENIZER --max-model-len 2048 --no-enable-prefix-caching
+    vllm serve MODEL --tokenizer TOKENIZER --max-model-len 2048 --no-enable-prefix-caching
 """
 
 from __future__ import annotations
@@ -29,30 +22,20 @@ import shutil
 import statistics
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
-import jsonschema
 from harness.figures import in_words, machine, write_json
 from harness.load import Client, completion, post
 from harness.programs import call, serve_engine
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from engine import LLM, SamplingParams
-from engine.api.constraint import AskedConstraint, json_schema
-from engine.api.lark import write_lark
-from engine.grammars import Words
 from engine.tiny.model import Recipe, cached_model
 from engine.tiny.tokenizer import PLAIN_TOKENS, SPECIAL_TOKENS, cached_tokenizer, made_once
-from engine.types import Constraint, Request
-from prompts import Tokenizer
 
 VOCAB_SIZE = 128_000
-WHOLE_TOKENS = 512
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 PERSON = {
     "type": "object",
@@ -68,34 +51,7 @@ PERSON = {
     },
     "required": ["name", "age", "tags", "address"],
 }
-DOCUMENT = {
-    "name": "Hans Müller", "age": 42, "tags": ["one", "two three four"],
-    "address": {"street": "Main street 12, next door to the shop", "zip": "12345"},
-}  # fmt: skip
 ENDLESS = {"type": "array", "items": PERSON, "minItems": 1000}
-WHOLE: dict[str, Any] = {
-    "bounded": {
-        "type": "object",
-        "properties": {
-            "kind": {"enum": ["cat", "dog", "bird"]},
-            "name": {"type": "string", "maxLength": 20},
-            "age": {"type": "integer", "minimum": 0, "maximum": 30},
-            "tame": {"type": "boolean"},
-            "colours": {"type": "array", "items": {"enum": ["black", "white", "red"]}, "maxItems": 3},
-        },
-        "required": ["kind", "name", "age", "tame", "colours"],
-        "additionalProperties": False,
-    },
-    "one text": {
-        "type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"],
-        "additionalProperties": False,
-    },
-    "numbers": {
-        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}, "required": ["a", "b"],
-        "additionalProperties": False,
-    },
-    "person": PERSON | {"additionalProperties": False},
-}  # fmt: skip
 
 
 def large_tokenizer() -> Path:
@@ -131,161 +87,6 @@ def model_of(hidden: int) -> Path:
     )
 
 
-def lark(schema: Any) -> str:
-    return write_lark(AskedConstraint("schema", json_schema(schema)), {})
-
-
-# Masks ----------------------------------------------------------------------------------------------------------------
-
-
-def llguidance_masks(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
-    begin_s = time.perf_counter()
-    words = Words(tokenizer, tokenizer.vocab_size)
-    words_s = time.perf_counter() - begin_s
-    ids = tokenizer.encode(text)
-
-    def walk() -> tuple[float, list[float]]:
-        begin_s = time.perf_counter()
-        matcher = words.compile(lark(PERSON))
-        compiled_s, masks_s = time.perf_counter() - begin_s, []
-        for token in ids:
-            begin_s = time.perf_counter()
-            matcher.compute_bitmask()
-            assert matcher.consume_token(token)
-            masks_s.append(time.perf_counter() - begin_s)
-        return compiled_s, masks_s
-
-    return {"vocabulary_s": words_s, **_of_walks(walk)}
-
-
-def xgrammar_masks(tokenizer: Tokenizer, text: str) -> dict[str, Any] | None:
-    try:
-        import xgrammar as xgr
-    except ImportError:
-        return None
-    vocabulary = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.vocab_size)]
-    begin_s = time.perf_counter()
-    info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.BYTE_LEVEL, stop_token_ids=list(tokenizer.eos_token_ids))
-    words_s = time.perf_counter() - begin_s
-    ids, bits = tokenizer.encode(text), xgr.allocate_token_bitmask(1, tokenizer.vocab_size)
-
-    def walk() -> tuple[float, list[float]]:
-        compiler = xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        begin_s = time.perf_counter()
-        compiled = compiler.compile_json_schema(json.dumps(PERSON), strict_mode=False)
-        matcher = xgr.GrammarMatcher(compiled)
-        compiled_s, masks_s = time.perf_counter() - begin_s, []
-        for token in ids:
-            begin_s = time.perf_counter()
-            matcher.fill_next_token_bitmask(bits)
-            assert matcher.accept_token(token)
-            masks_s.append(time.perf_counter() - begin_s)
-        return compiled_s, masks_s
-
-    return {"vocabulary_s": words_s, **_of_walks(walk)}
-
-
-def _of_walks(walk: Callable[[], tuple[float, list[float]]]) -> dict[str, float]:
-    walks = [walk() for _ in range(5)]
-    masks_s = [one for _, masks_s in walks for one in masks_s]
-    return {
-        "compile_ms": 1e3 * statistics.median(compiled_s for compiled_s, _ in walks),
-        "mask_us_mean": 1e6 * statistics.mean(masks_s),
-        "mask_us_p50": 1e6 * statistics.median(masks_s),
-        "mask_us_p99": 1e6 * sorted(masks_s)[int(0.99 * len(masks_s))],
-        "first_mask_ms": 1e3 * statistics.median(masks_s[0] for _, masks_s in walks),
-    }
-
-
-# The engine -----------------------------------------------------------------------------------------------------------
-
-
-class Bench:
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        model, folder = model_of(options.hidden), large_tokenizer()
-        self.llm = LLM(str(model), tokenizer=str(folder), max_model_len=2048, num_gpu_blocks_override=4096,
-                       num_threads=options.threads, enable_prefix_caching=False)  # fmt: skip
-        self.tokenizer = self.llm.get_tokenizer()
-        self._names = 0
-
-    def request(self, schema: Any, prompt_len: int, **params: Any) -> Request:
-        self._names += 1
-        rng = random.Random(self._names)
-        constraint = None if schema is None else Constraint(lark(schema), "schema")
-        return Request(
-            request_id=str(self._names),
-            token_ids=[rng.randrange(1000) for _ in range(prompt_len)],
-            params=SamplingParams(constraint=constraint, seed=self._names, **params),
-        )
-
-    def run(self, requests: list[Request]) -> tuple[dict[str, list[int]], float, float]:
-        """(tokens, seconds to the first token of all, tokens a second from there on)."""
-        core, tokens = self.llm._core, {request.request_id: list[int]() for request in requests}
-        begin_s = time.perf_counter()
-        first_s, before = 0.0, 0
-        for request in requests:
-            core.add(request, 0.0)
-        while core.has_work:
-            for output in core.step(0.0):
-                assert output.error is None, output.error
-                tokens[output.request_id] += output.token_ids
-            if not first_s and all(tokens.values()):
-                first_s, before = time.perf_counter(), sum(map(len, tokens.values()))
-        rest_s = time.perf_counter() - first_s
-        return tokens, first_s - begin_s, (sum(map(len, tokens.values())) - before) / rest_s if rest_s > 0 else 0.0
-
-    def decode(self) -> dict[str, Any]:
-        found: dict[str, list[float]] = {"free": [], "constrained": []}
-        for round_ in range(self.options.rounds + 1):
-            for name, schema in (("free", None), ("constrained", ENDLESS)):
-                asked = [
-                    self.request(schema, 16, max_tokens=self.options.tokens, ignore_eos=True)
-                    for _ in range(self.options.users)
-                ]
-                _, _, rate = self.run(asked)
-                if round_:  # the first one warms up
-                    found[name].append(rate)
-        rates = {name: statistics.median(rates) for name, rates in found.items()}
-        return {**rates, "share": rates["constrained"] / rates["free"], "rounds": found}
-
-    def ttft(self) -> dict[str, float]:
-        def first_ms(schema: Any) -> float:
-            return 1e3 * self.run([self.request(schema, 64, max_tokens=1)])[1]
-
-        count = 4 * self.options.rounds
-        first_ms(None)
-        first_ms(PERSON)
-        free, seen, new = [], [], []
-        for i in range(count):
-            free.append(first_ms(None))
-            seen.append(first_ms(PERSON))
-            new.append(first_ms({**PERSON, "title": str(i), "properties": {f"p{i}": {"type": "string"}}}))
-        return {
-            "free_ms": statistics.median(free),
-            "seen_ms": statistics.median(seen),
-            "new_ms": statistics.median(new),
-        }
-
-    def whole(self) -> dict[str, dict[str, int]]:
-        found = {}
-        for name, schema in WHOLE.items():
-            asked = [self.request(schema, 16, max_tokens=WHOLE_TOKENS) for _ in range(4 * self.options.users)]
-            tokens = self.run(asked)[0]
-            valid = 0
-            for ids in tokens.values():
-                try:
-                    jsonschema.validate(json.loads(self.tokenizer.decode(ids)), schema)
-                    valid += 1
-                except (ValueError, jsonschema.ValidationError):
-                    assert len(ids) == WHOLE_TOKENS, "an answer that ended is not valid"
-            found[name] = {"answers": len(asked), "valid": valid}
-        return found
-
-
-# Servers --------------------------------------------------------------------------------------------------------------
-
-
 async def burst(url: str, model: str, users: int, tokens: int, schema: Any) -> tuple[float, float]:
     """(median ms to the first token, tokens a second from the last one's first token on)."""
     more = {} if schema is None else {"structured_outputs": {"json": schema}}
@@ -307,8 +108,7 @@ async def burst(url: str, model: str, users: int, tokens: int, schema: Any) -> t
     return statistics.median(first_ms), rest / (end_s - begin_s) if rest else 0.0
 
 
-def over_http(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    model, folder = model_of(options.hidden), large_tokenizer()
+def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, dict[str, float]]:
     peers = dict(peer.split("=", 1) for peer in options.peer)
     flags = ("--tokenizer", str(folder), "--max-model-len", "2048", "--no-enable-prefix-caching", "--port", "0",
              "--num-threads", str(options.threads), "--num-gpu-blocks-override", "4096")  # fmt: skip
@@ -333,43 +133,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=64, help="size of the model's states: what a step computes")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", default=["masks", "decode", "ttft", "whole"])
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    facts = machine("llguidance", "xgrammar", "torch")
+    facts = machine("llguidance", "torch")
     print(in_words(facts))
     report: dict[str, Any] = {"machine": facts, "options": {**vars(options), "json": None}}
-    if "masks" in options.parts:
-        tokenizer = Tokenizer.load(large_tokenizer(), cache_bytes=0)
-        text = json.dumps(DOCUMENT, ensure_ascii=False)
-        report["masks"] = {"llguidance": llguidance_masks(tokenizer, text), "xgrammar": xgrammar_masks(tokenizer, text)}
-        for name, row in report["masks"].items():
-            print(f"{name:12}", "not installed" if row is None else in_words({k: f"{v:.2f}" for k, v in row.items()}))
-    if "http" in options.parts:
-        print(f"model {model_of(options.hidden)}, tokenizer {large_tokenizer()}", flush=True)
-        report["http"] = over_http(options)
-        for name, row in report["http"].items():
-            share = row["constrained, tokens/s"] / row["free, tokens/s"]
-            print(f"{name:12}", in_words({k: f"{v:.1f}" for k, v in row.items()}), f"({share:.1%})")
-    if {"decode", "ttft", "whole"} & set(options.parts):
-        bench = Bench(options)
-    if "decode" in options.parts:
-        row = report["decode"] = bench.decode()
-        print(f"decode, {options.users} users: {row['free']:.0f} tokens/s free, {row['constrained']:.0f} constrained "
-              f"({row['share']:.1%})")  # fmt: skip
-    if "ttft" in options.parts:
-        row = report["ttft"] = bench.ttft()
-        print(
-            f"ttft: {row['free_ms']:.2f} ms free, {row['seen_ms']:.2f} of a schema seen before, {row['new_ms']:.2f} new"
-        )
-    if "whole" in options.parts:
-        report["whole"] = bench.whole()
-        for name, counts in report["whole"].items():
-            share = counts["valid"] / counts["answers"]
-            print(f"whole in {WHOLE_TOKENS} tokens, {name:9} {counts['valid']}/{counts['answers']} ({share:.0%})")
-    if options.json is not None:
-        write_json(options.json, report)
+    model, folder = model_of(options.hidden), large_tokenizer()
+    print(f"model {model}, tokenizer {folder}", flush=True)
+    report["http"] = measure(options, model, folder)
+    for name, row in report["http"].items():
+        share = row["constrained, tokens/s"] / row["free, tokens/s"]
+        print(f"{name:12}", in_words({k: f"{v:.1f}" for k, v in row.items()}), f"({share:.1%})")
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,7 @@ LOAD_SHARE = 0.025
 COPY_COST = 2
 """What a copied byte costs, read and written, in bytes of weights that are only read."""
 BLOCK_COST_BYTES = 1_200_000
-"""What a block that is copied costs besides, planned and announced: some 50 us beside a small model
-(benchmarks/host_memory.py)."""
+"""What a block that is copied costs besides, planned and announced: some 50 us beside a small model."""
 
 
 def sequences_max(config: EngineConfig) -> int:

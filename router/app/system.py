@@ -19,7 +19,7 @@ more than what is written into it: conversations of a megabyte return again and 
 _TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
 """As much that is free at the heap's end is kept until `Heap` looks (M_TRIM_THRESHOLD)."""
 FILES_A_STREAM, FILES_BESIDES = 4, 200
-"""Descriptors (benchmarks/fan_in.py); a replay or a data-parallel rank takes as many again."""
+"""Descriptors; a replay or a data-parallel rank takes as many again."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
 YOUNG_MAX, LOOKS_TILL_OLD = 1_000, 3
 """Objects that came, beyond those that went, until the collector looks at them; how often until it looks at all of

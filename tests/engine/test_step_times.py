@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from options.steps import StepTimes
 
@@ -60,3 +62,18 @@ def test_all_systems_get_the_same_requests(bench: Any) -> None:
         for session in one.sessions:
             for before, after in zip(session.turns, session.turns[1:]):
                 assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids, name
+
+
+@given(prompts=st.lists(st.text("ab", min_size=1, max_size=70), min_size=1, max_size=8))
+def test_unseen_is_what_an_endless_cache_would_prefill(bench: Any, prompts: list[str]) -> None:
+    parts = bench("live_peers_parts")
+    turns = [parts.Turn(p, tuple(map(ord, p)), 1, 0.0) for p in prompts]
+    sessions = tuple(parts.Session(str(i), float(i), (turn,)) for i, turn in enumerate(turns))
+    naive, seen = 0, set()
+    for p in prompts:
+        held = [n for n in range(16, len(p), 16) if p[:n] in seen]  # at most len - 1: the last token is computed
+        naive += len(p) - max(held, default=0)
+        seen |= {p[:n] for n in range(16, len(p) + 1, 16)}
+    workload = parts.Workload("", sessions)
+    assert workload.unseen_tokens() == naive
+    assert workload.working_set_blocks() == len(seen) + len(prompts)

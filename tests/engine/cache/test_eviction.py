@@ -242,7 +242,8 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
 
 def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every order finds at most what Belady does; the figures are written."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[3] / "benchmarks")])
+    root = Path(__file__).resolve().parents[3]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks"), str(root / "scripts")])
     rng = random.Random(0)
     talks = [[rng.randrange(9999) for _ in range(5)] for _ in range(8)]
     lines = []
@@ -269,7 +270,8 @@ def test_of_small_caches_whose_requests_hold_most_of_them_half_of_beladys_hits_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo's row by names: four turns of eight conversations, three requests at once."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[3] / "benchmarks")])
+    root = Path(__file__).resolve().parents[3]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks"), str(root / "scripts")])
     argv = ["--json", str(tmp_path / "out.json"), "--draws", "4", "--turns", "4", "--at-once", "3"]
     monkeypatch.setattr(sys, "argv", ["small_caches.py", *argv])
     importlib.import_module("small_caches").main()
