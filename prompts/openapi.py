@@ -52,8 +52,6 @@ class Operation:
     is_open: bool = False
     """Needs no API key."""
     status: int = 200
-    part_status: int | None = None
-    """Of an answer like it that tells what was not done."""
     text_type: str = "text/plain"
     may_lack_body: bool = False
 
@@ -108,7 +106,6 @@ def _describe(
         "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
         "responses": {
             str(operation.status): done,
-            **({str(operation.part_status): done} if operation.part_status else {}),
             **{str(status): error for status in statuses},
         },
     }

@@ -33,7 +33,6 @@ ELSEWHERE = {
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/app/hand_over.py:WILL_BYTES_MAX": "of a socket that only our own user can open",
     "router/app/siblings.py:ANSWER_BYTES_MAX": "of our own processes",
-    "router/fleet/weights.py:ANSWER_BYTES_MAX": "of an engine that the operator has changed: told in the answer",
     "router/commands/check.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/commands/client.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",

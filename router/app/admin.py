@@ -32,7 +32,6 @@ from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
 from router.edge.reasons import Reasons, shown
 from router.fleet.members import Fleet
-from router.fleet.weights import Weights, WeightsOrder
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
 from router.index.protocol import IndexStats
@@ -72,7 +71,6 @@ class Admin:
         reasons: Reasons | None = None,
         keeping: Bookkeeping | None = None,
         aliases: Mapping[str, str] | None = None,
-        weights: Weights | None = None,
     ) -> None:
         """`keeping`: where a ledger outlives the router. `aliases`: other names of models."""
         self._core = core
@@ -93,11 +91,6 @@ class Admin:
         self._reasons = reasons
         self._keeping = keeping
         self._aliases = aliases or {}
-        self._weights = weights
-        if weights is not None and siblings is not None:
-            weights.drain, weights.running = self._drain_everywhere, self._running_everywhere
-            weights.changed = self._changed_everywhere
-            weights.note = siblings.order
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
@@ -117,7 +110,6 @@ class Admin:
             ("DELETE", "/workers", self._remove, False),
             ("DELETE", "/workers/*", self._remove, False),
             ("POST", "/workers/*/drain", self._drain, False),
-            ("POST", "/weights", self._change_weights, False),
             ("POST", "/route", self._route, False),
             ("GET", "/requests/*", self._request, False),
             ("GET", "/ledger", self._ledger, False),
@@ -126,7 +118,6 @@ class Admin:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
             handlers.append(("GET", "/standing", lambda *_: Answer(msgspec.json.encode(self.standing())), False))
             handlers.append(("POST", "/stored", self._note_stored, False))
-            handlers.append(("POST", "/changed/*", self._note_changed, False))
             self._telling: set[asyncio.Task[None]] = set()
             reading.stored.tell = self._tell_stored
         for method, path, handler, public in handlers:
@@ -363,48 +354,6 @@ class Admin:
         log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
-
-    async def _change_weights(self, request: HttpRequest, _: str) -> Answer:
-        """Sleep, wake up, other weights, an empty cache, for one worker or all of them in turn."""
-        if self._weights is None:
-            raise RequestError("weights: not here", param=None, code="not_found", status=404)
-        try:
-            order = msgspec.convert(_object(request.body), WeightsOrder)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"the body: {error}", param=None) from None
-        if self._siblings is not None and not self._siblings.first:  # one process does it: one order at a time
-            told = await self._siblings.ask_first("POST", "/weights", request.body)
-            if told is None:
-                raise RequestError("process 0 does not answer", param=None, code="unavailable", status=503)
-            return Answer(told[1], told[0])
-        if self._weights.busy:
-            raise RequestError("another change is under way", param=None, code="conflict", status=409)
-        workers = [*self._core.workers] if order.worker_id is None else [self._known(order.worker_id)]
-        outcomes = await self._weights.roll(order, workers)
-        done = all(outcome.done for outcome in outcomes)
-        return Answer(msgspec.json.encode({"workers": outcomes}), 200 if done else 502)
-
-    async def _drain_everywhere(self, worker_id: str, on: bool) -> None:
-        assert self._siblings is not None
-        await self._fleet.drain(worker_id, on=on)
-        await self._siblings.relay("POST", f"/workers/{worker_id}/drain", msgspec.json.encode({"on": on}))
-
-    async def _changed_everywhere(self, worker_id: str, emptied: bool) -> None:
-        assert self._siblings is not None
-        assert self._weights is not None
-        body = msgspec.json.encode({"emptied": emptied})
-        relayed = self._siblings.relay("POST", f"/changed/{worker_id}", body)
-        await asyncio.gather(self._weights.look_again(worker_id, emptied), relayed)
-
-    async def _note_changed(self, request: HttpRequest, argument: str) -> Answer:
-        assert self._weights is not None
-        await self._weights.look_again(self._known(argument), _object(request.body).get("emptied") is True)
-        return Answer(b"{}")
-
-    async def _running_everywhere(self, worker_id: str) -> int:
-        sums = (await self._sums())[1].workers
-        targets = self._core.registry.targets_of(worker_id)
-        return sum(sums[one.name].prefilling + sums[one.name].decoding for one in targets if one.name in sums)
 
     def _known(self, name: str, *starting: str) -> str:
         """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""

@@ -22,7 +22,6 @@ from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, Proc
 from router.app.process import run_process
 from router.app.supervise import supervise
 from router.commands.top import top
-from router.commands.weights import weights
 
 log = logging.getLogger("router")
 
@@ -188,7 +187,6 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
 
 
 cli.add_command(top)
-cli.add_command(weights)
 cli.add_command(config_command(SCHEMA, ProcessConfig.verified))
 
 

@@ -11,7 +11,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from prompts import openapi
 from prompts.openapi import Operation
 from prompts.schemas import TokenIdField
-from router.fleet.weights import WeightsOrder
 
 _NonEmpty = Annotated[str, Meta(min_length=1)]
 _Ids = Annotated[list[TokenIdField], Meta(min_length=1)]
@@ -138,8 +137,6 @@ _OPERATIONS = (
     Operation("delete", "/workers/{worker_id}", "Remove a worker", None, _Object),
     Operation("post", "/workers/{worker_id}/drain", "Give a worker no new requests, or some again", Switch, _Object,
               may_lack_body=True),
-    Operation("post", "/weights", "Have workers sleep, wake up, load weights or forget", WeightsOrder, _Object,
-              part_status=502),
     Operation("get", "/dashboard", "The live page", None, str, text_type="text/html"),
 )  # fmt: skip
 

@@ -55,7 +55,6 @@ from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
-from router.fleet.weights import Weights
 from router.http.budget import Budget
 from router.http.listener import Listener
 from router.http.request import HttpRequest
@@ -164,7 +163,6 @@ class RouterProcess:
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
         self._others: PeerClient
-        self._weights: Weights
         self._admin: Admin
         self._dashboard: Dashboard
 
@@ -231,8 +229,6 @@ class RouterProcess:
             if self._keeping is not None and self._keeping.lasts:
                 stack.push_async_callback(self._keeping.write)
                 stack.callback(self._loop.create_task(self._keep_writing(self._keeping)).cancel)
-            if siblings is not None:
-                stack.callback(self._loop.create_task(self._weights.go_on()).cancel)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -264,7 +260,6 @@ class RouterProcess:
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others,
             sampled=SampledFeed(session, headers) if config.sampled_mb else None,
         )  # fmt: skip
-        self._weights = Weights(self._core, self._fleet, session, headers, clear=self._feed.emptied_now)
         self._admin = Admin(
             self._core,
             self._fleet,
@@ -283,7 +278,6 @@ class RouterProcess:
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             keeping=self._keeping,
-            weights=self._weights,
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(

@@ -27,8 +27,6 @@ RELAYED = b"x-blockcast-relayed"
 ANSWER_S_MAX = 2.0
 READY_S_MAX = 1.0
 """For a process to say whether it is ready: one that is busy for longer is not."""
-ORDER_S_MAX = 86_400.0
-"""For a change of all workers' weights, one after the other."""
 ANSWER_BYTES_MAX = 64 << 20
 
 
@@ -47,11 +45,6 @@ class Share:
     def load(self, index: int) -> str:
         """Where a process publishes its load."""
         return f"ipc://{self.folder}/load-{index}"
-
-    @property
-    def order(self) -> Path:
-        """Where process 0 notes how far it is with an order that takes long."""
-        return self.folder / "order.json"
 
     @property
     def others(self) -> list[int]:
@@ -154,24 +147,6 @@ class Siblings:
         """What the first of the others answers that knows."""
         answers = await asyncio.gather(*(self._ask(index, "GET", path, quiet=True) for index in self._share.others))
         return next((answer for answer in answers if answer is not None), None)
-
-    @property
-    def order(self) -> Path | None:
-        """Where this process notes how far it is with an order for all; None where another one does such."""
-        return self._share.order if self.first else None
-
-    @property
-    def first(self) -> bool:
-        """Whether this process does what one of them has to do for all."""
-        return self._share.index == 0
-
-    async def ask_first(self, method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
-        """(status, body) of what the first process answers, whenever that is; None where it does not."""
-        try:
-            return await self._send(0, method, path, body, ORDER_S_MAX)
-        except Unanswered as error:
-            log.warning("process 0 does not answer %s %s: %s", method, path, error)
-            return None
 
     async def not_ready(self) -> str | None:
         """Why one of the others had better get no requests. One that does not run gets none, its listener is gone."""

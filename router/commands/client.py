@@ -30,10 +30,9 @@ class AdminClient:
     tls_cert: str | None
     tls_key: str | None
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, *, seconds: float) -> tuple[int, Any]:
-        """(status, JSON) of a GET, or of a POST where there is a body. Raises click.ClickException."""
+    def get(self, path: str, *, seconds: float) -> tuple[int, Any]:
+        """Return (status, JSON) of a GET. Raises click.ClickException."""
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-        data = None if body is None else json.dumps(body).encode()
         try:
             context = client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
         except ConfigError as error:
@@ -44,8 +43,8 @@ class AdminClient:
                 connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
             ) as session:
                 return await ask(
-                    session, f"{self.url.rstrip('/')}{path}", seconds=seconds, bytes_max=ANSWER_BYTES_MAX, data=data,
-                    method="GET" if data is None else "POST", headers=headers | {"Content-Type": "application/json"},
+                    session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=seconds,
+                    bytes_max=ANSWER_BYTES_MAX,
                 )  # fmt: skip
 
         try:

@@ -63,7 +63,7 @@ def _tokens(count: int) -> str:
 
 def look(router: AdminClient) -> Page:
     """Raises click.ClickException."""
-    status, told = router.ask("/workers", seconds=5)
+    status, told = router.get("/workers", seconds=5)
     if status != 200 or not isinstance(told, dict) or "workers" not in told:
         raise click.ClickException(f"{router.url}/workers is not a router's ({status})")
     return told

@@ -140,12 +140,6 @@ class IndexFeed:
             stream.former = former if stream.source.epoch is None else None  # else a new epoch tells
         self.events.reconsider()
 
-    def emptied_now(self, worker_id: str) -> None:
-        """It says that it forgot all that was cached, and will say so in its events later; those go on as they are."""
-        for stream in self._workers.get(worker_id, []):
-            self._index.clear(stream.holder)
-        self._emptied(worker_id)
-
     def incomplete(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
         the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,

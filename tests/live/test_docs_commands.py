@@ -38,6 +38,7 @@ PROGRAM = re.compile(
     r"(scripts|benchmarks|\S+/bin)/\S+) "
 )
 URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
+WORKER_ID = re.compile(r"(?<=/workers/)127\.0\.0\.1:(\d+)")
 ENDPOINT = re.compile(r"tcp://(gpu\d):(\d+)")
 REPLAY_PORT = "5558"
 """As the pages have it; the other port of a worker is where it publishes."""
@@ -228,7 +229,10 @@ class Session:
                 source = json.loads(answer.read())["0"]
             return str(source["replay_endpoint" if match[2] == REPLAY_PORT else "endpoint"])
 
-        mapped = [ENDPOINT.sub(endpoint, URL.sub(url, word)) for word in words]
+        def worker_id(match: re.Match[str]) -> str:
+            return f"127.0.0.1:{self._ports[match[1]]}"
+
+        mapped = [WORKER_ID.sub(worker_id, ENDPOINT.sub(endpoint, URL.sub(url, word))) for word in words]
         return [re.sub(r"^/tmp/", f"{self._folder}/", word) for word in mapped]
 
     def _check_options(self, words: list[str]) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +134,9 @@ def test_without_the_flag_there_are_no_such_routes(start: Any) -> None:
     assert call(engine.url + "/is_sleeping")[0] == 404
 
 
-def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None:
-    """One worker after the other, under load: no request fails, and after it no prediction is of the old cache."""
+def test_a_router_follows_workers_that_change(start: Any, folders: list[Path]) -> None:
+    """Workers take other weights one by one, under load: no request fails, and no prediction is of the old cache.
+    A worker that sleeps gets no requests, and an emptied cache counts as empty."""
     engines = [
         start("engine", "serve", str(folders[0]), "--enable-sleep-mode", "--served-model-name", "m") for _ in "ab"
     ]
@@ -163,20 +160,29 @@ def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None
             if status != 200:
                 faults.append(status)
 
+    def rows() -> dict[str, Any]:
+        return {row["worker_id"]: row for row in call(router.url + "/workers")[2]["workers"]}
+
+    def runs(worker_id: str) -> int:
+        row = rows()[worker_id]
+        return row["prefilling"] + row["decoding"]
+
     threads = [threading.Thread(target=load, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     try:
-        status, _, answer = call(router.url + "/weights", {"do": "reload", "path": str(folders[1])})
+        for engine in engines:
+            worker_id = engine.url.removeprefix("http://")
+            assert call(f"{router.url}/workers/{worker_id}/drain", {})[0] == 200
+            until(lambda: runs(worker_id) == 0, router.log)  # noqa: B023
+            assert reload(engine.url, folders[1])[0] == 200
+            assert call(f"{router.url}/workers/{worker_id}/drain", {"on": False})[0] == 200
     finally:
         over.set()
         for thread in threads:
             thread.join()
-    assert status == 200, answer
-    assert {one["worker_id"] for one in answer["workers"]} == {one.url.removeprefix("http://") for one in engines}
-    assert all(one["done"] for one in answer["workers"])
     assert faults == []
-    assert {row["state"] for row in call(router.url + "/workers")[2]["workers"]} == {"up"}
+    until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
     fresh = start("engine", "serve", str(folders[1]), "--served-model-name", "m")
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     expected = call(fresh.url + "/v1/completions", body)[2]["choices"][0]["text"]
@@ -186,123 +192,22 @@ def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
         assert turn or not cached
-    status, _, answer = call(router.url + "/weights", {"do": "reload", "path": str(folders[2])})
-    assert status == 502, "the first that fails ends it"
-    assert [one["done"] for one in answer["workers"]] == [False]
-    assert "missing" in answer["workers"][0]["error"]
-    assert {row["state"] for row in call(router.url + "/workers")[2]["workers"]} == {"up"}, (
-        "and works on with what it has"
-    )
-    one = engines[0].url.removeprefix("http://")
-    assert call(router.url + "/weights", {"do": "sleep", "worker_id": one})[0] == 200
-    assert call(engines[0].url + "/is_sleeping")[2] == {"is_sleeping": True}
+    asleep = engines[0].url.removeprefix("http://")
+    assert call(engines[0].url + "/sleep", {})[0] == 200
+    until(lambda: rows()[asleep]["state"] == "down", router.log)
     for _ in range(4):
-        assert call(router.url + "/v1/completions", body)[0] == 200
-    assert call(router.url + "/weights", {"do": "wake", "worker_id": one})[0] == 200
-    until(lambda: {row["state"] for row in call(router.url + "/workers")[2]["workers"]} == {"up"}, router.log)
+        status, headers, _ = call(router.url + "/v1/completions", body)
+        assert status == 200
+        assert headers["x-blockcast-worker"] != asleep
+    assert call(engines[0].url + "/wake_up", {})[0] == 200
+    until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
     said(router.url)
-    assert call(router.url + "/weights", {"do": "reset"})[0] == 200
-    status, headers, answer = call(router.url + "/v1/completions", body)
-    assert headers["x-blockcast-predicted-cached-tokens"] == "0"
-    for wrong in ({"do": "nothing"}, {"do": "sleep", "worker_id": "x"}, {"do": "reload", "path": 3}, {}):
-        assert call(router.url + "/weights", wrong)[0] in (400, 404), wrong
-
-
-def test_processes_change_as_one(start: Any) -> None:
-    """Whichever of a router's two processes is told: one order at a time, no work to a worker that sleeps, no process
-    that still believes in what was forgotten, and /readyz speaks for both."""
-    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536, "step_s": 0.01})
-    flags = ("--simulate", spec, "--enable-sleep-mode", "--served-model-name", "m")
-    engines = [start("engine", "serve", *flags) for _ in "ab"]
-    router = start("router", "run", *(engine.url for engine in engines), "--processes", "2", "--health-interval", "60")
-    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
-    assert {call(router.url + "/readyz")[0] for _ in range(16)} == {200}, "one that says so speaks for both"
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    predicted = lambda: {  # noqa: E731
-        call(router.url + "/route", body)[2]["predicted_cached_tokens"] for _ in range(16)
-    }
-    said(router.url)
-    until(lambda: 0 not in predicted(), "both processes know what is cached")
-    for _ in range(4):  # each goes to either of the two
-        assert call(router.url + "/weights", {"do": "reset"})[0] == 200
-        assert predicted() == {0}
-        said(router.url)
-        until(lambda: 0 not in predicted(), "both processes know what is cached")
-    one = engines[0].url.removeprefix("http://")
-    assert call(router.url + "/weights", {"do": "sleep", "worker_id": one})[0] == 200
-    for _ in range(16):
-        assert call(router.url + "/v1/completions", body)[1]["x-blockcast-worker"] != one
-    assert call(router.url + "/weights", {"do": "wake", "worker_id": one})[0] == 200
-    up = lambda: [row["state"] for row in call(router.url + "/workers")[2]["workers"]] == ["up", "up"]  # noqa: E731
-    until(lambda: all(up() for _ in range(16)), "every process sends work to it")
-    slow = {"model": "m", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
-    with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(call, router.url + "/v1/completions", slow)
-        until(lambda: sum(row["decoding"] for row in call(router.url + "/workers")[2]["workers"]), "it runs")
-        orders = [pool.submit(call, router.url + "/weights", {"do": "reset"}) for _ in range(2)]
-        assert sorted(order.result()[0] for order in orders) == [200, 409], "one order at a time"
-        assert running.result()[0] == 200
-    frozen = router.children()[1]
-    os.kill(frozen, signal.SIGSTOP)
-    try:  # connections that come to the frozen one are not answered at all
-        status = until(lambda: answered(router.url + "/readyz"), "the other one answers")
-    finally:
-        os.kill(frozen, signal.SIGCONT)
-    assert status == 503
-    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
-
-
-def test_a_process_that_dies_in_the_middle_of_an_order_goes_on_with_it(start: Any) -> None:
-    """And knows what operators told the other one meanwhile: who was added, removed, drained."""
-    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536, "step_s": 0.02})
-    engines = [start("engine", "serve", "--simulate", spec, "--served-model-name", "m").url for _ in "abc"]
-    one, two, three = (url.removeprefix("http://") for url in engines)
-    router = start("router", "run", engines[0], engines[2], "--processes", "2")
-    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
-    assert call(router.url + "/workers", {"url": engines[1]})[0] == 201
-    assert call(f"{router.url}/workers/{three}", method="DELETE")[0] == 200
-
-    def states() -> dict[str, str]:
-        return {row["worker_id"]: row["state"] for row in call(router.url + "/workers")[2]["workers"]}
-
-    until(lambda: all(states() == {one: "up", two: "up"} for _ in range(16)), "both know both")
-    assert call(f"{router.url}/workers/{two}/drain", {})[0] == 200
-    slow = {"model": "m", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(call, engines[0] + "/v1/completions", slow)  # what the order may break off
-        through = [pool.submit(call, router.url + "/v1/completions", slow) for _ in "12"]
-        until(lambda: sum(row["decoding"] for row in call(router.url + "/workers")[2]["workers"]), "it runs")
-        order = pool.submit(attempt, router.url + "/weights", {"do": "reset"})
-        until(lambda: states()[one] == "draining", "the order waits for what runs")
-        first = router.children()[0]
-        os.kill(first, signal.SIGKILL)
-        assert order.result() in (None, 503), "who gave the order is told that it broke off"
-        until(lambda: len(router.children()) == 2 and first not in router.children(), "it is started again")
-        until(lambda: "reset goes on" in router.log(), router.log)
-        until(lambda: all(states() == {one: "up", two: "draining"} for _ in range(16)), router.log)
-        assert f"reset of worker {one}: done" in router.log()
-        assert f"reset of worker {two}: done" in router.log()
-        assert running.result()[0] == 200
-        del through  # either ended with its process or did not
-
-
-def attempt(url: str, body: Any) -> int | None:
-    """The status; None where the connection broke."""
-    try:
-        return call(url, body)[0]
-    except OSError:
-        return None
-
-
-def answered(url: str) -> int | None:
-    """The status; None where there is none for two seconds."""
-    try:
-        return urllib.request.urlopen(url, timeout=2).status
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code
-    except OSError:
-        return None
+    predicted = lambda: call(router.url + "/route", body)[2]["predicted_cached_tokens"]  # noqa: E731
+    until(lambda: predicted() > 0, router.log)
+    for engine in engines:
+        assert call(engine.url + "/reset_prefix_cache", {})[0] == 200
+    until(lambda: predicted() == 0, router.log)
+    assert call(router.url + "/v1/completions", body)[1]["x-blockcast-predicted-cached-tokens"] == "0"
 
 
 def _stream(url: str, body: Any) -> tuple[int, bool]:
