@@ -88,7 +88,6 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             adaptive_eviction=config.eviction_policy == "adaptive",
             host_units=executor.host_units,
             load_bytes_max=executor.load_bytes_max,
-            disk=executor.disk,
         )
         scheduler_config = SchedulerConfig(
             max_num_seqs=min(config.max_num_seqs, executor.step_tokens),
@@ -122,8 +121,6 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         block_size=config.block_size,
         num_blocks=executor.unit_count * spec.blocks_per_unit(0),
         num_host_blocks=executor.host_units * spec.blocks_per_unit(0),
-        num_disk_blocks=0 if executor.disk is None else executor.disk.slots,
-        num_disk_blocks_found=0 if cache.disk is None else len(cache.disk.index),
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
@@ -137,7 +134,6 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     )
     publish = _discard if publisher is None else publisher.publish
     core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars, copy_s=executor.copy_s)
-    core.announce()
     return Assembled(core, info, publisher, executor, grammars)
 
 

@@ -63,10 +63,6 @@ class EngineConfig:
     host_cache_memory: Annotated[Bytes | None, Flag(),
         "Host memory under the cache: what the cache evicts goes there and comes back when a prompt has it "
         "(docs/eviction.md). [default: none]"] = None
-    disk_cache: Annotated[str | None, Flag(metavar="DIR"),
-        "Folder of a disk cache under host memory: what comes to host memory is written there, and is found again also "
-        "after a restart. One engine a folder; models with attention alone (docs/eviction.md). [default: none]"] = None
-    disk_cache_size: Annotated[Bytes, Flag(), "Most that the disk cache takes."] = 10_000_000_000
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0), Flag(),
         "Share of a GPU's memory for weights, steps and the cache, which gets what they leave."] = 0.9
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),

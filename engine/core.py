@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from engine.cache.disk.jobs import Disk
 from engine.cache.spec import CacheSpec
 from engine.grammars import Grammars
 from engine.scheduler import RequestRefusedError, Scheduler
@@ -29,9 +28,6 @@ log = logging.getLogger(__name__)
 
 FAILURES_MAX = 10
 """Steps that fail one after the other before the engine ends: what no request can mend, a new process may."""
-
-DISK_WAIT_S = 0.01
-"""The same for blocks that are read from the disk."""
 
 COMPILE_WAIT_S = 0.01
 """How long a step waits for a grammar where there is nothing else to do: commands are read between steps."""
@@ -85,8 +81,6 @@ class Executor:
     """Of host memory under the cache."""
     load_bytes_max: int | None = None
     """That a step with decodes brings back from there; None: however much is asked for."""
-    disk: Disk | None = None
-    """Under host memory."""
     copy_s: Callable[[], float] = lambda: 0.0
     """Time spent on copies to host memory and back, where the steps wait for them."""
     enough_prompt_tokens: int | None = None
@@ -134,13 +128,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     host_stored_bytes: int
     host_loaded_bytes: int
     host_copy_s: float
-    disk_cache_usage: float
-    """Share of the disk cache that holds something, 0 .. 1; 0 without any."""
-    disk_stored_bytes: int
-    disk_loaded_bytes: int
-    disk_passed_over: int
-    disk_failed_reads: int
-    disk_failed_writes: int
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
@@ -177,9 +164,6 @@ class EngineCore:
         self._publish = publish
         self._grammars = grammars
         self._copy_s = copy_s
-        self._disk = scheduler.cache.disk
-        self._stepped_s: float | None = None
-        """When the step before was planned, if there was more to do behind it."""
         self._compiling: dict[str, tuple[Request, float, Future[Any]]] = {}
         """Requests whose grammar is being compiled, when they came, and what ends with that."""
         self._steps = 0
@@ -191,11 +175,6 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         return self.scheduler.has_work or bool(self._compiling)
-
-    @property
-    def has_events(self) -> bool:
-        """Whether `step` has something to do or to tell, be it that the disk is being written."""
-        return self.has_work or (self._disk is not None and self._disk.busy)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
@@ -226,18 +205,13 @@ class EngineCore:
         nothing to begin; what that one added to each request. Raises RunnerLost.
         """
         refused = self._add_compiled() if self._compiling else []
-        if self._disk is not None:
-            self._disk.poll(now, self._stepped_s)
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
             self._begin(plan)
             waits = len(self._out) == self._out_max
         else:
             waits = bool(self._out)
-            if not waits and self._disk is not None and (self._disk.busy or self._disk.awaited):
-                self._disk.disk.wait(DISK_WAIT_S)
         outputs = self._finish() if waits else []
-        self._stepped_s = now if self.scheduler.has_work else None
         self._publish_events()
         return [*refused, *outputs] if refused else outputs
 
@@ -290,20 +264,8 @@ class EngineCore:
         self.scheduler.cache.reset()
         self._publish_events()
 
-    def give_up_disk(self) -> None:
-        """Write nothing more to the disk cache: it is of the weights that were there at the start."""
-        if self._disk is not None:
-            log.warning("the weights have changed: nothing is written to the disk cache until the next start")
-            self._disk.give_up()
-
-    def announce(self) -> None:
-        """Say what was there before the first step."""
-        self._publish_events()
-
     def stats(self) -> EngineStats:
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
-        disk = None if self._disk is None else self._disk.totals
-        block_bytes = 0 if self._disk is None else self._disk.disk.block_bytes
         return EngineStats(
             running=self.scheduler.running,
             waiting=self.scheduler.waiting + len(self._compiling),
@@ -316,12 +278,6 @@ class EngineCore:
             host_stored_bytes=usage.host_stored_bytes,
             host_loaded_bytes=usage.host_loaded_bytes,
             host_copy_s=self._copy_s(),
-            disk_cache_usage=0.0 if self._disk is None else self._disk.usage,
-            disk_stored_bytes=0 if disk is None else disk.stored * block_bytes,
-            disk_loaded_bytes=0 if disk is None else disk.loaded * block_bytes,
-            disk_passed_over=0 if disk is None else disk.passed_over,
-            disk_failed_reads=0 if disk is None else disk.failed_reads,
-            disk_failed_writes=0 if disk is None else disk.failed_writes,
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,

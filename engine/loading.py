@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.execution.disk_opening import check_disk_flags, open_disk, weights_fingerprint
 from engine.execution.sizing import (
     count_host_units,
     load_bytes_max,
@@ -50,7 +48,6 @@ def model_folder(model: str | None) -> tuple[str, Path]:
 
 def load(config: EngineConfig, folder: Path) -> Executor:
     """Raises ConfigError and ModelError (ValueErrors), MemoryError, RunnerLost where another rank ends."""
-    check_disk_flags(config)
     if config.tensor_parallel_size == 1:
         return _load(config, folder, None)
     from engine.parallel.ranks import Leader  # one rank needs none of it
@@ -71,7 +68,6 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     if leader is not None:
         leader.load(config, folder)
     shard = None if leader is None else leader.shard
-    weights = {} if config.disk_cache is None else weights_fingerprint(folder)
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     config = replace(config, max_num_batched_tokens=step_tokens(config, model, device))
     spec = model.cache_spec(config.block_size, dtype)
@@ -82,9 +78,6 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         agree = leader.smallest
     host_units = count_host_units(config, spec)
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
-    disk = None
-    if config.disk_cache is not None:
-        disk = open_disk(config, spec, folder, dtype=dtype, device=device, max_model_len=max_model_len, weights=weights)
     made: list[ModelRunner] = []
 
     def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
@@ -95,13 +88,9 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         leading: Runner = own if leader is None else leader.lead(own, unit_count, max_model_len)
         own.record_decode_steps(sequences_max(config))
         made.append(own)
-        if disk is not None:
-            disk.start(partial(own.moves.host_block, 0), own.moves.settle)
         return leading
 
     def close() -> None:
-        if disk is not None:
-            disk.close()
         while made:
             made.pop().close()
         if leader is not None:
@@ -125,7 +114,6 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         step_tokens=config.step_tokens,
         host_units=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
-        disk=disk,
         copy_s=lambda: made[0].moves.copy_s if made else 0.0,
         overlap=overlaps(config, device),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),

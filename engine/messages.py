@@ -30,9 +30,6 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     num_host_blocks: int = 0
-    num_disk_blocks: int = 0
-    num_disk_blocks_found: int = 0
-    """Of these, what an earlier process wrote."""
     vocab_size: int
     dtype: str
     device: str

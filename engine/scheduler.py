@@ -211,9 +211,7 @@ class Scheduler:
             planned = self._plan()
         except _MustWait:
             return None
-        if not planned and not self._running and self._waiting:
-            disk = self.cache.disk
-            assert disk is not None and disk.awaited, "requests wait, and there is nothing that they could wait for"  # noqa: PT018
+        assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
         if not planned:
             return StepPlan(chunks=[])
         entries, chunks = list(planned), list(planned.values())

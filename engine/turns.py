@@ -71,7 +71,7 @@ class PrefillTurns:
 
     def add(self, entry: RequestEntry) -> None:
         """A request that has come before waits from now on."""
-        self._place(entry, len(entry.seq.token_ids) - self._cache.findable(entry.seq) if self.shortest else 0)
+        self._place(entry, len(entry.seq.token_ids) - self._cache.cached(entry.seq) if self.shortest else 0)
 
     def remove(self, entry: RequestEntry) -> None:
         """It waits no more."""

@@ -8,30 +8,19 @@ what left host memory, which may be told before blocks that moved there since.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.nodes import Node
 from engine.cache.spec import MAMBA, CacheSpec
-from events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
-STORED, REMOVED, MOVED, GONE, ARRIVED, SAVED, UNSAVED = range(7)
-"""On the device, from it, from it to the host, from the host, from the disk to the host, on the disk, from it."""
+STORED, REMOVED, MOVED, GONE = range(4)
+"""On the device, from it, from it to the host, from the host."""
 Note = tuple[int, int, Any] | None
 """(change, kind, nodes), of MOVED (change, 0, {(kind, node): None}); None: all cleared."""
-
-
-class Named(Protocol):
-    """A node of the prefix tree, or what the disk has of one."""
-
-    @property
-    def hash(self) -> int: ...
-    @property
-    def name(self) -> HashBlock: ...
-    @property
-    def parent(self) -> Named | None: ...
 
 
 class EventLog:
@@ -48,31 +37,13 @@ class EventLog:
         self._notes: list[Note] = []
 
     def stored(self, kind: int, node: Node) -> None:
-        self._stored(STORED, kind, node)
-
-    def arrived(self, kind: int, node: Node) -> None:
-        """In host memory, from the disk."""
-        self._stored(ARRIVED, kind, node)
-
-    def saved(self, entry: Named) -> None:
-        """On the disk, where only blocks of full attention go."""
-        self._stored(SAVED, 0, entry)
-
-    def unsaved(self, entry: Named) -> None:
-        last = self._notes[-1] if self._notes else None
-        if last and last[0] == UNSAVED:
-            last[2].append(entry)
-        else:
-            self._notes.append((UNSAVED, 0, [entry]))
-
-    def _stored(self, change: int, kind: int, node: Named) -> None:
         notes = self._notes
-        if notes and self.joined[kind] and (last := notes[-1]) and last[0] == change and last[1] == kind:
+        if notes and self.joined[kind] and (last := notes[-1]) and last[0] == STORED and last[1] == kind:
             nodes = last[2]
             if nodes[-1] is node.parent:
                 nodes.append(node)
                 return
-        notes.append((change, kind, [node]))
+        notes.append((STORED, kind, [node]))
 
     def removed(self, kind: int, node: Node) -> None:
         last = self._notes[-1] if self._notes else None
@@ -134,11 +105,11 @@ class StepEvents(Collection[Event]):
         if note is None:
             return (AllBlocksCleared(),)
         change, kind, nodes = note
+        if change == STORED:
+            return (self._stored(kind, nodes, GPU),)
         if change == MOVED:
             return self._moved(nodes)
-        if (medium := _STORED_ON.get(change)) is not None:
-            return (self._stored(kind, nodes, medium),)
-        return (_removed(kind, nodes, _REMOVED_FROM[change]),)
+        return (_removed(kind, nodes, GPU if change == REMOVED else CPU),)
 
     def _moved(self, moved: Iterable[tuple[int, Node]]) -> Iterator[Event]:
         """Parents left the device last, and are told first."""
@@ -158,7 +129,7 @@ class StepEvents(Collection[Event]):
             if by_kind[kind]:
                 yield _removed(kind, by_kind[kind], GPU)
 
-    def _stored(self, kind: int, nodes: Sequence[Named], medium: str) -> BlockStored:
+    def _stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
         hashes: list[int | bytes] = [node.hash for node in nodes]
         first, (kind_name, window) = nodes[0], self._log.kinds[kind]
         token_ids = unpack_token_ids(b"".join([node.name.packed for node in nodes]))
@@ -178,9 +149,5 @@ class StepEvents(Collection[Event]):
         )
 
 
-_STORED_ON = {STORED: GPU, ARRIVED: CPU, SAVED: STORAGE}
-_REMOVED_FROM = {REMOVED: GPU, GONE: CPU, UNSAVED: STORAGE}
-
-
-def _removed(kind: int, nodes: Sequence[Named], medium: str) -> BlockRemoved:
+def _removed(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
     return BlockRemoved(block_hashes=[node.hash for node in nodes], medium=medium, group_idx=kind)

@@ -19,7 +19,7 @@ from collections.abc import Container, Sequence
 from operator import mul
 
 from engine.cache.eviction import Adaptive
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.nodes import Node
 from engine.cache.pool import Block, Unit, UnitPool
 from engine.cache.prefix import FULL, HostOrder, PrefixTree
 from engine.cache.spec import CacheSpec
@@ -56,8 +56,6 @@ class HostTier:
         """Of these, what left with the plan being made, by the device's unit that it was in."""
         self._kept: dict[Block[Node], Block[Node]] = {}
         """And the others, by the device's block that is loaded into their memory later."""
-        self._contents = 0
-        """That blocks here were taken for, since the start."""
         self.stored: list[Block[Node]] = []
         """Blocks that the step being planned fills."""
         self.stored_blocks = [0] * len(blocks_per_unit)
@@ -93,7 +91,6 @@ class HostTier:
             node.host = [None] * len(node.blocks)
         node.host[kind] = own
         own.node, own.superseded = node, block.superseded
-        self.renew(own)
         self.pool.release(own, block.worth)
         self._waiting[own] = Move(kind, block.id, own.id, Way.TO_HOST)
         self._fresh.setdefault(block.unit, []).append(own)
@@ -182,29 +179,6 @@ class HostTier:
         assert node is not None
         if node.host is not None and (own := node.host[block.kind]) is not None and not own.refs:
             self._drop(own)
-
-    # ------------------------------------------------------------------ beside the disk
-
-    def renew(self, own: Block[Node]) -> None:
-        """It was taken for something new, which is not there yet."""
-        self._contents += 1
-        own.content = self._contents
-
-    def take_in(self, name: HashBlock, parent: Node | None, own: Block[Node]) -> Node | None:
-        """Name what was filled from elsewhere, and is held; None where that is here or on the device, or coming."""
-        node = self._tree.ensure(name, parent)
-        if node is None or node.blocks[FULL] is not None or node.on_host(FULL):
-            return None
-        node.host = [None] * len(node.blocks)
-        node.host[FULL], own.node, own.there = own, node, own.content
-        self._tree.log.arrived(FULL, node)
-        return node
-
-    def released(self, own: Block[Node]) -> None:
-        """Nobody reads it for the disk, or keeps it for who waits, any more."""
-        if own.refs == 1 and (node := own.node) is not None and node.has(FULL):
-            self._unname(own, node)
-        self.let_go(own)
 
     # ------------------------------------------------------------------ out
 

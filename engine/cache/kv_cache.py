@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from engine.cache.chain import Chain
 from engine.cache.checkpoints import Checkpoints
-from engine.cache.disk.jobs import Disk
-from engine.cache.disk.tier import DiskTier
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Turn
@@ -66,13 +64,11 @@ class KVCache:
         adaptive_eviction: bool = False,
         host_units: int = 0,
         load_bytes_max: int | None = None,
-        disk: Disk | None = None,
     ) -> None:
         """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
 
         `adaptive_eviction` takes effect where no window slides. `host_units`: of host memory
         under the device's, none without prefix caching. `load_bytes_max`: that a step with decodes brings back from it.
-        `disk`: under host memory, of models of full attention alone.
         """
         self.spec = spec
         self.block_size = spec.block_size
@@ -99,10 +95,6 @@ class KVCache:
         if host_units:
             self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
         self.loads = None if self.host is None else Loads(self.host, self.tree, spec.sizes(), load_bytes_max)
-        self.disk: DiskTier | None = None
-        if disk is not None:
-            assert self.host is not None
-            self.disk = DiskTier(disk, self.host, self.tree, self._moves, spec.block_size)
         self._table_changes = 0
         """Of all sequences."""
         self._planning = StepOut()
@@ -156,14 +148,6 @@ class KVCache:
         """Tokens of `seq` that need not be computed if it is admitted now; changes nothing."""
         return self._windows.resumable(self.match(seq)) * self.block_size
 
-    def findable(self, seq: Sequence) -> int:
-        """Those, and what the disk has, for which a request waits; changes nothing."""
-        cached = self.cached(seq)
-        if self.disk is None or seq.request.params.prompt_logprobs is not None:
-            return cached
-        count = (len(seq.token_ids) - 1) // self.block_size
-        return max(cached, len(self.disk.index.match(self._names.of(seq, count)[:count])) * self.block_size)
-
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
@@ -174,9 +158,7 @@ class KVCache:
         names = self._names.of(seq, count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
             return self._checkpoints.planned_ahead(names[:count], self._windows.resumable(known))
-        if len(known) < count and self._is_coming(len(known), names[len(known)].hash):
-            return True
-        return self.disk is not None and self.disk.awaits(seq, known, names, count)
+        return len(known) < count and self._is_coming(len(known), names[len(known)].hash)
 
     # ------------------------------------------------------------------ a sequence's blocks
 
@@ -303,16 +285,12 @@ class KVCache:
         step, self._planning = self._planning, StepOut()
         step.chunks = plan.chunks
         plan.table_changes = self._table_changes
-        if self.disk is not None:
-            step.staged = self.disk.plan()
         if self.host is not None and self.loads is not None:
             self.host.settle(self.loads.blocks)
         plan.block_moves = self._moves.copy()
         self._moves.clear()
         if self.host is not None:
             step.stored, self.host.stored = self.host.stored, []
-        if self.disk is not None:
-            step.filled = [(own, own.content) for own in step.stored]
         if self.loads is not None:
             step.loaded = self.loads.take()
         if isinstance(plan.chunks, FedChunks):
@@ -355,9 +333,6 @@ class KVCache:
         if self._checkpoints is not None:
             for chunk in chunks:
                 self._checkpoints.commit(chunk.seq, chunk.start, chunk.end)
-        if self.disk is not None:
-            self.disk.arrived(step.filled)
-            self.disk.over(step.staged, _prompt_tokens(chunks))
 
     def abandon(self) -> None:
         """The newest step that is out was not computed: none of its blocks may be trusted or announced.
@@ -383,8 +358,6 @@ class KVCache:
         for seq, start, _, _ in step.finishing:  # behind what hangs from them
             self._chains[seq].unpin_merges(self.pool, start)
         self._distrusted_host += step.stored
-        if self.disk is not None:
-            self.disk.over(step.staged, failed=True)
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
@@ -424,8 +397,6 @@ class KVCache:
         """Drop the memorised hashes of a request that is gone for good."""
         self._names.forget(seq)
         self._matched.pop(seq, None)
-        if self.disk is not None:
-            self.disk.forget(seq)
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -434,8 +405,6 @@ class KVCache:
         for block in self.tree.clear():
             if block.refs == 0:
                 self.pool.drop(block)
-        if self.disk is not None:
-            self.disk.clear()
         for seq, chain in self._chains.items():
             self._detach(seq, chain)
             chain.nodes = []
@@ -472,9 +441,6 @@ class KVCache:
             assert self.loads is not None
             self.loads.check_invariants()
             read = [load[2] for step in self._out for load in step.loaded if load is not None]
-            if self.disk is not None:
-                self.disk.check_invariants()
-                read += self.disk.references()
             self.host.check_invariants(read + self.loads.references())
         for unit in self.pool.units:
             for block in unit.blocks:
@@ -619,7 +585,3 @@ class KVCache:
             chain.blocks[g][index] = known
             seq.block_tables[g][index] = known.id
             self.pool.release(own)
-
-
-def _prompt_tokens(chunks: Items[Chunk]) -> int:
-    return 0 if isinstance(chunks, FedChunks) else sum(c.end - c.start for c in chunks if c.end - c.start > 1)

@@ -36,7 +36,7 @@ class Node:
     `host[k]` is the host's; None where the host has none of any kind.
     """
 
-    __slots__ = ("blocks", "branches", "children", "depth", "entry", "hash", "host", "name", "parent")
+    __slots__ = ("blocks", "branches", "children", "depth", "hash", "host", "name", "parent")
 
     def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
         self.name = name
@@ -45,8 +45,6 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.blocks: list[Block[Node] | None] = [None] * kinds
         self.host: list[Block[Node] | None] | None = None
-        self.entry: DiskBlock | None = None
-        """Where the disk has it, or will have; good while that is not forgotten."""
         self.branches = 0
         """Children whose full-attention block is on the device."""
         self.children: dict[int, Node] = {}
@@ -94,24 +92,3 @@ class Node:
     def _superseded(self) -> bool:
         block = self.blocks[-1] or (None if self.host is None else self.host[-1])
         return block is not None and block.superseded and not block.refs
-
-
-class DiskBlock:
-    """A block on the disk, or on its way there."""
-
-    __slots__ = ("children", "forgotten", "hash", "name", "parent", "pins", "serial", "slot", "stamp", "written")
-
-    def __init__(self, name: HashBlock, parent: DiskBlock | None, slot: int, serial: int) -> None:
-        self.name = name
-        self.hash = name.hash
-        self.parent = parent
-        self.slot = slot
-        self.serial = serial
-        """No other entry has or had it; larger than its parent's."""
-        self.stamp = serial
-        """When it was used last; of two the larger is the younger."""
-        self.children: dict[int, DiskBlock] = {}
-        self.pins = 0
-        """How often it is being read."""
-        self.written = False
-        self.forgotten = False

@@ -40,9 +40,7 @@ def state_worth(saved: int, *, superseded: bool) -> int:
 class Block(Generic[NodeT]):
     """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
 
-    __slots__ = (
-        "content", "id", "node", "out", "pending", "refs", "shared", "stamp", "superseded", "there", "unit", "worth",
-    )  # fmt: skip
+    __slots__ = ("id", "node", "out", "pending", "refs", "shared", "stamp", "superseded", "unit", "worth")
 
     def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
         self.unit = unit
@@ -59,8 +57,6 @@ class Block(Generic[NodeT]):
         """A state that a deeper one of the same path continues; only `Checkpoints` looks at it."""
         self.worth: int | None = None
         """Of a cached state: what it was released with."""
-        self.content = self.there = 0
-        """Of host memory with a disk under it: what it was taken for last, and what a step that is over has filled."""
         self.stamp = 0
         """Its age while cached: what has the lowest stamp is evicted first."""
 

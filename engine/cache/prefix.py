@@ -124,10 +124,6 @@ class PrefixTree:
         """Every node, parents before children."""
         return self._nodes.values()
 
-    def at(self, hash_: int) -> Node | None:
-        """The node of that hash, of whatever prefix."""
-        return self._nodes.get(hash_)
-
     def find(self, name: HashBlock, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
         node = self._nodes.get(name.hash)

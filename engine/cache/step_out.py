@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.cache.disk.jobs import Write
 from engine.cache.loads import Load
 from engine.cache.nodes import Node
 from engine.cache.pool import Block
@@ -26,8 +25,4 @@ class StepOut:
     """Of the host: what the step fills there."""
     loaded: list[Load | None] = field(default_factory=list)
     """In the order of planning, parents first; None for one that was taken back."""
-    filled: list[tuple[Block[Node], int]] = field(default_factory=list)
-    """`stored`, and what each was taken for, where there is a disk."""
-    staged: list[Write] = field(default_factory=list)
-    """What it copies so that it can be written to the disk."""
     chunks: Items[Chunk] = field(default_factory=list)

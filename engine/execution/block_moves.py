@@ -62,18 +62,6 @@ class BlockMoves:
             for kind, source, target, _ in run:
                 self._block(self._device, kind, target).copy_(self._block(of, kind, source), non_blocking=True)
 
-    def host_block(self, kind: int, block: BlockId) -> memoryview:
-        """The bytes of a block of host memory, for who reads or writes them beside the steps."""
-        place = self._place(kind, block)
-        assert 0 <= place.start < place.stop <= self._host.numel()
-        size = place.stop - place.start
-        return memoryview((ctypes.c_char * size).from_address(self._host.data_ptr() + place.start)).cast("B")
-
-    def settle(self) -> None:
-        """Wait, on any thread, until what steps that are over have sent to the host is there."""
-        if self._on_gpu:
-            self._carrier.synchronize()
-
     def _copy(self, way: Way, moves: Iterable[Move]) -> None:
         """On a CPU: by addresses, which cost less than an array's slices, and a fraction of a tensor's."""
         start_s = time.perf_counter()

@@ -170,12 +170,6 @@ class MetricsPage:
             (counter, "host_cache_stored_bytes", "Copied to host memory.", stats.host_stored_bytes),
             (counter, "host_cache_loaded_bytes", "Copied back from it.", stats.host_loaded_bytes),
             (counter, "host_cache_copy_seconds", "Of these copies, where steps wait for them.", stats.host_copy_s),
-            (gauge, "disk_cache_usage_perc", "Disk cache under host memory in use; 1 is all.", stats.disk_cache_usage),
-            (counter, "disk_cache_stored_bytes", "Written to the disk cache.", stats.disk_stored_bytes),
-            (counter, "disk_cache_loaded_bytes", "Read from it into host memory.", stats.disk_loaded_bytes),
-            (counter, "disk_cache_passed_over_blocks", "Not written: too many at once.", stats.disk_passed_over),
-            (counter, "disk_cache_failed_reads", "Blocks that were not what was written.", stats.disk_failed_reads),
-            (counter, "disk_cache_failed_writes", "Blocks that could not be written.", stats.disk_failed_writes),
             (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
         ):
             yield self._one(kind, name, text, value)

@@ -282,10 +282,7 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
     print(f"answers   tool calls: {state.limits.calls or 'none'}, reasoning: {state.limits.thought or 'none'}")
     host_memory = f", and {info.num_host_blocks} in host memory" if info.num_host_blocks else ""
-    on_disk = ""
-    if info.num_disk_blocks:
-        on_disk = f", and {info.num_disk_blocks} on disk ({info.num_disk_blocks_found} found there)"
-    print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}{on_disk}")
+    print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}")
     for source in info.event_sources:
         replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
         print(f"events    {source.endpoint}{replay}")

@@ -130,7 +130,7 @@ class CoreLoop:
         stats_due_s = 0.0
         idle_told = False
         while not link.closed:
-            busy = core.has_events
+            busy = core.has_work
             if not busy and not idle_told:
                 link.send(self._report([], (), with_stats=True))
             idle_told = not busy
@@ -138,7 +138,7 @@ class CoreLoop:
                 self._obey(command)
             refused, self._refused = self._refused, []
             outputs: Collection[SequenceOutput] = ()
-            if core.has_events:
+            if core.has_work:
                 outputs = core.step(time.monotonic())
                 if self._checks:
                     core.check_invariants()
@@ -197,8 +197,6 @@ class CoreLoop:
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.what}: {error}"
         self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
-        if change.what == "reload":
-            self._core.give_up_disk()
         return None
 
 

@@ -37,8 +37,6 @@ def load(config: EngineConfig, folder: Path) -> Executor:
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
         if given:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
-    if config.disk_cache is not None:
-        raise ConfigError("--disk-cache: a simulated engine (--simulate) has nothing to write there")
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
     words, script = some_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []

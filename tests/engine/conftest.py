@@ -21,7 +21,5 @@ def _load(name: str) -> None:
 
 _load("drawn_specs")
 _load("fake_device")
-_load("fake_disk")
-_load("disk_hands")
 _load("hand_driver")
 _load("naive_memory")

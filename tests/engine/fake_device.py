@@ -23,7 +23,7 @@ from engine.core import EngineCore
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs, Way
-from events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kernels.interface import IntArray, KeptTable, Ragged
 from kernels.shared import PrefixFinder
 
@@ -260,13 +260,12 @@ class EventChecker:
 
     def _full(self, name: int) -> bool:
         """Whether any medium has the full-attention block."""
-        return any((self.full_group, name, medium) in self.resident for medium in (GPU, CPU, STORAGE))
+        return any((self.full_group, name, medium) in self.resident for medium in (GPU, CPU))
 
 
 def resident_in(cache: KVCache) -> set[tuple[int, int, str]]:
     """{(group, hash, medium)} of every computed block that the cache names."""
-    on_disk = () if cache.disk is None else cache.disk.index
-    return {(0, entry.hash, STORAGE) for entry in on_disk if entry.written} | {
+    return {
         (kind, node.hash, medium)
         for node in cache.tree.nodes()
         for medium, blocks in ((GPU, node.blocks), (CPU, node.host or ()))
@@ -284,7 +283,6 @@ class Bench:
         self.device = FakeDevice(cache.block_size, windows)
         self.events = EventChecker(cache.block_size)
         self.core = EngineCore(Scheduler(config, cache), self.device, self.events, overlap=overlap)
-        self.core.announce()
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
