@@ -106,8 +106,6 @@ class Metrics:
     """bound -> requests that would have exceeded it."""
     used: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(API key's name, what) of requests that ended: router/sharing/ledger.py's sums."""
-    mirrored: Counter[str] = field(default_factory=Counter)
-    """outcome -> copies of requests for another model."""
     request_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     ttft_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     """(worker, model, is it a stream?) of requests that were answered; the worker is "" where none was chosen."""

@@ -195,9 +195,6 @@ class EppConfig(ProcessConfig):
         if self.picker.self_signed and self.tls_cert is not None:
             raise ConfigError("--self-signed: not with --tls-cert")
 
-        if self.sharing.model_mirrors:
-            raise ConfigError("--model-mirror: not for `router epp`, which carries no bytes")
-
     @property
     def http_port(self) -> int:
         return self.picker.metrics_port

@@ -70,7 +70,6 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     yield "key_requests", "Requests of each API key that workers answered.", "key", requests
     tokens = {(key, what[:-7]): n for (key, what), n in metrics.used.items() if what.endswith("_tokens")}
     yield "key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.", "key kind", tokens
-    yield "mirrored", "Copies of requests: answered, failed, or dropped unsent.", "outcome", metrics.mirrored
     yield "turns", "Requests by the reason for most of their lost tokens.", "reason", metrics.turns
     text = "Prompt tokens that had to be computed, by reason and whose doing it is."
     grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.turn_tokens.items()}

@@ -141,7 +141,7 @@ class RouterProcess:
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         names = ModelNames(config.sharing)
-        self._reading.names = names if names.renames or names.mirrors else None
+        self._reading.names = names if names.renames else None
         self._keeping = self._keep(config)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._reasons = Reasons(
@@ -333,7 +333,6 @@ class RouterProcess:
             reasons=self._reasons,
             kind=kind,
             serves=not isinstance(self._config, EppConfig),
-            sharing=self._config.sharing,
         )
 
     # Taking over, and being taken over from ------------------------------------------------------------------------

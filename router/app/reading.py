@@ -145,7 +145,7 @@ class RequestReading:
         if said is None:
             said = request.headers.told = HeadFields(request, self._names)
         name = parsed.model
-        if self.names is not None and self.names.renames and name is not None:
+        if self.names is not None and name is not None:
             name = self._renamed(self.names, name, parsed, said, holder)
         model, base, lora, tokens_max = self._model(name)
         return Asked(request, parsed, said, holder, model, base, lora, tokens_max)
@@ -158,12 +158,6 @@ class RequestReading:
             name, lambda: conversation(SessionNames.of(said.session, parsed), parsed),
             lambda model: registry.serves(model, worker),
         )  # fmt: skip
-
-    def mirror(self, asked: Asked) -> str | None:
-        """The model that is to be sent a copy."""
-        if self.names is None or not self.names.mirrors:
-            return None
-        return self.names.mirror(asked.model, lambda: conversation(asked.session, asked.parsed))
 
     def tokens(self, asked: Asked, request: HttpRequest) -> PromptRead | asyncio.Future[PromptRead]:
         """The prompt's token ids: at once where that is quick, else later."""
@@ -259,7 +253,7 @@ class RequestReading:
         if found is None:
             return None
         returned, read = found
-        if self.names is not None and (self.names.splits or self.names.mirrors):
+        if self.names is not None and self.names.splits:
             return None  # which conversation it is may stand in what was not read
         asked = self._asked(request, returned.parsed)
         served = self._core.resolve_model(known.model)

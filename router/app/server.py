@@ -20,7 +20,6 @@ from router.app.tenants import Tenants, amended, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
-from router.edge.mirror import MIRROR, Mirror
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
@@ -30,7 +29,6 @@ from router.http.request import HttpRequest, RequestHead
 from router.http.routes import Routes
 from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
-from router.sharing.config import SharingConfig
 
 if TYPE_CHECKING:
     from router.picker.caller import Caller
@@ -76,7 +74,6 @@ class RouterApp:
         reasons: Reasons | None = None,
         kind: Callable[..., Exchange] = Exchange,
         serves: bool = True,
-        sharing: SharingConfig | None = None,
     ) -> None:
         """`kind`: makes what carries a request, or has it carried. `serves`: this address passes requests on."""
         self._kind = kind
@@ -96,12 +93,6 @@ class RouterApp:
         passed = PASSED | dict.fromkeys(config.pass_routes, PASSED_METHODS) if serves else {}
         self._passed: dict[str, tuple[str, ...]] = OWN | passed
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
-        self._mirror: Mirror | None = None
-        if sharing is not None and sharing.model_mirrors:
-            self._mirror = Mirror(
-                self._serve, sharing.mirror_requests_max, sharing.mirror_bytes_max, metrics.mirrored
-            )  # fmt: skip
-        self._mirrored_priority = proxy.core.config.queue.background_priority or 0
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
         self._pending: set[asyncio.Task[tuple[Asked, PromptRead]]] = set()
@@ -225,8 +216,6 @@ class RouterApp:
         """Hand a request whose prompt was read to the core."""
         if asked.model != asked.parsed.model and asked.parsed.model is not None:
             self.rename(exchange.request, asked.model)
-        if tenant == MIRROR:
-            asked.worker, asked.priority = None, max(asked.priority, self._mirrored_priority)
         self._tenants.apply(tenant, exchange.request, asked)
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
@@ -240,15 +229,10 @@ class RouterApp:
             route.tenant = tenant
             if self._tenants.shares:
                 route.share = self._tenants.shares.get(tenant, 1.0)
-            copied = exchange.request.pieces
             self._proxy.route(exchange, route)
             self._reading.keep(asked, read, route)
             if self._reasons is not None and not exchange.done:
                 self._reasons.enter(exchange, asked)
-            if self._mirror is not None and tenant != MIRROR:
-                new = self._reading.mirror(asked)
-                if new is not None:
-                    self._mirror.copy(exchange.request, amended(copied, {"model": new}))
 
     # Shared -------------------------------------------------------------------------------------------------------
 

@@ -26,13 +26,6 @@ class SharingConfig:
         "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
     model_canaries: Annotated[tuple[Parted, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
         "NEW answers this share of the conversations that ask for MODEL, each of them whole. May be repeated."] = ()
-    model_mirrors: Annotated[tuple[Parted, ...], Flag("--model-mirror", metavar="MODEL=NEW:SHARE"),
-        "Send this share of the conversations that ask for MODEL to NEW as well, and drop its answers. May be repeated."
-    ] = ()
-    mirror_requests_max: Annotated[int, Meta(ge=1, le=10**6, title="N"),
-        "Copies in flight; what would be more is not copied."] = 64
-    mirror_bytes_max: Annotated[int, Meta(ge=1, le=10**9, title="BYTES"),
-        "Of a body; longer ones are not copied."] = 1 << 20
     ledger: Annotated[str | None, Flag(metavar="FILE"),
         "Keep what each API key used there too, an SQLite file, so that a restart forgets nothing. [default: no]"
     ] = None

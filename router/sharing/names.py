@@ -1,4 +1,4 @@
-"""Which model a request is for: aliases, canaries, fallbacks, mirrors.
+"""Which model a request is for: aliases, canaries, fallbacks.
 
 Pure. A conversation falls on the same side every time, in every router, as only its name and the model's decide.
 """
@@ -22,9 +22,7 @@ class ModelNames:
         self.aliases = pairs(config.model_aliases)
         self._fallbacks = pairs(config.model_fallbacks)
         self._canaries = shares(config.model_canaries)
-        self._mirrors = shares(config.model_mirrors)
         self.renames = bool(self.aliases or self._fallbacks or self._canaries)
-        self.mirrors = bool(self._mirrors)
         self.splits = bool(self._canaries)
 
     def resolve(self, asked: str, conversation: Callable[[], str], serves: Callable[[str], bool]) -> str:
@@ -33,7 +31,7 @@ class ModelNames:
         model = self.aliases.get(asked, asked)
         parts = self._canaries.get(model)
         if parts is not None:
-            new = side("canary", model, conversation(), parts)
+            new = side(model, conversation(), parts)
             if new is not None and serves(new):
                 return new
             if not serves(model):
@@ -45,15 +43,10 @@ class ModelNames:
             pass
         return other or model
 
-    def mirror(self, model: str, conversation: Callable[[], str]) -> str | None:
-        """The model that is sent a copy of what another one answers."""
-        parts = self._mirrors.get(model)
-        return None if parts is None else side("mirror", model, conversation(), parts)
 
-
-def side(what: str, model: str, conversation: str, parts: Parts) -> str | None:
+def side(model: str, conversation: str, parts: Parts) -> str | None:
     """Which of the parts a conversation is in; None for the rest."""
-    at = xxhash.xxh3_64_intdigest(f"{what}\0{model}\0{conversation}".encode("utf-8", "surrogatepass")) / _SPAN
+    at = xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation}".encode("utf-8", "surrogatepass")) / _SPAN
     for new, share in parts:
         if at < share:
             return new

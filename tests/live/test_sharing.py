@@ -1,13 +1,10 @@
-"""Sharing, with real routers before simulated workers: other names, copies, turns, the background, the ledger."""
+"""Sharing, with real routers before simulated workers: other names, turns, the background, the ledger."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 from programs import ADMIN_KEY, Program, call, until
-
-from router.app.server import RouterApp
-from router.http.routes import Routes
 
 pytestmark = pytest.mark.live
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.004, "kv_tokens": 65536, "max_model_len": 32768}
@@ -130,24 +124,6 @@ def test_a_fallback_answers_while_nobody_of_the_model_is_up(
     assert complete(router.url, "m1")[2]["model"] == "m1"
 
 
-def test_copies_are_dropped_and_delay_nobody(start_router: Any, fleet: dict[str, Program]) -> None:
-    router = start_router("--model-mirror", "m1=m2:1", "--set", "mirror_requests_max=2")
-    os.kill(fleet["m2"].children()[0], signal.SIGSTOP)  # the new version stands still
-    try:
-        began = time.monotonic()
-        for number in range(6):
-            assert complete(router.url, "m1", f"prompt {number}")[2]["model"] == "m1"
-        assert time.monotonic() - began < 5
-        assert metric(router.url, "mirrored_total") == {'{outcome="dropped"}': 4.0}, "two at once, and no more"
-    finally:
-        os.kill(fleet["m2"].children()[0], signal.SIGCONT)
-    until(lambda: metric(router.url, "mirrored_total").get('{outcome="answered"}') == 2.0, router.log)
-    body = {"model": "m1", "prompt": "streamed", "max_tokens": 4, "stream": True}
-    assert "[DONE]" in asyncio.run(_stream(router.url, body))
-    until(lambda: metric(router.url, "mirrored_total").get('{outcome="answered"}') == 3.0, router.log)
-    assert call(router.url + "/workers")[2]["in_flight"] == 0
-
-
 async def _stream(url: str, body: dict[str, Any]) -> str:
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as answer:
         return await answer.text()
@@ -258,9 +234,8 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
-    """No name is resolved, nothing is copied, counted by key, held or charged."""
+    """No name is resolved, nothing is counted by key, held or charged."""
     from router.app.config import SCHEMA, ProcessConfig
-    from router.app.guard import anybody
     from router.app.process import RouterProcess
 
     async def scenario() -> None:
@@ -273,19 +248,6 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         assert not core._reorders
         assert core._behind == float("inf")
         assert core.config.queue.ttft_s_max is None
-        assert (
-            RouterApp(
-                process._proxy,
-                process._reading,
-                process._tenants,
-                process._metrics,
-                config.edge,
-                Routes(),
-                guard=anybody,
-                sharing=config.sharing,
-            )._mirror
-            is None
-        )
         process._feed.close()
         process._helpers.processes.close()
         process._executor.shutdown()
