@@ -121,15 +121,15 @@ WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "stall": lambda: patch.object(KvCost, "stalled", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
+    "beta": lambda: patch("router.decide.policy.beta_of", lambda *of: 0.0),
+    "overdue": lambda: patch.object(Target, "OVERDUE_SHARE", 0.0),
     "evicted": lambda: patch.object(CacheAhead, "left", lambda self, keys, hit, usable: hit),
 }
 """Terms of the price, and how a run is made without one; `seat` goes with `memory`."""
 _CONFIGS = {
     "decode": CoreConfig(cost=CostConfig(decode_weight=0.0)),
-    "beta": CoreConfig(cost=CostConfig(beta_scale=0.0, beta_min=0.0)),
     "utilisation": CoreConfig(cost=CostConfig(utilisation_weight=0.0)),
     "crowding": CoreConfig(working_set=WorkingSetConfig(enabled=False)),
-    "overdue": CoreConfig(cost=CostConfig(overdue_share=0.0)),
     "learning": CoreConfig(learn=LearnConfig(enabled=False)),
 }
 ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}

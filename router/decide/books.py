@@ -36,6 +36,8 @@ LIFE_S_MIN: Final = 1e-3
 """Of a request, where nothing is said."""
 CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
+HISTORY_TOKENS: Final = 500_000
+"""Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
 
 class AskedPrompt:
@@ -75,7 +77,7 @@ class CacheBook:
 
     def __init__(self, index: PrefixIndex, config: CoreConfig) -> None:
         self._index = index
-        self._history_tokens, self._pin_grace_s = config.history_tokens, config.pin_grace_s
+        self._pin_grace_s = config.pin_grace_s
         self._chunk_tokens = config.working_set.chunk_tokens
         self.working_sets = WorkingSets(config.working_set)
         self._histories: dict[str, HistoryCache] = {}
@@ -109,7 +111,7 @@ class CacheBook:
             target.shortest_first = spec.shortest_first
             target.requeue()
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
-            self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
+            self._histories[target.name] = HistoryCache((tokens or HISTORY_TOKENS) // spec.ranks)
         if target.capacity_tokens is None:
             target.ahead = None
         elif spec.cache_view is CacheView.EVENTS:

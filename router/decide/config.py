@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from options import ConfigError, Flag, Seconds, check
+from options import Flag, Seconds, check
 
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
@@ -36,17 +36,12 @@ class CostConfig:
     beta_scale: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
     """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how many
     later requests it will delay."""
-    beta_max: Annotated[NotNegative, "Ceiling of beta."] = 50.0
-    beta_min: Annotated[NotNegative, "Floor of beta: what prefilling a prefix twice must save on an idle pool."] = 0.1
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """Spreads what is otherwise equal."""
     utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
-    tie_s: Annotated[NotNegative, "Prices closer than this are a tie, and ties rotate."] = 1e-6
     load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
-    overdue_share: Annotated[Share,
-        "Of a prefill that takes longer than it should: what is left of it, as a share of what has passed."] = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +50,6 @@ class LearnConfig:
 
     enabled: Annotated[bool, "Learn how fast each worker is."] = True
     half_life: Annotated[Positive, "First tokens after which an observation weighs half."] = 300.0
-    err_low: Annotated[float, Meta(gt=0, le=1), "The prefill rate used is this part of the estimate."] = 0.9
-    """Half of the true rate costs 2 %, twice it 9 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +90,6 @@ class WorkingSetConfig:
 
     enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
     live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0
-    reuse_max: Annotated[NotNegative, "The most times that a computed token is taken to be used again."] = 5.0
-    reuse_memory: Annotated[float, Meta(ge=1, le=1e12), "Requests over which those times are averaged."] = 500.0
     chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 256
 
 
@@ -146,11 +137,6 @@ class CoreConfig:
     same: no longer, then, than a slow link needs."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
         "Requests in flight or held; more are answered 429."] = 100_000
-    history_tokens: Annotated[Count,
-        "Assumed cache of a worker without events that does not tell its capacity."] = 500_000
 
     def __post_init__(self) -> None:
         check(self)
-        low, high = self.cost.beta_min, self.cost.beta_max
-        if low > high:
-            raise ConfigError(f"cost.beta_min: got {low!r}, expected at most cost.beta_max, which is {high!r}")

@@ -28,6 +28,9 @@ _SPREAD = (3.0, 1.0, 1.0, 3.0)
 """How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
 standard deviations of what is known beforehand. A sequence's part of a step is small and differs most between
 engines."""
+PREFILL_RATE_SHARE: Final = 0.9
+"""Share of the estimated prefill rate that is used before anything was observed: half of the true rate costs 2 % of the
+mean TTFT, twice the true rate costs 9 %."""
 _LATE: Final = 1.1
 """So many times as long as expected is late."""
 _SHARE_MIN: Final = 0.1
@@ -143,12 +146,12 @@ class SpeedEstimate:
         self._add(self._features(seen), seen.elapsed_s, faded)
         self._solve()
 
-    def model(self) -> ServiceModel:
-        """The constants to predict with; `prefill_s_per_token` errs low while little was seen."""
+    def model(self, *, cautious: bool = True) -> ServiceModel:
+        """The constants to predict with; with `cautious`, `prefill_s_per_token` errs low while little was seen."""
         prior, (ra, rb, ro, rk) = self._prior, self.ratios
         low = 1.0
-        if self._config.enabled:
-            low -= (1.0 - self._config.err_low) / (1.0 + self.observations / 50.0)
+        if self._config.enabled and cautious:
+            low -= (1.0 - PREFILL_RATE_SHARE) / (1.0 + self.observations / 50.0)
         a = prior.prefill_s_per_token * ra * low
         quadratic = prior.prefill_s_per_token * rb * low / prior.quadratic_tokens  # a / Lq
         return ServiceModel(
@@ -250,11 +253,11 @@ class PoolSpeeds:
 
     def model(self, name: str) -> ServiceModel:
         """What to predict this worker with."""
-        factor, pool = self._members[name].factor, self._pool_model
-        if factor == 1.0:
-            return pool
-        names = ("prefill_s_per_token", "step_s", "decode_request_s", "decode_context_s")
-        return replace(pool, **{name: factor * getattr(pool, name) for name in names})
+        return _slower(self._pool_model, self._members[name].factor)
+
+    def measured(self, name: str) -> ServiceModel:
+        """The constants that were learned of this worker, without the caution of `model`."""
+        return _slower(self._pool.model(cautious=False), self._members[name].factor)
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""
@@ -344,6 +347,14 @@ class LoadSpeed:
         self._recent.append(min(max(excess_s / load_s, _RATIO_MIN), _RATIO_MAX))
         if len(self._recent) >= _LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
+
+
+def _slower(model: ServiceModel, factor: float) -> ServiceModel:
+    """The model of a worker that takes `factor` times as long for everything."""
+    if factor == 1.0:
+        return model
+    names = ("prefill_s_per_token", "step_s", "decode_request_s", "decode_context_s")
+    return replace(model, **{name: factor * getattr(model, name) for name in names})
 
 
 def _reference_s(model: ServiceModel) -> tuple[float, float]:

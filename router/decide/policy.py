@@ -27,6 +27,12 @@ log = logging.getLogger("router")
 
 STICKY_TOKENS: Final = 256
 """Without a session key, `sticky` goes by this many first tokens of the prompt."""
+BETA_MIN: Final = 0.1
+"""Least seconds of price that beta adds to a second of new prefill, also on an idle pool."""
+BETA_MAX: Final = 50.0
+"""Most seconds of price that beta adds to a second of new prefill."""
+TIE_S: Final = 1e-6
+"""Prices that are at most so many seconds apart are a tie, and ties rotate."""
 
 
 def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
@@ -39,7 +45,7 @@ def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
     prefill on the idle one is cheap.
     """
     ratio = min(utilisation, 2.0) * (1.0 + backlogs) / max(1.0 - utilisation, 0.1)
-    return min(max(config.beta_scale * ratio, config.beta_min), config.beta_max)
+    return min(max(config.beta_scale * ratio, BETA_MIN), BETA_MAX)
 
 
 def load_seconds(match: Match, config: CostConfig) -> float:
@@ -96,7 +102,7 @@ class KvCost:
             if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
                 progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slow
                 if progress > 0.0:
-                    left, overdue = target.oldest_s - progress, target.overdue_share * progress
+                    left, overdue = target.oldest_s - progress, target.OVERDUE_SHARE * progress
                     wait += (left if left > overdue else overdue) - target.oldest_s
             waits.append(wait)
             if wait * target.slow < shortest:
@@ -113,9 +119,9 @@ class KvCost:
         self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)
 
     def choose(self, rotation: int) -> int:
-        """The cheapest candidate; of several within `tie_s`, the `rotation`-th in turn."""
+        """The cheapest candidate; of several within `TIE_S`, the `rotation`-th in turn."""
         config, length = self.config, self.prompt_tokens
-        weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
+        weight, decode_weight = 1.0 + self.beta, config.decode_weight
         utilisation_weight = config.utilisation_weight * self.factor
         loads, ahead, crowding, rests = self.loads, self.ahead, self.crowding, self.rests
         square, expected, memory = length * length, self.expected_tokens, self.memory
@@ -156,9 +162,9 @@ class KvCost:
                 cost += loads[i]
             if crowding is not None:
                 cost += crowding[i]
-            if cost < best - tie_s:
+            if cost < best - TIE_S:
                 best, ties = cost, [i]
-            elif cost <= best + tie_s:
+            elif cost <= best + TIE_S:
                 ties.append(i)
                 best = min(best, cost)
         return ties[rotation % len(ties)]

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
@@ -169,7 +169,8 @@ class Target:
     rank: int | None
     holder: HolderId
     speeds: PoolSpeeds
-    overdue_share: float
+    OVERDUE_SHARE: ClassVar[float] = 0.2
+    """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
     load: LoadSpeed = field(default_factory=LoadSpeed)
     name: str = ""
     prefills: dict[str, InFlight] = field(default_factory=dict)
@@ -326,7 +327,7 @@ class Target:
         progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slow
         if progress <= 0.0:
             return waiting
-        left, overdue = self.oldest_s - progress, self.overdue_share * progress
+        left, overdue = self.oldest_s - progress, self.OVERDUE_SHARE * progress
         return waiting - self.oldest_s + (left if left > overdue else overdue)
 
     def settle(self, now: float) -> None:

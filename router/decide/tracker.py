@@ -67,7 +67,7 @@ class LoadTracker:
         speeds = self._speeds.get(pool)
         if speeds is None:
             speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
-        target = Target(worker_id, rank, holder, speeds, self.cost.overdue_share)
+        target = Target(worker_id, rank, holder, speeds)
         self.targets[target.name] = target
         self._apply_peers(target)
         return target

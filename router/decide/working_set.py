@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from router.decide.config import WorkingSetConfig
+
+REUSE_MAX: Final = 5.0
+"""Most times that a computed token is taken to be used again."""
+REUSE_REQUESTS: Final = 500.0
+"""Requests over which those times are averaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +40,8 @@ class WorkingSets:
     """
 
     def __init__(self, config: WorkingSetConfig) -> None:
-        self._enabled, self._live_s, self._reuse_max = config.enabled, config.live_s, config.reuse_max
-        self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / config.reuse_memory
+        self._enabled, self._live_s = config.enabled, config.live_s
+        self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / REUSE_REQUESTS
         self._needs: dict[str, _Need] = {}
         self._chunks: OrderedDict[int, tuple[_Need, float, bool, str | None]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
@@ -113,8 +119,8 @@ class WorkingSets:
 
     @property
     def reuse(self) -> float:
-        """How many times a computed token is used again, as far as lately seen, at most `reuse_max`."""
-        return min(self._reused / max(self._computed, 1.0), self._reuse_max)
+        """How many times a computed token is used again, as far as lately seen, at most `REUSE_MAX`."""
+        return min(self._reused / max(self._computed, 1.0), REUSE_MAX)
 
     # What the price asks -----------------------------------------------------------------------------------------
     def crowded(self, tokens: int, now: float) -> bool:

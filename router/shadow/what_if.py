@@ -247,7 +247,7 @@ def _measured(seen: Sequence[Seen], today: Sums) -> Sums | None:
 
 def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTimes]:
     """worker -> what its steps take, as the router learns it of the answers that pass through it."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(err_low=1.0))
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
     moments: list[tuple[float, int, Seen]] = []
     for one in seen:
@@ -266,7 +266,7 @@ def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTime
             tracker.progress(name, one.output_tokens or 0)
             tracker.answered(name, one.output_tokens, now)
             tracker.end(name, now, reported_cached=one.cached_tokens)
-    models = {name: target.speeds.model(name) for name, target in targets.items()}
+    models = {name: target.speeds.measured(name) for name, target in targets.items()}
     return {name: StepTimes(**asdict(model)) for name, model in models.items()}
 
 

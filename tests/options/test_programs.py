@@ -291,7 +291,6 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
         (("--tls-cert", __file__), "expected both or neither"),
         (("--admin", "127.0.0.1:70000"), "--admin"),
         (("--processes", "2", "--peer-bind", "tcp://*:1"), "--processes"),
-        (("--set", "cost.beta_min=2", "--set", "cost.beta_max=1"), "cost.beta_min"),
         (("--set", "cost"), "KEY=VALUE"),
         (("--set", "learn=5"), "expected a table"),
         (("--workers-file", "/nowhere"), "a file that exists"),

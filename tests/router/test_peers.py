@@ -75,7 +75,7 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
             assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
-            late_s = own.overdue_share * 0.05 * len(steps)
+            late_s = own.OVERDUE_SHARE * 0.05 * len(steps)
             assert own.queue_s(at) == pytest.approx(one.queue_s(now), rel=1e-3, abs=0.06 + late_s)
 
 

@@ -14,6 +14,9 @@ from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.messages import Terms
 from router.decide.policy import (
+    BETA_MAX,
+    BETA_MIN,
+    TIE_S,
     KvCost,
     OwnPolicy,
     beta_of,
@@ -71,7 +74,7 @@ def test_every_term_by_hand() -> None:
 
     u0 = p_a / 60 * exp(-0.5 / 60)
     ubar = u0 / 2
-    beta = max(ubar / (1 - ubar), CONFIG.beta_min)  # nothing waits on worker 1
+    beta = max(ubar / (1 - ubar), BETA_MIN)  # nothing waits on worker 1
     first, second = cost.terms(0, 0), cost.terms(1, 2000)
     assert (first.slow, second.slow) == pytest.approx((slow0, slow1))
     assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
@@ -185,11 +188,11 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
-    assert beta_of(0.0, 0.0, CONFIG) == CONFIG.beta_min
+    assert beta_of(0.0, 0.0, CONFIG) == BETA_MIN
     assert beta_of(0.5, 0.0, CONFIG) == pytest.approx(1.0)
     assert beta_of(0.5, 3.0, CONFIG) == pytest.approx(4.0)
     assert beta_of(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
-    assert beta_of(3.0, 100.0, CONFIG) == CONFIG.beta_max
+    assert beta_of(3.0, 100.0, CONFIG) == BETA_MAX
 
 
 def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
@@ -201,16 +204,16 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
         tracker.route(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     one_sided = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 5 * p / 60.0 / 2
-    assert one_sided.beta == pytest.approx(max(CONFIG.beta_min, utilisation / (1 - utilisation)), rel=1e-6)
+    assert one_sided.beta == pytest.approx(max(BETA_MIN, utilisation / (1 - utilisation)), rel=1e-6)
     tracker.route("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     both = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 6 * p / 60.0 / 2
     backlogs = p * targets[1].slow / p
-    assert both.beta == pytest.approx(max(CONFIG.beta_min, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
+    assert both.beta == pytest.approx(max(BETA_MIN, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
     held = price(tracker, targets, [0, 0], 1000, 0.0, held_s=80.0)
     backlogs += 80.0 / 2 / p
-    assert held.beta == pytest.approx(min(CONFIG.beta_max, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
-    assert idle.beta == CONFIG.beta_min
+    assert held.beta == pytest.approx(min(BETA_MAX, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
+    assert idle.beta == BETA_MIN
 
 
 def test_slower_tiers_cost_their_load() -> None:
@@ -252,7 +255,7 @@ def test_the_winner_has_the_least_cost_of_the_terms(
     cost.hot_tokens, cost.hot_share = tokens // 2, 0.5
     winner = cost.choose(rotation)
     costs = [cost.terms(i, 0).cost for i in range(len(loads))]
-    assert costs[winner] <= min(costs) + 2 * CONFIG.tie_s
+    assert costs[winner] <= min(costs) + 2 * TIE_S
 
 
 def test_ties_go_round() -> None:

@@ -12,7 +12,7 @@ from router.decide.config import CoreConfig, LearnConfig, WorkingSetConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
+from router.decide.working_set import REUSE_MAX, WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -98,7 +98,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
 
 
 def test_reuse_is_learned_and_bounded() -> None:
-    sets = WorkingSets(WorkingSetConfig(reuse_max=3.0))
+    sets = WorkingSets(WorkingSetConfig())
     assert sets.reuse == 0.0, "nothing is known to come back yet"
     sets.set_capacity("a", 1000)
     for _ in range(4):
@@ -106,7 +106,7 @@ def test_reuse_is_learned_and_bounded() -> None:
     assert sets.reuse == pytest.approx(1.0)
     for _ in range(400):
         sets.sent("a", [], 100, 0.0, cached_share=0.99)
-    assert sets.reuse == 3.0
+    assert sets.reuse == REUSE_MAX
 
 
 def pool(*, capacity: int | None) -> RouterCore:
