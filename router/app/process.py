@@ -46,7 +46,6 @@ from router.decide.messages import Decision, FailureKind
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
-from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
@@ -119,7 +118,6 @@ class RouterProcess:
             now=self._now,
             timeouts=config.edge.timeouts,
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
-            relay=make_relay(asyncio.get_running_loop()),
             budget=Budget(config.edge.limits, self._metrics),
         )
         self._proxy.log_share = config.log_decisions

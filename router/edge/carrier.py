@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
-from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.http.response import ResponseHead
 
@@ -35,7 +34,6 @@ class Carrier:
         metrics: Metrics,
         now: Callable[[], float],
         worker_authorization: bytes | None,
-        relay: StreamRelay | None,
     ) -> None:
         self.core = core
         self.pool = pool
@@ -53,8 +51,6 @@ class Carrier:
         """Where all requests go, whatever was decided: `router shadow`. None: to their workers."""
         self.served_by: Callable[[ResponseHead], str | None] = lambda head: None
         """The worker that an answer of the upstream names."""
-        self.relay = relay
-        """Relays the middle of streams natively; None: exchanges do that themselves."""
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
         """Where a worker listens; None where it is known no more."""

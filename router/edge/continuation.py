@@ -1,7 +1,7 @@
 """A streamed answer that goes on at another worker when its own dies, as if nothing had happened.
 
 Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, of our engine the same chat,
-with the prompt and the tokens that were sent), and how its words become the rest of the first answer. native/tokens.hpp
+with the prompt and the tokens that were sent), and how its words become the rest of the first answer. tokens.py
 notes the tokens. Refuses to know connections and who comes next. docs/operations.md tells users what goes on.
 """
 
@@ -16,15 +16,9 @@ import msgspec
 from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
 from router.decide.workers import OURS, VLLM
+from router.edge.tokens import Tokens
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
-
-try:
-    from router.edge._relay import Tokens
-except ImportError:
-    _FOUND = False
-else:
-    _FOUND = True
 
 _COMPLETIONS: Final = b"/v1/completions"
 _CHAT: Final = "/v1/chat/completions"
@@ -63,7 +57,7 @@ _MEDIA = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 def continuation(request: HttpRequest) -> Continuation | None:
     """For a streamed request that could go on elsewhere; None for any other."""
     chat = request.path == _CHAT
-    if not _FOUND or request.http_1_0 or len(request.pieces) > 1 or request.header(b"content-encoding") is not None:
+    if request.http_1_0 or len(request.pieces) > 1 or request.header(b"content-encoding") is not None:
         return None
     if not chat and request.path != _COMPLETIONS.decode():
         return None
@@ -171,7 +165,7 @@ class Continuation:
             return None
         if tokens.events == 0:  # the client has a head, and nothing of the answer: the whole of it, once
             return None if self._begins_anew else route
-        prompt, answer = _ids(tokens.prompt), _ids(tokens.answer)
+        prompt, answer = tokens.prompt, tokens.answer
         if self._engine == VLLM and tokens.spoken < len(answer):  # of the last ones the text is not complete
             if self._asks_ids:
                 return None
@@ -197,7 +191,7 @@ class Continuation:
             return
         if self._shape is None:
             self._shape = _shape(tokens.last)
-        ids, self._sent = rest.token_ids, len(_ids(tokens.answer))
+        ids, self._sent = rest.token_ids, len(tokens.answer)
         assert isinstance(ids, array)
         self.again = msgspec.json.encode(self._asked_for(ids, self._sent, tokens_max))
 
@@ -241,10 +235,13 @@ class Continuation:
 
     # Answering ----------------------------------------------------------------------------------------------------
 
-    def pass_on(self, content: bytes) -> bytes:
-        """What the client gets for the next bytes of a worker's answer. Raises ProtocolError where it is no answer."""
+    def pass_on(self, content: bytes, *, ends: bool) -> bytes:
+        """What the client gets for the next bytes of a worker's answer, which may be its last. Raises ProtocolError
+        where it is no answer."""
         assert self.tokens is not None
         events = self.tokens.feed(content)
+        if ends:
+            events += self.tokens.finish()
         if self._shape is None or not events:
             return events
         try:
@@ -297,17 +294,13 @@ class Continuation:
             return None
         if not self._tells_usage or usage_sent:
             return _DONE
-        prompt, answer = len(_ids(tokens.prompt)), len(_ids(tokens.answer))
+        prompt, answer = len(tokens.prompt), len(tokens.answer)
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
         shape = self._shape or _shape(tokens.last)
         if shape is None:
             return None
         made = {**shape, "choices": [], "usage": usage}
         return b"data: " + msgspec.json.encode(made) + b"\n\n" + _DONE
-
-
-def _ids(packed: bytes) -> array[int]:
-    return array("I", packed)
 
 
 def _words(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:

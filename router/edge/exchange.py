@@ -71,7 +71,7 @@ class Exchange:
         self.decision: Decision | None = None
         self.sent_s: float | None = None
         self.first_byte_s: float | None = None
-        self.progress = Progress(proxy.relay, self.started_s)
+        self.progress = Progress(self.started_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
         self.looked: Looked | ReadTurn | None = None
@@ -280,16 +280,13 @@ class Exchange:
             # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
             self.in_core = False
             self._proxy.perform(instructions[1:])
-        is_stream = (
-            head.status == 200 and head.chunked and b"event-stream" in (head.headers.get(b"content-type") or b"")
-        )
         if self.client.answering:
-            if not is_stream:
-                self._cut(f"the worker that was to go on answers {head.status}")
+            if not _is_readable_stream(head):
+                self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read")
                 return None
             self._head = head
             return b""
-        if not is_stream:
+        if self._stream is not None and not _is_readable_stream(head):
             self._stream = None
         self._head = head
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
@@ -323,7 +320,7 @@ class Exchange:
             content.clear()
         if noted:
             assert stream is not None
-            data = _chunk(stream.pass_on(data))
+            data = _chunk(stream.pass_on(data, ends=body.done))
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
         if begins and head.status == 200:
@@ -332,18 +329,13 @@ class Exchange:
         progress.note(data, now)
         if stream is not None and stream.failed and self._fails(stream):
             return
-        if body.done and noted:
-            self.client.write(_LAST_CHUNK)
         if body.done:
+            if noted:
+                self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
         if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
             proxy.core.progress(self.request_id, progress.reads, now)
-        connection = self._connection
-        ours = payload is not None or self._paused or (stream is not None and stream.goes_on)
-        if progress.may_leave and progress.began and connection is not None and not ours:
-            tokens = stream.tokens if stream is not None else None
-            progress.hand_over(self, connection, self.client.plain_socket(), body, tokens)
 
     def _speaks(self, data: bytes) -> bool:
         """Whether the model has begun: a stream of Responses begins with events that say only that it was asked."""
@@ -372,33 +364,10 @@ class Exchange:
             self._proxy.perform(self._proxy.core.finished(self.request_id, usage, now, refused=refused))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
-    # From the native relay ----------------------------------------------------------------------------------------
-
-    def unread(self, data: bytes) -> None:
-        """Bytes that are more than ordinary chunks."""
-        self._take_back()
-        self.upstream_data(data)
-
-    def unwritten(self, data: bytes) -> None:
-        """Bytes that the client's socket had no room for."""
-        self._take_back()
-        if data:
-            self.client.write(data)
-        if self._stream is not None and self._stream.failed:
-            self._fails(self._stream)
-
-    def ended(self) -> None:
-        """The worker's connection ended, and will say so again when it is read here."""
-        self._take_back()
-
-    def _take_back(self) -> None:
-        self.progress.take_back(self._connection, self._head.body if self._head is not None else None)
-
     # Ends ---------------------------------------------------------------------------------------------------------
 
     def upstream_lost(self, reason: str) -> None:
         """The worker's connection ended."""
-        self._take_back()
         connection, self._connection = self._connection, None
         head = self._head
         if head is not None:
@@ -424,8 +393,6 @@ class Exchange:
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
-        if self.progress.catch_up() and self.in_core:
-            self._proxy.core.progress(self.request_id, self.progress.reads, self.progress.last_byte_s)
         if now - self.started_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if self._head is not None:
@@ -511,7 +478,6 @@ class Exchange:
             self._proxy.forget(self.request_id, kind)
 
     def _drop_connection(self) -> None:
-        self._take_back()
         connection, self._connection = self._connection, None
         self.sent_s = None
         if connection is not None:
@@ -526,11 +492,15 @@ class Exchange:
             return False
         self.done = True
         self.outcome = self.outcome or outcome
-        try:
-            self._take_back()
-        finally:
-            self._proxy.ended(self.request_id)
+        self._proxy.ended(self.request_id)
         return True
+
+
+def _is_readable_stream(head: ResponseHead) -> bool:
+    """Whether the answer is a stream of events, and not an encoded one."""
+    if head.status != 200 or not head.chunked or head.headers.get(b"content-encoding") is not None:
+        return False
+    return b"event-stream" in (head.headers.get(b"content-type") or b"")
 
 
 def _chunk(content: bytes) -> bytes:

@@ -19,7 +19,6 @@ from router.decide.messages import Decision, FailureKind, Forward, Instruction, 
 from router.edge.carrier import Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.exchange import Exchange
-from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.http.budget import Budget
 from router.http.config import HttpLimits
@@ -41,10 +40,9 @@ class Proxy(Carrier):
         now: Callable[[], float],
         timeouts: Timeouts,
         worker_authorization: bytes | None = None,
-        relay: StreamRelay | None = None,
         budget: Budget | None = None,
     ) -> None:
-        super().__init__(core, pool, metrics, now, worker_authorization, relay)
+        super().__init__(core, pool, metrics, now, worker_authorization)
         self.turns = pool.turns
         self.budget = budget if budget is not None else Budget(HttpLimits(), metrics)
         self.explains = False
@@ -72,11 +70,7 @@ class Proxy(Carrier):
         """Begin the life of a complete request."""
         self._count += 1
         name = f"r{self._count}"
-        if kind is Exchange:  # named, so that a compiled one is made without asking what it takes
-            exchange = Exchange(self, client, request, name, trace_id)
-        else:
-            exchange = kind(self, client, request, name, trace_id)
-        self.exchanges[exchange.request_id] = exchange
+        exchange = self.exchanges[name] = kind(self, client, request, name, trace_id)
         if self.tracer is not None:
             exchange.span = self.tracer(exchange, self.now())
         return exchange

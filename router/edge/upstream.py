@@ -8,7 +8,6 @@ implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has e
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
 
     __slots__ = (
-        "_ended", "_full", "_paused", "_pool", "_rest", "_sends", "_socket", "_unsent", "heads", "idle_since_s",
+        "_ended", "_full", "_paused", "_pool", "_rest", "_sends", "_unsent", "heads", "idle_since_s",
         "target", "transport", "user", "uses",
     )  # fmt: skip
 
@@ -89,7 +88,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.heads = HeadParser(pool.heads)
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
-        self._socket = -1
         self._rest = b""
         """Of a long read; meanwhile nothing more is read."""
         self._paused = False
@@ -106,9 +104,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and not self.target.tls:
-            self._socket = sock.fileno()
 
     def data_received(self, data: bytes) -> None:
         user = self.user
@@ -194,10 +189,6 @@ class UpstreamConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._full = False
         self._send_later()
-
-    def plain_socket(self) -> int:
-        """Its number, for reading past the connection; -1 where it is encrypted or closing, or more was read."""
-        return -1 if self._rest or self.transport is None or self.transport.is_closing() else self._socket
 
     @property
     def has_more(self) -> bool:

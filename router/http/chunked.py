@@ -56,11 +56,6 @@ class ChunkedBody:
         self._trailers = False
         self._trailer_bytes = 0
 
-    @property
-    def in_the_middle(self) -> bool:
-        """`left` says all there is to know of where it stands."""
-        return not (self.done or self._line or self._trailers)
-
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
         """How many leading bytes of `data` belong to the body; `payload` receives its content."""
         position, size = 0, len(data)

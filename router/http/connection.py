@@ -8,7 +8,6 @@ order they came, each before the next is handed over.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Collection, Iterable
 from typing import Any, Final, Protocol
@@ -59,8 +58,6 @@ class Client(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
-    def plain_socket(self) -> int: ...
-
     def finish(self, *, keep_alive: bool) -> None: ...
 
     def crash(self, error: Exception) -> None: ...
@@ -101,7 +98,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport",
+        "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_stepping", "_transport",
         "_unread", "_waiting", "answering", "peer", "tls", "work",
     )  # fmt: skip
 
@@ -137,7 +134,6 @@ class ClientConnection(asyncio.Protocol):
         self._lingers = False
         self._waiting: HttpRequest | None = None
         """For its turn to begin; the connection is busy with it."""
-        self._socket = -1
         self._since_s = time.monotonic()
 
     # From the event loop ------------------------------------------------------------------------------------------
@@ -145,9 +141,6 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            self._socket = sock.fileno()
         peer = transport.get_extra_info("peername")
         self.peer = self._party = peer[0] if isinstance(peer, tuple) else ""
         self.tls = transport.get_extra_info("sslcontext") is not None
@@ -209,13 +202,6 @@ class ClientConnection(asyncio.Protocol):
         self.answering = True
         if self._transport is not None:
             self._transport.write(data)
-
-    def plain_socket(self) -> int:
-        """Its number, for writing past the connection; -1 where it is encrypted, or bytes still wait to be written."""
-        transport = self._transport
-        if self.tls or transport is None or transport.is_closing() or transport.get_write_buffer_size():
-            return -1
-        return self._socket
 
     def finish(self, *, keep_alive: bool) -> None:
         """The current answer is complete."""

@@ -195,9 +195,6 @@ class Caller:
     def write(self, data: bytes) -> None:
         raise AssertionError("Envoy carries the bytes")
 
-    def plain_socket(self) -> int:
-        return -1
-
     def finish(self, *, keep_alive: bool) -> None:
         self.work = None
 

@@ -172,7 +172,9 @@ def _stream(data: bytes) -> None:
         answer._shape = shape  # as where another worker goes on
         for piece in _pieces(data):
             if answer.tokens is not None:
-                answer.pass_on(piece)
+                answer.pass_on(piece, ends=False)
+        if answer.tokens is not None:
+            answer.pass_on(b"", ends=True)
         answer.release()
 
 

@@ -131,7 +131,7 @@ def test_a_failed_build_says_what_to_do(backend: ModuleType, capsys: pytest.Capt
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
-    """All of it: the index, the relay and the CPU kernels."""
+    """All of it: the index, what finds words and the CPU kernels."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for folder in os.environ["PATH"].split(os.pathsep):
@@ -144,7 +144,7 @@ def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
     with zipfile.ZipFile(next(tmp_path.glob("blockcast-*.whl"))) as content:
         extensions = {name.rpartition(".cpython")[0] for name in content.namelist() if name.endswith(".so")}
-    assert {"router/index/_native", "router/edge/_relay", "kernels/cpu/_native"} <= extensions
+    assert {"router/index/_native", "prompts/_words", "kernels/cpu/_native"} <= extensions
 
 
 def test_an_engine_without_its_native_operations_serves_and_says_how_to_get_them(tmp_path: Path) -> None:

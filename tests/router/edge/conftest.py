@@ -24,7 +24,6 @@ from router.decide.core import RouterCore
 from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig, Timeouts
 from router.edge.proxy import Proxy
-from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
@@ -206,11 +205,10 @@ def gated(gate: asyncio.Event) -> Script:
 class Edge:
     """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
 
-    def __init__(self, *, relays: bool) -> None:
+    def __init__(self) -> None:
         self.index = EmptyIndex()
         self.reply = reply
         self.gated = gated
-        self._relays = relays
         self._tasks: list[asyncio.Task[None]] = []
         self.upstreams: list[Upstream] = []
 
@@ -248,14 +246,12 @@ class Edge:
         )
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
-        self.relay = make_relay(asyncio.get_running_loop()) if self._relays else None
         self.proxy = Proxy(
             self.core,
             self.pool,
             self.metrics,
             now=time.monotonic,
             timeouts=self.timeouts,
-            relay=self.relay,
             budget=Budget(limits or HttpLimits(), self.metrics),
         )
         self.executor = ThreadPoolExecutor(1)
@@ -331,7 +327,6 @@ class Edge:
         for _ in range(200):
             if (
                 not self.proxy.exchanges
-                and not self.proxy.relay
                 and not self.index.pins
                 and not self.tenants.requests
                 and not self.metrics.held_bytes
@@ -341,7 +336,7 @@ class Edge:
             await asyncio.sleep(0.02)
         raise AssertionError(
             f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
-            f"{len(self.proxy.relay or ())} relayed streams, (open, idle) upstream connections {self.pool.counts()}"
+            f"(open, idle) upstream connections {self.pool.counts()}"
         )
 
     async def _stop(self) -> None:
@@ -358,9 +353,8 @@ class Edge:
 
 
 @pytest.fixture
-def edge(request: pytest.FixtureRequest) -> Edge:
-    """With the native relay of streams where it was built; parametrised with False, without."""
-    return Edge(relays=getattr(request, "param", True))
+def edge() -> Edge:
+    return Edge()
 
 
 def post(

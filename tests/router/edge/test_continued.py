@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from router.edge._relay import Tokens
 from router.edge.continuation import continuation
+from router.edge.tokens import EVENT_BYTES_MAX, Tokens
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
 
@@ -25,6 +28,13 @@ def request(body: dict[str, Any], path: str = "/v1/chat/completions") -> HttpReq
     return made
 
 
+PIECES = [
+    b"data: ", b"data:", b'{"error"', b'{"id":"x","choices":[{"index":0,', b'"delta":{"content":"a"},', b'"text":"a",',
+    b'"token_ids":[1,2,3]', b',"token_ids":[4294967295],', b'"token_ids":null,', b'"token_ids":[4294967296]',
+    b'"token_ids" : [ 7 ]', b'{"token_ids":[', b'"prompt_token_ids":[5,6]', b'"finish_reason":"stop"', b"}]}", b"\n",
+    b"\n\n", b"\r\n", b"\n\r\n", b"[DONE]", b": ping\n\n", b"1,", b",", b"[", b"]", b" ", b'"', b'\\"', b'token_ids"',
+    b'"reasoning"', b'"tool_calls":[{', b"x", b"\0",
+]  # fmt: skip
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 8}
 
 
@@ -81,7 +91,7 @@ def test_only_our_engine_takes_back_all_of_its_state(more: dict[str, Any], exact
         assert (made.tokens is not None) is wanted
 
 
-# ---------------------------------------------------------------- the native notes
+# ---------------------------------------------------------------- the notes
 
 
 def event(**fields: Any) -> bytes:
@@ -103,8 +113,8 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
         assert hidden.feed(whole[:cut]) + hidden.feed(whole[cut:]) == plain
         assert shown.feed(whole[:cut]) + shown.feed(whole[cut:]) == whole
         for tokens in (hidden, shown):
-            assert memoryview(tokens.prompt).cast("I").tolist() == [4, 70]
-            assert memoryview(tokens.answer).cast("I").tolist() == [1, 2, 4294967295, 3]
+            assert tokens.prompt.tolist() == [4, 70]
+            assert tokens.answer.tolist() == [1, 2, 4294967295, 3]
             assert (tokens.spoken, tokens.finished, tokens.odd, tokens.failed) == (3, True, False, False)
 
 
@@ -151,7 +161,43 @@ def test_who_streams_more_ids_than_are_kept_is_not_continued() -> None:
     many = event(choices=[{"index": 0, "text": "a", "token_ids": [7] * (1 << 20)}])
     for expected in (1 << 20, 2 << 20, 2 << 20):
         assert b"token_ids" not in tokens.feed(many)
-        assert len(tokens.answer) == 4 * expected
+        assert len(tokens.answer) == expected
+    assert tokens.odd
+
+
+@given(st.data())
+def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None:
+    whole = b"".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=30)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    for hide in (False, True):
+        once, cut = Tokens(hide), Tokens(hide)
+        at_once = once.feed(whole) + once.finish() + once.release()
+        in_parts = b"".join(cut.feed(whole[a:b]) for a, b in zip([0, *cuts], [*cuts, len(whole)]))
+        assert in_parts + cut.finish() + cut.release() == at_once
+        assert hide or at_once == whole
+        for name in ("prompt", "answer", "spoken", "last", "events", "odd", "parsed", "finished"):
+            assert getattr(once, name) == getattr(cut, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        (b'{"token_ids":[3],"prompt_token_ids":[1],"a":1}', b'{"a":1}'),
+        (b'{"token_ids":[3],"prompt_token_ids":[1]}', b"{}"),
+        (b'{"a":1,"token_ids" : [ 3 ],"b":2,"prompt_token_ids":null}', b'{"a":1,"b":2}'),
+        (b'{"a":",\\"token_ids\\":[3]"}', b'{"a":",\\"token_ids\\":[3]"}'),
+    ],
+)
+def test_what_is_left_of_an_event_is_json(fields: bytes, left: bytes) -> None:
+    assert Tokens(True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
+
+
+def test_a_long_event_costs_what_it_is_long_and_is_passed_on_once_it_is_too_long() -> None:
+    tokens, piece = Tokens(True), b"x" * 64
+    for _ in range(EVENT_BYTES_MAX // len(piece)):  # minutes, if each were joined to all before it
+        assert tokens.feed(piece) == b""
+    assert len(tokens.feed(piece)) == EVENT_BYTES_MAX + len(piece)
+    assert tokens.feed(piece) == piece
     assert tokens.odd
 
 
@@ -243,13 +289,11 @@ def told(answer: bytes) -> tuple[str, list[Any], bool]:
     return text, events, ended and lines[-1:] == [b"[DONE]"]
 
 
-both = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
 COMPLETION = {"model": "tiny", "prompt": "Hi", "stream": True, "max_tokens": 20}
 CHATS = {**CHAT, "model": "tiny", "max_tokens": 20}
 BODIES = [("/v1/chat/completions", CHATS), ("/v1/completions", COMPLETION)]
 
 
-@both
 @pytest.mark.parametrize("engine", ["blockcast", "vllm"])
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "completion"])
 @pytest.mark.parametrize("dies_after", [0, 1, 5, len(WORDS) - 1])
@@ -308,7 +352,6 @@ CALLED = [
 ]
 
 
-@both
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 4, 6])
 def test_calls_and_thoughts_go_on(edge: Any, make_post: Any, dies_after: int) -> None:
     async def scenario() -> None:
@@ -339,7 +382,6 @@ def test_calls_and_thoughts_go_on(edge: Any, make_post: Any, dies_after: int) ->
     edge.run(scenario())
 
 
-@both
 def test_calls_of_vllm_are_cut(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
@@ -353,7 +395,6 @@ def test_calls_of_vllm_are_cut(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
-@both
 def test_it_goes_on_again_and_again_while_tokens_come(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
@@ -366,7 +407,6 @@ def test_it_goes_on_again_and_again_while_tokens_come(edge: Any, make_post: Any)
     edge.run(scenario())
 
 
-@both
 @pytest.mark.parametrize(
     "fleet",
     [("", ""), ("blockcast", "vllm"), ("blockcast",), ("sglang", "sglang")],
@@ -386,7 +426,6 @@ def test_where_nobody_can_go_on_it_is_cut_as_ever(edge: Any, make_post: Any, fle
     edge.run(scenario())
 
 
-@both
 def test_a_request_that_kills_its_workers_is_not_handed_round(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
@@ -401,7 +440,6 @@ def test_a_request_that_kills_its_workers_is_not_handed_round(edge: Any, make_po
     edge.run(scenario())
 
 
-@both
 @pytest.mark.parametrize("others", [1, 0])
 def test_a_worker_that_says_in_the_middle_that_it_failed(edge: Any, make_post: Any, others: int) -> None:
     error = event(error={"message": "EngineCore died", "code": 500}) + b"data: [DONE]\n\n"
@@ -421,7 +459,6 @@ def test_a_worker_that_says_in_the_middle_that_it_failed(edge: Any, make_post: A
     edge.run(scenario())
 
 
-@both
 def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
@@ -462,7 +499,6 @@ def test_it_can_be_switched_off(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
-@both
 @pytest.mark.parametrize("odd", [b"data: {}\n\n", b"data: nothing\n\n", b'data: {"choices":[1]}\n\n', b"\xff\n\n"])
 def test_a_worker_that_goes_on_with_nonsense_crashes_nothing(edge: Any, make_post: Any, odd: bytes) -> None:
     async def nonsense(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -477,5 +513,108 @@ def test_a_worker_that_goes_on_with_nonsense_crashes_nothing(edge: Any, make_pos
         assert False in ends
         assert not edge.metrics.crashes
         edge.core.check_invariants()
+
+    edge.run(scenario())
+
+
+# ---------------------------------------------------------------- what comes at the end
+
+
+@pytest.mark.parametrize("engine", ["blockcast", "vllm", ""])
+@pytest.mark.parametrize("joined", [True, False], ids=["in one read", "in two"])
+@pytest.mark.parametrize("last", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n\r\n", b": bye"])
+def test_what_comes_behind_the_last_blank_line_is_passed_on(
+    edge: Any, make_post: Any, engine: str, joined: bool, last: bytes
+) -> None:
+    spoken = event(
+        id="a", choices=[{"index": 0, "delta": {"content": "Hi"}, "token_ids": [5], "finish_reason": "stop"}]
+    )
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(spoken) + chunk(last) + (b"0\r\n\r\n" if joined else b""))
+        if not joined:
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.write(b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(script, "a", engine=engine)
+        answer = await edge.exchange(make_post(json.dumps(CHATS).encode()))
+        wanted = spoken.replace(b',"token_ids":[5]', b"") if engine else spoken
+        assert content_of(answer) == (wanted + last, True)
+        assert not edge.metrics.broken_streams
+
+    edge.run(scenario())
+
+
+def test_ids_behind_the_last_blank_line_are_hidden_too(edge: Any, make_post: Any) -> None:
+    last = event(id="a", choices=[{"index": 0, "delta": {"content": "Hi"}, "token_ids": [5]}]).rstrip()
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(last) + b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(script, "a", engine="blockcast")
+        answer = await edge.exchange(make_post(json.dumps(CHATS).encode()))
+        assert content_of(answer) == (last.replace(b',"token_ids":[5]', b""), True)
+
+    edge.run(scenario())
+
+
+def test_a_failure_behind_the_last_blank_line_has_another_worker_go_on(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        failing = event(error={"message": "dead"}).rstrip()
+        await edge.worker(worker("a", 3, log, failing=failing), "a", engine="blockcast")
+        await edge.worker(worker("b", None, log), "b", engine="blockcast")
+        for _ in range(2):
+            text, _, ended = told(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+            assert (text, ended) == ("".join(WORDS), True)
+        assert set(edge.metrics.broken_streams) == {"continued"}
+
+    edge.run(scenario())
+
+
+def test_an_encoded_answer_passes_as_it_comes(edge: Any, make_post: Any) -> None:
+    packed = gzip.compress(
+        b"".join(event(id="a", choices=[{"index": 0, "delta": {"content": "Hi"}}]) for _ in range(9))
+    )
+    head = HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+    body = b"".join(chunk(packed[at : at + 20]) for at in range(0, len(packed), 20)) + b"0\r\n\r\n"
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for at in range(0, len(head + body), 50):
+            writer.write((head + body)[at : at + 50])
+            await writer.drain()
+            await asyncio.sleep(0.002)
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(script, "a", engine="blockcast")
+        answer = await edge.exchange(make_post(json.dumps(CHATS).encode()))
+        assert b"content-encoding: gzip" in answer
+        assert answer.partition(b"\r\n\r\n")[2] == body
+
+    edge.run(scenario())
+
+
+def test_an_encoded_answer_that_breaks_off_is_cut(edge: Any, make_post: Any) -> None:
+    head = HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + chunk(b"\x1f\x8b half"))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    async def scenario() -> None:
+        await edge.start()
+        for name in "ab":
+            await edge.worker(script, name, engine="blockcast")
+        assert content_of(await edge.exchange(make_post(json.dumps(CHATS).encode()))) == (b"\x1f\x8b half", False)
+        assert edge.metrics.broken_streams == {"cut": 1}
 
     edge.run(scenario())

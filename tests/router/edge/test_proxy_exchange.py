@@ -14,8 +14,6 @@ import pytest
 from router.edge.config import Timeouts
 from router.http.response import INTERIM_MAX
 
-pytestmark = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["relay", "python"])
-
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = json.dumps({"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}).encode()
 

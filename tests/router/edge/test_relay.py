@@ -1,21 +1,15 @@
-"""Streams in the native relay: the same bytes and the same ends as without it, and no socket left behind."""
+"""Streams through the edge: bytes as they come, and an end for each way in which one can end."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
-import socket
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge import _relay as native
-from router.edge import relay
 from router.edge.config import Timeouts
-from router.http.chunked import BETWEEN_CHUNKS, ChunkedBody
+from router.http.chunked import ChunkedBody
 from router.http.headers import ProtocolError
 
 STREAM = b'{"model":"tiny","prompt":"x","stream":true}'
@@ -42,50 +36,23 @@ def bodies(draw: Any) -> bytes:
     return body + draw(st.sampled_from([b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"", b"00000000000\r\n\r\n"]))
 
 
-def read_alone(reads: list[bytes]) -> tuple[int, bool, bool]:
-    """(bytes taken, whether done, whether it broke)."""
-    body, taken = ChunkedBody(), 0
+def read(reads: list[bytes]) -> tuple[bytes, bool, bool]:
+    """(content, whether done, whether it broke)."""
+    body, content = ChunkedBody(), bytearray()
     try:
         for data in reads:
-            taken += body.feed(data)
+            body.feed(data, content)
     except ProtocolError:
-        return taken, False, True
-    return taken, body.done, False
-
-
-def read_with_the_relay(reads: list[bytes]) -> tuple[int, bool, bool]:
-    body, taken = ChunkedBody(), 0
-    try:
-        for data in reads:
-            left = native.follow_chunks(data, body.left) if body.in_the_middle else None
-            if left is None:
-                taken += body.feed(data)
-            else:
-                body.left = left
-                taken += len(data)
-    except ProtocolError:
-        return taken, False, True
-    return taken, body.done, False
+        return bytes(content), False, True
+    return bytes(content), body.done, False
 
 
 @given(st.data())
-def test_a_body_ends_where_it_ends_without_the_relay(data: st.DataObject) -> None:
+def test_a_body_ends_where_it_ends_however_it_is_cut(data: st.DataObject) -> None:
     whole = data.draw(bodies())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     reads = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)]) if a < b]
-    assert read_with_the_relay(reads) == read_alone(reads)
-
-
-def test_what_is_followed_and_what_is_not() -> None:
-    follow = native.follow_chunks
-    assert follow(b"3\r\nabc\r\n", BETWEEN_CHUNKS) == BETWEEN_CHUNKS
-    assert follow(b"A\r\nabc", BETWEEN_CHUNKS) == 7
-    assert follow(b"abc", 3) == 0
-    assert follow(b"\r\n5\r\n", 0) == 5
-    for odd in (b"0\r\n\r\n", b"3", b"3\r", b"3;a\r\nabc\r\n", b"\r\n", b"fffffffff\r\n"):
-        assert follow(odd, BETWEEN_CHUNKS) is None
-    assert follow(b"\r", 0) is None
-    assert follow(b"xx", 0) is None
+    assert read(reads) == read([whole])
 
 
 # Through the edge ---------------------------------------------------------------------------------------------------
@@ -104,14 +71,6 @@ class Paced:
             await writer.drain()
 
 
-async def relayed(edge: Any) -> None:
-    for _ in range(200):
-        if len(edge.relay) == 1:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the stream never came to the relay")
-
-
 async def begin(edge: Any, make_post: Any, **start: Any) -> tuple[Paced, asyncio.StreamReader, asyncio.StreamWriter]:
     """A stream in the middle of its answer, three chunks of it read."""
     await edge.start(**start)
@@ -123,11 +82,10 @@ async def begin(edge: Any, make_post: Any, **start: Any) -> tuple[Paced, asyncio
     for number in range(3):
         script.pieces.put_nowait(chunk(b"data: %d\n\n" % number))
         assert await reader.readexactly(14) == chunk(b"data: %d\n\n" % number)
-    await relayed(edge)
     return script, reader, writer
 
 
-def test_the_middle_of_a_stream_is_relayed_and_its_end_is_not(edge: Any, make_post: Any) -> None:
+def test_a_stream_passes_as_it_comes_and_its_usage_is_found(edge: Any, make_post: Any) -> None:
     usage = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":20}}\n\n'
 
     async def scenario() -> None:
@@ -149,32 +107,6 @@ def test_the_middle_of_a_stream_is_relayed_and_its_end_is_not(edge: Any, make_po
     edge.run(scenario())
 
 
-def test_a_stream_that_is_taken_out_leaves_no_socket() -> None:
-    pairs = [socket.socketpair() for _ in range(2)]
-    relay_ = native.Relay()
-    gc.disable()  # what it closes is counted too
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        stream = relay_.add(pairs[0][0].fileno(), pairs[1][0].fileno(), BETWEEN_CHUNKS, None)
-        assert len(os.listdir("/proc/self/fd")) == before + 2
-        pairs[0][1].send(chunk(b"word"))
-        assert relay_.run() == []
-        assert pairs[1][1].recv(100) == chunk(b"word")
-        pairs[0][0].close()  # its number may be another's from now on
-        pairs[0][1].send(chunk(b"more"))
-        assert relay_.run() == []
-        assert pairs[1][1].recv(100) == chunk(b"more")
-        left, reads, _, tail = relay_.take(stream)
-        assert (left, reads, tail) == (BETWEEN_CHUNKS, 2, [chunk(b"word"), chunk(b"more")])
-        assert len(os.listdir("/proc/self/fd")) == before - 1
-        assert relay_.take(stream) is None
-    finally:
-        gc.enable()
-        for pair in pairs:
-            for one in pair:
-                one.close()
-
-
 def test_connections_go_on_after_their_streams(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         script, reader, writer = await begin(edge, make_post)
@@ -188,7 +120,6 @@ def test_connections_go_on_after_their_streams(edge: Any, make_post: Any) -> Non
             for _ in range(4):
                 script.pieces.put_nowait(chunk(b"word"))
                 assert await reader.readexactly(9) == chunk(b"word")
-            await relayed(edge)
         assert edge.upstreams[0].connections == 1
         writer.close()
         script.pieces.put_nowait(None)
@@ -196,7 +127,7 @@ def test_connections_go_on_after_their_streams(edge: Any, make_post: Any) -> Non
     edge.run(scenario())
 
 
-def test_a_client_that_leaves_takes_its_stream_out_and_ends_the_work(edge: Any, make_post: Any) -> None:
+def test_a_client_that_leaves_ends_the_work(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         script, _, writer = await begin(edge, make_post)
         writer.transport.abort()
@@ -249,18 +180,13 @@ def test_a_client_that_does_not_read_stops_its_worker_and_loses_nothing(edge: An
     edge.run(scenario())
 
 
-def test_a_worker_that_splits_its_lines_is_not_handed_over_at_every_chunk(edge: Any, make_post: Any) -> None:
+def test_lines_that_are_split_between_reads_pass_as_they_come(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         script, reader, writer = await begin(edge, make_post)
-        times = before = 0
-        for _ in range(40):
+        for _ in range(20):
             for piece in (b"a", b"\r\n0123456789\r\n"):
                 script.pieces.put_nowait(piece)
                 assert await reader.readexactly(len(piece)) == piece
-                now = len(edge.relay)
-                times += now > before
-                before = now
-        assert 1 <= times <= 6
         script.pieces.put_nowait(b"0\r\n\r\n")
         script.pieces.put_nowait(None)
         assert await reader.readexactly(5) == b"0\r\n\r\n"
@@ -282,10 +208,3 @@ def test_a_silent_worker_runs_into_the_idle_timeout_and_a_talking_one_does_not(e
         script.pieces.put_nowait(None)
 
     edge.run(scenario())
-
-
-def test_without_the_native_part_there_is_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "_FOUND", False)
-    loop = asyncio.new_event_loop()
-    assert relay.make_relay(loop) is None
-    loop.close()

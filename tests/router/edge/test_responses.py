@@ -47,7 +47,6 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
     edge.run(scenario())
 
 
-@pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
 def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
     asked = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
     said = b'event: response.output_item.added\ndata: {"x":1}\n\n'

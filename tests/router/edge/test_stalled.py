@@ -29,7 +29,6 @@ def streaming(moves: asyncio.Event, ends: asyncio.Event, begun: list[int]) -> An
     return script
 
 
-@pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
 def test_a_worker_that_stands_still_is_avoided(edge: Any, make_post: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         await edge.start(core={"health": {"stalled_s": 0.5}})
