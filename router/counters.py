@@ -104,8 +104,10 @@ class Metrics:
     refused_bytes: Counter[str] = field(default_factory=Counter)
     refused_by_key: Counter[str] = field(default_factory=Counter)
     """bound -> requests that would have exceeded it."""
-    used: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(API key's name, what) of requests that ended: router/sharing/ledger.py's sums."""
+    key_requests: Counter[str] = field(default_factory=Counter)
+    """API key's name -> requests that workers answered."""
+    key_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(API key's name, kind) -> tokens of these; the kinds are prompt, cached, computed, output."""
     request_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     ttft_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
     """(worker, model, is it a stream?) of requests that were answered; the worker is "" where none was chosen."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import sqlite3
 
 from prompts.routing import KINDS
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.workers import Worker, WorkerState
 from router.edge.exchange import Exchange
-from router.sharing.ledger import NAMES, KeyLedger, Use
 
 log = logging.getLogger("router")
 
@@ -45,52 +42,25 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
         metrics.reported_cached_tokens += usage.cached_tokens or 0
 
 
-class Bookkeeping:
-    """What each API key used: counted, and written to the ledger's file now and then, in a thread."""
-
-    def __init__(self, ledger: KeyLedger, metrics: Metrics) -> None:
-        self._ledger, self._metrics = ledger, metrics
-        self._writing = asyncio.Lock()
-        self._failed = False
-        self.lasts = ledger.lasts
-        """There is a file."""
-
-    def ended(self, exchange: Exchange) -> None:
-        """Count what an exchange used, if a worker computed anything for it."""
-        route, decision, told = exchange.route, exchange.decision, exchange.usage
-        account = self._ledger.name(exchange.client.party)
-        if route is None or decision is None or exchange.first_byte_s is None or account is None:
-            return
-        if exchange.outcome.startswith("status_") and exchange.outcome != "status_200":
-            return
-        use = Use(requests=1, prompt_tokens=route.prompt_tokens, cached_tokens=decision.predicted_cached_tokens)
-        if told is None or told.prompt_tokens is None or told.completion_tokens is None:
-            use.estimated, use.output_tokens = 1, exchange.progress.reads if route.stream else 0
-        else:
-            use.prompt_tokens, use.output_tokens = told.prompt_tokens, told.completion_tokens
-            use.cached_tokens = told.cached_tokens or 0
-        use.computed_tokens = max(0, use.prompt_tokens - use.cached_tokens)
-        for name in NAMES:
-            self._metrics.used[account, name] += getattr(use, name)
-        self._ledger.note(account, use)
-
-    async def write(self) -> None:
-        """Add what is new to the file; what cannot be written is kept for the next time."""
-        async with self._writing:
-            rows = self._ledger.take()
-            try:
-                await asyncio.to_thread(self._ledger.write, rows)
-                self._failed = False
-            except sqlite3.Error as error:
-                self._ledger.untake(rows)
-                if not self._failed:
-                    log.error("--ledger: cannot be written, what is new is kept until it can: %s", error)
-                self._failed = True
-
-    async def kept(self) -> dict[str, Use]:
-        """What the file says, with what is new."""
-        await self.write()
-        return await asyncio.to_thread(self._ledger.kept)
+def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
+    """Add the tokens of a request that a worker answered to the counters of its API key. Where the worker does not say
+    how many it used, the router's own figures count."""
+    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+    if route is None or decision is None or exchange.first_byte_s is None:
+        return
+    if exchange.outcome.startswith("status_") and exchange.outcome != "status_200":
+        return
+    if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
+        prompt, cached = route.prompt_tokens, decision.predicted_cached_tokens
+        output = exchange.progress.reads if route.stream else 0
+    else:
+        prompt, cached, output = usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens
+    key, tokens = exchange.client.party, metrics.key_tokens
+    metrics.key_requests[key] += 1
+    tokens[key, "prompt"] += prompt
+    tokens[key, "cached"] += cached
+    tokens[key, "computed"] += max(0, prompt - cached)
+    tokens[key, "output"] += output
 
 
 def log_state(worker: Worker, before: WorkerState | None) -> None:

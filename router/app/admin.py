@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import logging
 import re
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -20,7 +19,6 @@ import msgspec
 
 from prompts.errors import RequestError, bad_value
 from prompts.routing import KINDS
-from router.app.accounting import Bookkeeping
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
 from router.app.openapi import Worker, document
@@ -69,10 +67,9 @@ class Admin:
         synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
         reasons: Reasons | None = None,
-        keeping: Bookkeeping | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """`keeping`: where a ledger outlives the router. `aliases`: other names of models."""
+        """`aliases`: other names of models."""
         self._core = core
         self._fleet = fleet
         self._prompts = prompts
@@ -89,7 +86,6 @@ class Admin:
         """Whether a worker's event streams have caught up."""
         self._ready_s = ready_s
         self._reasons = reasons
-        self._keeping = keeping
         self._aliases = aliases or {}
         self._knows = False
         self._started = int(time.time())
@@ -112,7 +108,6 @@ class Admin:
             ("POST", "/workers/*/drain", self._drain, False),
             ("POST", "/route", self._route, False),
             ("GET", "/requests/*", self._request, False),
-            ("GET", "/ledger", self._ledger, False),
         ]
         if siblings is not None:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
@@ -278,25 +273,6 @@ class Admin:
     async def _workers(self, request: HttpRequest, argument: str) -> Answer:
         report = (await self._sums())[1]
         return Answer(msgspec.json.encode(self.workers(report)))
-
-    async def _ledger(self, request: HttpRequest, _: str) -> Answer:
-        """What each API key used since the start, and with --ledger also before."""
-        await self._pass_on(request)  # the others write what is new to them
-        if request.header(RELAYED) is not None:
-            if self._keeping is not None and self._keeping.lasts:
-                await self._keeping.write()
-            return Answer(b"{}")
-        metrics, _report = await self._sums()
-        since: dict[str, dict[str, int]] = {}
-        for (key, name), count in metrics.used.items():
-            since.setdefault(key, {})[name] = count
-        body: dict[str, Any] = {"since_start": since}
-        if self._keeping is not None and self._keeping.lasts:
-            try:
-                body["in_all"] = await self._keeping.kept()
-            except sqlite3.Error as error:
-                raise RequestError(f"--ledger: {error}", param=None, code="ledger", status=500) from None
-        return Answer(msgspec.json.encode(body))
 
     def standing(self) -> Standing:
         """For a process that is started again, or a router that takes over."""

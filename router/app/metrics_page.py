@@ -66,10 +66,9 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     yield "refused_bytes", "Requests refused because too many bytes are kept.", "bound", metrics.refused_bytes
     text = "Requests refused because their API key has too much in flight."
     yield "refused_by_key", text, "bound", metrics.refused_by_key
-    requests = {key: count for (key, what), count in metrics.used.items() if what == "requests"}
-    yield "key_requests", "Requests of each API key that workers answered.", "key", requests
-    tokens = {(key, what[:-7]): n for (key, what), n in metrics.used.items() if what.endswith("_tokens")}
-    yield "key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.", "key kind", tokens
+    yield "key_requests", "Requests of each API key that workers answered.", "key", metrics.key_requests
+    text = "Tokens of each API key: prompt, of them cached and computed, and output."
+    yield "key_tokens", text, "key kind", metrics.key_tokens
     yield "turns", "Requests by the reason for most of their lost tokens.", "reason", metrics.turns
     text = "Prompt tokens that had to be computed, by reason and whose doing it is."
     grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.turn_tokens.items()}

@@ -130,7 +130,6 @@ _OPERATIONS = (
     Operation("get", "/openapi.json", "This document", None, _Object, is_open=True),
     Operation("post", "/route", "Where a request would go, and why", Chat, _Object),
     Operation("get", "/requests/{request_id}", "Why a prompt was not cached", None, _Object),
-    Operation("get", "/ledger", "What each API key used", None, _Object),
     Operation("get", "/workers", "Everything known of each worker", None, _Object),
     Operation("post", "/workers", "Add a worker", _ADDED, _Object, status=201),
     Operation("delete", "/workers", "Remove the worker of a URL or an id", Named, _Object),

@@ -13,7 +13,6 @@ import random
 import secrets
 import signal
 import socket
-import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import msgspec
 from options import ConfigError
 from options.tls import client_context
 from prompts.errors import RequestError
-from router.app.accounting import Bookkeeping, count_end, log_state, request_fields
+from router.app.accounting import count_end, count_tokens_of_key, log_state, request_fields
 from router.app.addresses import Addresses
 from router.app.admin import Admin
 from router.app.config import EppConfig, ProcessConfig
@@ -38,7 +37,7 @@ from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings, Standing
 from router.app.system import Heap, collect_old, files_short, naming, raise_file_limit, settle_heap
-from router.app.tenants import Tenants, name_of
+from router.app.tenants import Tenants
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -64,7 +63,6 @@ from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
-from router.sharing.ledger import KeyLedger
 from router.sharing.names import ModelNames
 
 if TYPE_CHECKING:
@@ -78,7 +76,6 @@ FIRST_LOOK_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
 OTHERS_S: Final = 1.0
 """For the others once one has."""
-LEDGER_S: Final = 2.0
 """Between two writes of what API keys used: what a router that is killed forgets."""
 PREDECESSOR: Final = "http://predecessor"
 
@@ -140,7 +137,6 @@ class RouterProcess:
         self._tenants = Tenants(config.edge, self._metrics)
         names = ModelNames(config.sharing)
         self._reading.names = names if names.renames else None
-        self._keeping = self._keep(config)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._reasons = Reasons(
             config.turns,
@@ -163,16 +159,6 @@ class RouterProcess:
         self._others: PeerClient
         self._admin: Admin
         self._dashboard: Dashboard
-
-    def _keep(self, config: ProcessConfig) -> Bookkeeping | None:
-        """None where there are neither keys nor a ledger. Raises OSError where the ledger's file cannot be used."""
-        if not config.edge.api_keys and config.sharing.ledger is None:
-            return None
-        keys = {name_of(number): key for number, key in enumerate(config.edge.api_keys)}
-        try:
-            return Bookkeeping(KeyLedger(keys, config.sharing.ledger), self._metrics)
-        except sqlite3.Error as error:
-            raise OSError(f"--ledger {config.sharing.ledger}: {error}") from error
 
     def _new_key(self) -> str:
         """Of the admin routes, where none was given: the predecessor's, or a new one, which is printed."""
@@ -224,9 +210,6 @@ class RouterProcess:
                 await self._predecessor.take()
             if self._config.hand_over is not None:
                 stack.callback((await self._offer(Path(self._config.hand_over))).close)
-            if self._keeping is not None and self._keeping.lasts:
-                stack.push_async_callback(self._keeping.write)
-                stack.callback(self._loop.create_task(self._keep_writing(self._keeping)).cancel)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -275,7 +258,6 @@ class RouterProcess:
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
-            keeping=self._keeping,
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(
@@ -507,11 +489,6 @@ class RouterProcess:
             self._guarded("picker", self._picker.beat, now)
         collect_old(idle=not self._proxy.exchanges)
 
-    async def _keep_writing(self, keeping: Bookkeeping) -> None:
-        while True:
-            await asyncio.sleep(LEDGER_S)
-            await keeping.write()
-
     def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
         try:
@@ -545,8 +522,8 @@ class RouterProcess:
 
     def _ended(self, exchange: Exchange) -> None:
         self._tenants.leave(exchange.request_id)
-        if self._keeping is not None:
-            self._keeping.ended(exchange)
+        if self._config.edge.api_keys:
+            count_tokens_of_key(self._metrics, exchange)
         now = self._now()
         count_end(self._core, self._metrics, exchange, now)
         share = self._config.log_requests

@@ -1,1 +1,1 @@
-"""Who gets what: models under other names, turns between tenants, the ledger of tokens. Values in, decisions out."""
+"""Who gets what: models under other names, turns between tenants. Values in, decisions out."""

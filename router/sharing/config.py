@@ -26,9 +26,6 @@ class SharingConfig:
         "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
     model_canaries: Annotated[tuple[Parted, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
         "NEW answers this share of the conversations that ask for MODEL, each of them whole. May be repeated."] = ()
-    ledger: Annotated[str | None, Flag(metavar="FILE"),
-        "Keep what each API key used there too, an SQLite file, so that a restart forgets nothing. [default: no]"
-    ] = None
 
     def __post_init__(self) -> None:
         for flag, texts in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):

@@ -1,10 +1,9 @@
-"""Sharing, with real routers before simulated workers: other names, turns, the background, the ledger."""
+"""Sharing, with real routers before simulated workers: other names, turns, the background, tokens of keys."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,7 @@ def test_aliases_canaries_and_a_fallback(start_router: Any, fleet: dict[str, Pro
     assert "m5" in answer["error"]["message"]
     listed = {one["id"]: one["root"] for one in call(router.url + "/v1/models")[2]["data"]}
     assert listed == {"m1": "m1", "m2": "m2", "gpt-4": "m1"}
+    assert metric(router.url, "key_requests_total") == {}, "without keys nothing is counted by key"
     status, _, why = call(router.url + "/route", {"model": "gpt-4", "prompt": "where?"})
     assert status == 200
     assert why["worker"] in (fleet["m1"].url.removeprefix("http://"), fleet["m2"].url.removeprefix("http://"))
@@ -129,41 +129,24 @@ async def _stream(url: str, body: dict[str, Any]) -> str:
         return await answer.text()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_ledger_adds_up_and_survives(start_router: Any, tmp_path: Path, processes: int) -> None:
-    path = tmp_path / "used.sqlite"
-    flags = ["--api-key", "one", "--api-key", "two", "--ledger", str(path), "--processes", str(processes)]
-    router = start_router(*flags)
+def test_the_tokens_of_each_key_add_up(start_router: Any) -> None:
+    router = start_router("--api-key", "one", "--api-key", "two")
     used = [complete(router.url, "m1", f"{key} says " * 40, key=key)[2]["usage"] for key in ("one", "two", "one")]
     prompt = [usage["prompt_tokens"] for usage in used]
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
     assert cached[2] > 0
     expected = {
         "key 0": {
-            "requests": 2, "estimated": 0, "prompt_tokens": prompt[0] + prompt[2],
-            "cached_tokens": cached[0] + cached[2],
-            "computed_tokens": prompt[0] + prompt[2] - cached[0] - cached[2], "output_tokens": 8,
+            "prompt": prompt[0] + prompt[2], "cached": cached[0] + cached[2],
+            "computed": prompt[0] + prompt[2] - cached[0] - cached[2], "output": 8,
         },
-        "key 1": {
-            "requests": 1, "estimated": 0, "prompt_tokens": prompt[1], "cached_tokens": cached[1],
-            "computed_tokens": prompt[1] - cached[1], "output_tokens": 4,
-        },
+        "key 1": {"prompt": prompt[1], "cached": cached[1], "computed": prompt[1] - cached[1], "output": 4},
     }  # fmt: skip
-    ledger = until(
-        lambda: (now := call(router.url + "/ledger")[2]) and now["since_start"] == expected and now, router.log
-    )
-    assert ledger["in_all"] == expected
-    tokens = metric(router.url, "key_tokens_total")
-    assert tokens['{key="key 0",kind="cached"}'] == expected["key 0"]["cached_tokens"]
-    complete(router.url, "m1", "not written yet", key="two")
-    assert router.stop() == 0
-    again = start_router(*flags)
-    ledger = call(again.url + "/ledger")[2]
-    assert ledger["since_start"] == {}
-    assert ledger["in_all"]["key 0"] == expected["key 0"]
-    assert ledger["in_all"]["key 1"]["requests"] == 2
-    with sqlite3.connect(path) as file:
-        assert "one" not in {key for (key,) in file.execute("SELECT key FROM used")}, "no key is kept"
+    tokens = {
+        f'{{key="{key}",kind="{kind}"}}': count for key, kinds in expected.items() for kind, count in kinds.items()
+    }
+    until(lambda: metric(router.url, "key_tokens_total") == tokens, lambda: metric(router.url, "key_tokens_total"))
+    assert metric(router.url, "key_requests_total") == {'{key="key 0"}': 2.0, '{key="key 1"}': 1.0}
 
 
 def refused(log: Path, *flags: str) -> str:
@@ -175,12 +158,6 @@ def refused(log: Path, *flags: str) -> str:
         router.close()
     assert "Traceback" not in router.log()
     return router.log()
-
-
-def test_a_ledger_that_cannot_be_kept_is_said_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no database\n" * 100)
-    for path in (tmp_path / "text", tmp_path / "nowhere" / "used.sqlite"):
-        assert f"--ledger {path}" in refused(tmp_path / "router.log", "--ledger", str(path))
 
 
 @pytest.fixture
@@ -234,7 +211,7 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
-    """No name is resolved, nothing is counted by key, held or charged."""
+    """No name is resolved, nothing is held or charged."""
     from router.app.config import SCHEMA, ProcessConfig
     from router.app.process import RouterProcess
 
@@ -242,7 +219,6 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         config: ProcessConfig = SCHEMA.build({})
         process = RouterProcess(config, "test")
         assert process._reading.names is None
-        assert process._keeping is None
         assert not process._tenants.shares
         core = process._core
         assert not core._reorders
@@ -261,7 +237,7 @@ def test_the_admin_key_is_needed(start_router: Any) -> None:
     async def ask(key: str) -> int:
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
-            session.get(router.url + "/ledger") as answer,
+            session.get(router.url + "/workers") as answer,
         ):
             return answer.status
 
