@@ -4,16 +4,12 @@
     benchmarks/agent_turns.py [--turns 30] [--cases ...] [--clients anthropic openai responses] [--json FILE]
 
 The official clients, unmodified, each with a session of its own: a turn brings the results of the tools that were
-called in the last one, every sixth one a question too; answers are whole and streamed by turns. Against an engine as it
-is, and one without the mending (`--sampled-mb 0`; the billing line there has a name that nobody drops).
+called in the last one, every sixth one a question too; answers are whole and streamed by turns. The model is scripted:
+it thinks before it calls two tools at once, and the template drops what was thought before the last question.
 
-sampled     the built-in random model, calls forced: what it writes, the encoder writes with other ids, and the template
-            with other spacing
-arguments   the same, and the client writes the arguments of all earlier calls anew: keys in order, without spaces
-billing     the same as `sampled`, and the system prompt begins with a line that changes
-thinking    a scripted model that thinks before it calls two tools at once; the template drops what was thought before
-            the last question, and keeps what was thought since
-all         `sampled`, `arguments` and `billing` at once
+thinking    nothing else changes
+billing     the system prompt begins with a billing line that changes with every request, which our programs drop
+changing    the same line under a name that nobody drops: what it would cost
 
 `reusable`: all tokens of the last turn, its answer with it, but the last one, of which nothing was computed; where the
 template drops a thought, what was before it. `reused`: what the engine reports, in blocks of 16.
@@ -37,13 +33,13 @@ from harness.figures import in_words, machine, markdown, write_json
 from harness.programs import serve_engine
 
 BLOCK = 16
-CASES = ("sampled", "arguments", "billing", "thinking", "all")
+CASES = ("thinking", "billing", "changing")
 CLIENTS = ("anthropic", "openai", "responses")
 TOOLS_A_QUESTION = 5
 """Turns with results of tools between two questions."""
 _CALL = (
-    '{{- \'<tool_call>NL{"name": "\' + call.function.name + \'", "arguments": \' + (call.function.arguments | tojson)'
-    " + '}NL</tool_call>' }}"
+    '{{- \'<tool_call>{"name": "\' + call.function.name + \'", "arguments": \' + (call.function.arguments | tojson)'
+    " + '}</tool_call>' }}"
 )
 TEMPLATE = (
     """\
@@ -66,7 +62,6 @@ TEMPLATE = (
 {%- endif %}
 {{- message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-{%- if not loop.first or message.content %}{{- 'NL' }}{%- endif %}
 """
     + _CALL
     + """
@@ -77,21 +72,20 @@ TEMPLATE = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 )
-"""After Qwen3's. NL: what stands between a mark and its call."""
+"""After Qwen3's, without the line ends around a call."""
 SCRIPT = [
-    '<think>I must look.</think><tool_call>{"name": "read_file", "arguments": {"path":"a.txt","mode":"r","line":7}}'
-    '</tool_call><tool_call>{"name": "search", "arguments": {"words":["b", "a"],"most":3}}</tool_call>',
-    '<think>Once more.</think><tool_call>{"name": "search", "arguments": {"words": ["z"],  "most": 10}}</tool_call>'
-    '<tool_call>{"name": "read_file", "arguments": {"path": "b/c.py", "line": 1, "mode": "w"}}</tool_call>',
+    '<think>I must look.</think><tool_call>{"name": "read_file", "arguments": {"path": "a.txt", "line": 7}}'
+    '</tool_call><tool_call>{"name": "search", "arguments": {"words": ["b", "a"], "most": 3}}</tool_call>',
+    '<think>Once more.</think><tool_call>{"name": "search", "arguments": {"words": ["z"], "most": 10}}</tool_call>'
+    '<tool_call>{"name": "read_file", "arguments": {"path": "b/c.py", "line": 1}}</tool_call>',
 ]
+"""Arguments as the template writes them, so that an answer comes back with the ids that it was given."""
 SPEC = {"prefill_s_per_token": 1e-6, "step_s": 1e-4, "kv_tokens": 1 << 18, "max_model_len": 32768}
-_NAME = {"type": "string", "maxLength": 16}
+_NAME = {"type": "string"}
 TOOLS: dict[str, dict[str, Any]] = {
-    "read_file": {
-        "path": _NAME, "line": {"type": "integer", "minimum": 0, "maximum": 9999}, "mode": {"enum": ["r", "w"]},
-    },
-    "search": {"words": {"type": "array", "items": _NAME, "maxItems": 3}, "most": {"enum": [1, 3, 10]}},
-}  # fmt: skip
+    "read_file": {"path": _NAME, "line": {"type": "integer"}},
+    "search": {"words": {"type": "array", "items": _NAME}, "most": {"type": "integer"}},
+}
 
 
 def _schema(fields: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +110,6 @@ class Session:
 
     url: str
     case: str
-    mended: bool
-    scripted: bool
     system: str
     turns: list[Turn] = field(default_factory=list)
     messages: list[Any] = field(default_factory=list)
@@ -127,18 +119,14 @@ class Session:
     @property
     def line(self) -> str:
         """That changes with every request; empty: none."""
-        if self.case not in ("billing", "all"):
+        if self.case == "thinking":
             return ""
-        name = "x-anthropic-billing-header" if self.mended else "x-other-billing-header"
+        name = "x-anthropic-billing-header" if self.case == "billing" else "x-other-billing-header"
         return f"{name}: cch={len(self.turns) * 7919:x};"
 
     @property
     def system_now(self) -> str:
         return f"{self.line}\n{self.system}" if self.line else self.system
-
-    @property
-    def rewrites(self) -> bool:
-        return self.case in ("arguments", "all")
 
     def play(self, turns: int, results: Iterator[str]) -> None:
         for number in range(turns):
@@ -149,7 +137,7 @@ class Session:
             if self.turns:
                 last = self.turns[-1]
                 made.reusable = last.prompt + last.completion - 1
-                if asks and self.case == "thinking":  # the thoughts since the last question go
+                if asks:  # the thoughts since the last question go
                     made.reusable = next(turn for turn in reversed(self.turns) if turn.asks).prompt
             self.turns.append(made)
 
@@ -169,16 +157,13 @@ class Anthropic(Session):
 
     def ask(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
-            {"name": name, "description": name, "input_schema": _schema(fields), "strict": not self.scripted}
-            for name, fields in TOOLS.items()
+            {"name": name, "description": name, "input_schema": _schema(fields)} for name, fields in TOOLS.items()
         ]
         system = [{"type": "text", "text": text} for text in (self.line, self.system) if text]
         body: Any = {
             "model": "m", "max_tokens": 800, "system": system, "tools": tools,
             "messages": self.messages, "extra_body": {"seed": seed},
         }  # fmt: skip
-        if not self.scripted:
-            body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
         with anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0) as client:
             if stream:
                 with client.messages.stream(**body) as events:
@@ -188,10 +173,6 @@ class Anthropic(Session):
         assert said.stop_reason == "tool_use", said
         content = [block.model_dump(exclude_none=True) for block in said.content]
         self.messages.append({"role": "assistant", "content": content})
-        if self.rewrites:
-            for block in content:
-                if block["type"] == "tool_use":
-                    block["input"] = dict(sorted(block["input"].items()))
         self.calls = [(block["id"], block["name"]) for block in content if block["type"] == "tool_use"]
         cached = said.usage.cache_read_input_tokens or 0
         return Turn(said.usage.input_tokens + cached, cached, said.usage.output_tokens)
@@ -205,15 +186,13 @@ class OpenAi(Session):
 
     def ask(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
-            {"type": "function", "function": {"name": name, "parameters": _schema(fields), "strict": not self.scripted}}
+            {"type": "function", "function": {"name": name, "parameters": _schema(fields)}}
             for name, fields in TOOLS.items()
         ]
         body: Any = {
-            "model": "m", "max_tokens": 800, "tools": tools, "seed": seed, "parallel_tool_calls": self.scripted,
+            "model": "m", "max_tokens": 800, "tools": tools, "seed": seed,
             "messages": [{"role": "system", "content": self.system_now}, *self.messages],
         }  # fmt: skip
-        if not self.scripted:
-            body["tool_choice"] = "required"
         with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0) as client:
             if stream:
                 with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as events:
@@ -223,9 +202,6 @@ class OpenAi(Session):
         choice = answer.choices[0]
         assert choice.finish_reason == "tool_calls", answer
         said = choice.message.model_dump(exclude_none=True)
-        for call in said["tool_calls"] if self.rewrites else ():
-            given = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = json.dumps(given, sort_keys=True, separators=(",", ":"))
         self.messages.append(said)
         self.calls = [(call["id"], call["function"]["name"]) for call in said["tool_calls"]]
         cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -242,15 +218,12 @@ class Responses(Session):
 
     def ask(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
-            {"type": "function", "name": name, "parameters": _schema(fields), "strict": not self.scripted}
-            for name, fields in TOOLS.items()
+            {"type": "function", "name": name, "parameters": _schema(fields)} for name, fields in TOOLS.items()
         ]
         body: Any = {
             "model": "m", "max_output_tokens": 800, "tools": tools, "instructions": self.system_now, "store": False,
-            "input": self.messages, "extra_body": {"seed": seed}, "parallel_tool_calls": self.scripted,
+            "input": self.messages, "extra_body": {"seed": seed},
         }  # fmt: skip
-        if not self.scripted:
-            body["tool_choice"] = "required"
         with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0) as client:
             if stream:
                 with client.responses.stream(**body) as events:
@@ -260,10 +233,6 @@ class Responses(Session):
         assert answer.status == "completed", answer
         items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in answer.output]
         self.calls = [(item["call_id"], item["name"]) for item in items if item["type"] == "function_call"]
-        for item in items if self.rewrites else ():
-            if item["type"] == "function_call":
-                given = json.loads(item["arguments"])
-                item["arguments"] = json.dumps(given, sort_keys=True, separators=(",", ":"))
         self.messages += items
         usage = answer.usage
         return Turn(usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens)
@@ -273,19 +242,15 @@ SESSIONS: dict[str, type[Session]] = {"anthropic": Anthropic, "openai": OpenAi, 
 
 
 @contextmanager
-def engine(folder: Path, *, scripted: bool, mended: bool) -> Iterator[str]:
+def engine(folder: Path) -> Iterator[str]:
     """The URL of one that runs."""
-    name = f"{'scripted' if scripted else 'random'}-{'mended' if mended else 'plain'}"
-    template = folder / f"{name}.jinja"
-    template.write_text(TEMPLATE.replace("NL", "" if scripted else "\\n"))
-    more = ["--chat-template", str(template), "--reasoning-parser", "qwen3" if scripted else "none"]
-    if scripted:
-        (folder / "script.txt").write_text("\n".join(SCRIPT))
-        more += ["--simulate", json.dumps({**SPEC, "script": str(folder / "script.txt")})]
-    if not mended:
-        more += ["--sampled-mb", "0"]
+    template, script = folder / "template.jinja", folder / "script.txt"
+    template.write_text(TEMPLATE)
+    script.write_text("\n".join(SCRIPT))
+    more = ("--chat-template", str(template), "--reasoning-parser", "qwen3",
+            "--simulate", json.dumps({**SPEC, "script": str(script)}))  # fmt: skip
     flags = ("--port", "0", "--served-model-name", "m", "--log-level", "warning", *more)
-    with serve_engine(folder / f"{name}.log", *flags) as program:
+    with serve_engine(folder / "engine.log", *flags) as program:
         yield program.await_line()
 
 
@@ -297,11 +262,11 @@ def texts(folder: Path) -> tuple[str, Iterator[str]]:
     return " ".join(words[:700]), results
 
 
-def play(url: str, case: str, client: str, turns: int, *, mended: bool) -> Session:
+def play(url: str, case: str, client: str, turns: int) -> Session:
     system, results = texts(_path.ROOT / "docs")
     # Each session is a stranger to the cache from the first word on.
     system = f"{client}, {case}: {system}"
-    session = SESSIONS[client](url, case, mended, case == "thinking", system)
+    session = SESSIONS[client](url, case, system)
     session.play(turns, results)
     return session
 
@@ -328,25 +293,13 @@ def main() -> None:
     facts = machine("openai", "anthropic")
     print(in_words(facts))
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        for scripted in sorted({case == "thinking" for case in args.cases}):
-            for mended in (True, False):
-                with engine(Path(name), scripted=scripted, mended=mended) as url:
-                    for case in args.cases:
-                        for client in args.clients if (case == "thinking") == scripted else ():
-                            made = shares(play(url, case, client, args.turns, mended=mended))
-                            row = found.setdefault(f"{case}, {client}", {"reusable": f"{made['reusable']:,}"})
-                            row["mended" if mended else "plain"] = made
-    table = {
-        name: {"reusable": row["reusable"], "mended": row["mended"]["share"], "plain": row["plain"]["share"],
-               "blocks": row["mended"]["share_of_blocks"]}
-        for name, row in found.items()
-    }  # fmt: skip
-    columns = {
-        "reusable tokens": ("reusable", "{}"), "reused": ("mended", "{:.2%}"), "of whole blocks": ("blocks", "{:.2%}"),
-        "without the mending": ("plain", "{:.2%}"),
-    }  # fmt: skip
-    print(markdown(table, columns, "case, client"))
+    with tempfile.TemporaryDirectory() as name, engine(Path(name)) as url:
+        for case in args.cases:
+            for client in args.clients:
+                found[f"{case}, {client}"] = shares(play(url, case, client, args.turns))
+    columns = {"reusable tokens": ("reusable", "{:,}"), "reused": ("share", "{:.2%}"),
+               "of whole blocks": ("share_of_blocks", "{:.2%}")}  # fmt: skip
+    print(markdown(found, columns, "case, client"))
     write_json(args.json, {"machine": facts, "turns": args.turns, "cases": found})
 
 

@@ -149,12 +149,6 @@ class ServerConfig:
         "Longest a request may take, waiting included. [default: no limit]"] = None
     response_store_mb: Annotated[int, Meta(ge=0, le=10**6, title="MB"), Flag("--response-store-mb"),
         "Memory for stored responses (/v1/responses), which clients may go on from. 0: none is stored."] = 256
-    sampled_mb: Annotated[int, Meta(ge=0, le=10**6, title="MB"), Flag("--sampled-mb"),
-        "Memory for what was sampled where the encoder would choose other ids, and for the arguments of calls: chats "
-        "go on from it (docs/agents.md). 0: from the template's text alone."] = 64
-    generated_arguments: Annotated[bool, Flag("--generated-arguments/--no-generated-arguments"),
-        "Render the arguments of a call that is known as they were generated, whatever their spacing and key order."
-    ] = True
     stall_timeout_s: Annotated[Seconds, "A streaming client that takes no byte for so long is dropped."] = 120.0
     shutdown_timeout_s: Annotated[float, Meta(ge=0, le=1e9, title="SECONDS"), Flag("--shutdown-timeout"),
         "How long running requests may finish after SIGTERM or Ctrl-C."] = 30.0

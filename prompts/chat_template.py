@@ -25,7 +25,6 @@ import jinja2.utils
 from prompts.chat_copies import copies_of
 from prompts.chat_rest import KNOWN, is_one_of, rest_of
 from prompts.errors import RequestError
-from prompts.sampled import GeneratedArguments
 from prompts.skeletons import Skeletons
 
 ContentFormat = Literal["string", "parts"]
@@ -96,10 +95,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` without Jinja's HTML escapes: a prompt is not a page. A call's arguments are written as they were
-    generated, unless the template asks for another form."""
-    if type(value) is GeneratedArguments and indent is None and separators is None and not sort_keys:
-        return value.text
+    """`tojson` without Jinja's HTML escapes: a prompt is not a page."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -7,13 +7,11 @@ can say of such a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from prompts.chat_template import ChatTemplate, ContentFormat, Message
-from prompts.sampled import as_generated
 from prompts.schemas import TEXT_PARTS, is_media
 
 MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
@@ -21,10 +19,6 @@ MEDIA_MARKER: Final = "\ue000\ue0ffmedia\ue0ff\ue000"
 BILLING_LINE: Final = "x-anthropic-billing-header"
 """A line at the head of a coding agent's system text that changes with every request. vLLM drops it, so that the prompt
 behind it is found in the cache."""
-
-
-Generated = Callable[[str], str | None]
-"""A call's id -> its arguments as they were generated, where that is known."""
 
 
 class ChatPrompt(Protocol):
@@ -53,7 +47,6 @@ class ChatPrompt(Protocol):
 def render_chat(
     template: ChatTemplate,
     request: ChatPrompt,
-    generated: Generated | None = None,
     behind: int = 0,
     told: bytes | None = None,
     sent: list[Message] | None = None,
@@ -86,8 +79,7 @@ def render_chat(
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    messages = [_message(message, form, generated) for message in sent]
+    messages = [_message(message, form) for message in sent]
     if "developer" in [message["role"] for message in messages]:
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
@@ -120,7 +112,7 @@ def _are_billed(messages: list[Message]) -> bool:
     return False
 
 
-def _message(message: Message, form: ContentFormat, generated: Generated | None) -> Message:
+def _message(message: Message, form: ContentFormat) -> Message:
     content = message.get("content")
     two = len(message) == 2 and form == "string" and next(iter(message)) == "role"
     if two and type(content) is str and not content.startswith(BILLING_LINE):
@@ -140,7 +132,7 @@ def _message(message: Message, form: ContentFormat, generated: Generated | None)
     if role == "assistant":
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
-            made["tool_calls"] = [_tool_call(call, generated) for call in calls]
+            made["tool_calls"] = [_tool_call(call) for call in calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
                 made[name] = message[name]
@@ -216,7 +208,7 @@ def _part_text(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _tool_call(call: Any, generated: Generated | None) -> Any:
+def _tool_call(call: Any) -> Any:
     """The call with its arguments as an object: templates write them with `tojson`. What is no object becomes an empty
     one, or a conversation that holds it could never go on."""
     function = call.get("function") if isinstance(call, dict) else None
@@ -230,8 +222,6 @@ def _tool_call(call: Any, generated: Generated | None) -> Any:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
-    elif generated is not None and isinstance(call_id := call.get("id"), str):
-        arguments = as_generated(arguments, generated(call_id))
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError, bad_value
-from prompts.messages import ChatPrompt, Generated, render_chat
+from prompts.messages import ChatPrompt, render_chat
 from prompts.schemas import CompletionRequest, Prompt
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentCache, SegmentPlan, SegmentStats, encode_plain, plan_segments
 
@@ -62,11 +62,6 @@ class Tokenizer:
         self.no_cache_reason = plan if isinstance(plan, str) else None
         """Why this tokenizer has no segment cache; None where it has one."""
         self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
-        cuts = plan.cuts if isinstance(plan, SegmentPlan) else ()
-        self.cut_ids = frozenset(vocabulary[cut] for cut in cuts)
-        """Added tokens at whose edges texts are encoded for themselves; none where there is no segment cache."""
-        self.generated: Generated | None = None
-        """What is known of calls in chats, as they were generated (prompts/sampled.py)."""
 
     @classmethod
     def load(
@@ -125,7 +120,7 @@ class Tokenizer:
                 "this model has no chat template: start the server with --chat-template, or use /v1/completions",
                 param="messages",
             )
-        return render_chat(self._template, request, self.generated)
+        return render_chat(self._template, request)
 
     def chat_ids(self, request: ChatPrompt) -> list[int]:
         """Prompt ids of a chat; with media, those of the text before the first image. Raises RequestError."""

@@ -2,7 +2,7 @@
 
 Questions carry keys, so a redirect is an answer like another. Who uses a session of its own opens it with
 `auto_decompress=False`, so that the bound is on what is read too. Between two pieces of an answer others get their turn
-of the event loop: chunks and lines of a byte come by the thousand, and a stream that has more at hand does not wait.
+of the event loop: chunks of a byte come by the thousand, and a stream that has more at hand does not wait.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 
 READ_BYTES = 16 << 10
-"""Of an answer, in one turn: what aiohttp may keep, in a sixteenth as many chunks, and what is cut into lines."""
+"""Of an answer, in one turn: what aiohttp may keep, in a sixteenth as many chunks."""
 
 
 class Unanswered(Exception):
@@ -59,20 +59,3 @@ async def pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     async for piece in answer.content.iter_any():
         yield piece
         await asyncio.sleep(0)
-
-
-async def lines(answer: aiohttp.ClientResponse, bytes_max: int) -> AsyncIterator[bytes]:
-    """The lines of its body, without their ends; what follows the last end is none. Raises what aiohttp raises, and
-    ValueError where a line is longer than `bytes_max`."""
-    begun = bytearray()
-    async for piece in pieces(answer):
-        for at in range(0, len(piece), READ_BYTES):
-            if at:
-                await asyncio.sleep(0)
-            first, *others = piece[at : at + READ_BYTES].split(b"\n")
-            begun += first
-            if len(begun) > bytes_max:
-                raise ValueError(f"a line of more than {bytes_max} bytes")
-            for other in others:
-                yield bytes(begun)
-                begun = bytearray(other)

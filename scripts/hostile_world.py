@@ -32,7 +32,7 @@ CLOSED_S_MAX = 10.0
 QUIET_S = 0.5
 """Where more bytes would be needed to make a request: how long they are not sent before the end of sending is."""
 ENDED, AT_EOF, STAYS_OPEN = "ended", "at EOF", "stays open"
-TABLES = ("--segment-cache-mb", "1", "--known-bodies-mb", "1", "--sampled-mb", "1", "--set", "turns.memory_mb=1",
+TABLES = ("--segment-cache-mb", "1", "--known-bodies-mb", "1", "--set", "turns.memory_mb=1",
           "--set", "turns.requests_max=256", "--set", "sessions_max=1000")  # fmt: skip
 """What the router remembers of whoever asks, bounded so that all of it is full before the first attack: memory that
 grows beside them is then no memory of theirs or the victim's."""

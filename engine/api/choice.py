@@ -6,7 +6,6 @@ Owns detokenising, token counts and the finish reason of one choice; its `speech
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -50,8 +49,6 @@ class Choice:
     called: list[tuple[CallPiece, list[str]]] = field(default_factory=list)
     """The first piece of each call, and the arguments of those after it."""
     token_ids: list[int] = field(default_factory=list)
-    said: array[int] = field(default_factory=lambda: array("I"))
-    """The ids that became text, always kept: what an answer goes on from counts too."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
@@ -83,7 +80,6 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         piece = self._decode(output)
-        self.said.extend(self._spoken(output)[: len(piece.token_ids)])
         self.completion_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason

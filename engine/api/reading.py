@@ -32,7 +32,6 @@ from prompts import (
 from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
-from prompts.sampled import Span, spans_in
 from prompts.schemas import ResponseFormat, StructuredOutputs, check_messages, decode_json
 
 SHOWN_BYTES_MAX = 64 << 10
@@ -56,22 +55,18 @@ class Reading(msgspec.Struct, frozen=True):
     """What the answers must match: written, not checked."""
     asked: AskedResponse | None = None
     """Of Responses."""
-    spans: list[Span] | None = None
-    """Where a router has priced other ids than the encoder's."""
-    is_given: bool = False
-    """The prompt came as ids."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     """Raises RequestError."""
-    return _chat(data, parse_chat(data), tokenizer, limits)
+    return _chat(parse_chat(data), tokenizer, limits)
 
 
 def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     asked = parse_messages(data)
     _check_text_only(asked)
-    return _chat(data, ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
+    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
@@ -111,7 +106,7 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
         background=bool(request.background),
         previous=request.previous_response_id,
     )
-    return msgspec.structs.replace(_chat(data, body, tokenizer, limits), asked=asked)
+    return msgspec.structs.replace(_chat(body, tokenizer, limits), asked=asked)
 
 
 def _shown(request: ResponsesRequest) -> bytes:
@@ -130,7 +125,7 @@ def _check_text_only(asked: CountRequest) -> None:
                 raise RequestError(f"{where}: an image; this model reads text only", param=where)
 
 
-def _chat(data: bytes, body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     check_supported(body)
     ids, text = _prompt_of(body, tokenizer)
     prompts = [_fitted("messages", ids, body, limits)]
@@ -139,9 +134,7 @@ def _chat(data: bytes, body: ChatRequest, tokenizer: Tokenizer, limits: ModelLim
     if not (body.echo and isinstance(last.get("content"), str)):
         last.pop("content", None)
     constraint = constraint_of(body, tokenizer, limits, thought_tokens(plan, tokenizer))
-    is_given = body.prompt_token_ids is not None
-    trimmed = _trimmed(body, messages=[last])
-    return Reading(trimmed, prompts, [""], plan, constraint, spans=spans_in(data), is_given=is_given)
+    return Reading(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
 
 
 def thought_tokens(plan: SpeechPlan, tokenizer: Tokenizer) -> tuple[int | None, int | None]:

@@ -59,8 +59,6 @@ class Reader:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._processes = Processes((_load, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
         self._compilers = Processes((_load_words, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
-        self.calls_in: Callable[[list[bytes]], dict[str, str]] = lambda body: {}
-        """The calls that a body names, as they were generated."""
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
@@ -78,8 +76,7 @@ class Reader:
 
     async def _read_apart(self, work: Work[T], data: bytes) -> T:
         try:
-            calls = self.calls_in([data])
-            return await self._processes.use(data, lambda process: process.call(READ_S_MAX, _read, work, data, calls))
+            return await self._processes.use(data, lambda process: process.call(READ_S_MAX, _read, work, data))
         except Ended as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
@@ -139,6 +136,5 @@ def _check(words: Words, lark: str, param: str) -> str:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _read(loaded: tuple[Tokenizer, ModelLimits], work: Work[T], data: bytes, calls: dict[str, str]) -> T:
-    loaded[0].generated = calls.get
+def _read(loaded: tuple[Tokenizer, ModelLimits], work: Work[T], data: bytes) -> T:
     return work(data, *loaded)

@@ -71,7 +71,7 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str, brought:
     state = request.app[STATE]
     data = await state.body(request)
     with state.admission():
-        reading = state.sampled.mend(await state.reader.read(work, data, brought=brought))
+        reading = await state.reader.read(work, data, brought=brought)
         body = reading.body
         state.check_model(body.model)
         constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
@@ -124,7 +124,6 @@ async def _serve(
             return await _stream(state, generation, writer, follower, answer)
         async for _ in follower:
             pass
-        await state.sampled.note(generation)
         whole = answer.whole()
         _store(state, answer)
         return await writer.whole(whole)
@@ -160,7 +159,6 @@ async def _follow_apart(
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         async for _ in PieceStream(state, generation, stream):
             pass
-        await state.sampled.note(generation)
         answer.whole()
         if state.stored.holds(entry):
             _store(state, answer)
@@ -219,8 +217,6 @@ async def _stream(
 ) -> web.StreamResponse:
     try:
         async for pieces in follower:
-            if all(choice.finish_reason is not None for choice in generation.choices):
-                await state.sampled.note(generation)  # who has the end may go on at once
             await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
         last = answer.end()
         _store(state, answer)  # a client may go on from it as soon as it has the end

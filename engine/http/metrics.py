@@ -17,7 +17,6 @@ from prometheus_client.metrics_core import Metric
 from engine.core import EngineStats, Lateness
 from engine.messages import CoreInfo
 from events.publisher import PublisherStats
-from prompts.sampled import SampledBook
 
 # vLLM's buckets.
 _TTFT = (
@@ -128,12 +127,10 @@ class MetricsPage:
         told: CoreFigures,
         info: CoreInfo,
         model_name: str,
-        sampled: SampledBook,
     ) -> None:
         self._metrics = metrics
         self._told = told
         self._info = info
-        self._sampled = sampled
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def render(self) -> bytes:
@@ -150,7 +147,6 @@ class MetricsPage:
             if told.lateness is not None:
                 yield from self._lateness(told.lateness)
         yield from self._request_metrics()
-        yield from self._sampled_metrics()
 
     def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
@@ -204,14 +200,6 @@ class MetricsPage:
         ):
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
         yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=late.late_s_max)
-
-    def _sampled_metrics(self) -> Iterator[Metric]:
-        book = self._sampled
-        text = "Prompt tokens as they were sampled, where the encoder would have chosen others."
-        yield CounterMetricFamily("engine:sampled_tokens_reused", text, value=book.mended_tokens)
-        text = "Calls in prompts whose arguments were known as they were generated."
-        yield CounterMetricFamily("engine:generated_calls_reused", text, value=book.mended_calls)
-        yield GaugeMetricFamily("engine:sampled_bytes", "Memory for both.", value=book.used_bytes)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily

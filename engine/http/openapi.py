@@ -195,8 +195,6 @@ _OPERATIONS = (
     Operation("get", "/kv_event_sources", "Where the cache events are published", None, dict[str, EventSource], (),
               is_open=True),
     Operation("get", "/kv_cache/groups", "The cache's groups", None, list[GroupInfo], (), is_open=True),
-    Operation("get", "/sampled", "What was sampled, as routers follow it", None, str, (),
-              text_type="application/x-ndjson"),
     Operation("get", "/health", "200 while new requests are taken", None, None, (503,), is_open=True),
     Operation("get", "/ping", "As /health", None, None, (503,), is_open=True),
     Operation("post", "/ping", "As /health", None, None, (503,), is_open=True),

@@ -100,11 +100,6 @@ async def kv_cache_groups(request: web.Request) -> web.Response:
     return json_response(request.app[STATE].info.groups)
 
 
-async def sampled(request: web.Request) -> web.StreamResponse:
-    """What this model has said, for routers."""
-    return await request.app[STATE].sampled.follow(request)
-
-
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes and announce it. Running sequences keep what they hold."""
     state = request.app[STATE]

@@ -37,7 +37,6 @@ from engine.http.routes import (
     models,
     reset_prefix_cache,
     response,
-    sampled,
     tokenize,
     version,
 )
@@ -81,7 +80,6 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/kv_event_sources", kv_event_sources)
     app.router.add_get("/kv_cache/groups", kv_cache_groups)
-    app.router.add_get("/sampled", sampled)
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
     if state.config.sleep_mode:
         app.router.add_post("/sleep", weights.sleep)
@@ -218,7 +216,6 @@ class Server:
             await self._drain(state)
         else:
             await asyncio.sleep(DEATH_GRACE_S)
-        state.sampled.close()
         await runner.cleanup()
         state.close()
         return 0 if reason is None else _fail(reason)

@@ -21,7 +21,6 @@ from engine.api.speech import chosen
 from engine.config import ServerConfig
 from engine.http.apart import Reader
 from engine.http.metrics import MetricsPage, ServerMetrics
-from engine.http.sampled import SampledAnswers
 from engine.http.stored import StoredResponses
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, OutputStream
@@ -57,11 +56,8 @@ class ServerState:
         )
         self.stored = StoredResponses(config.response_store_mb << 20)
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
-        kept = config.sampled_mb << 20
-        self.sampled = SampledAnswers(tokenizer, self.limits, kept, arguments=config.generated_arguments)
-        self.reader.calls_in = self.sampled.book.calls_in
         self.metrics = ServerMetrics()
-        self.page = MetricsPage(self.metrics, client, info, self.names[0], self.sampled.book)
+        self.page = MetricsPage(self.metrics, client, info, self.names[0])
         self.created = int(time.time())
         self.draining = False
         self.asleep = False

@@ -220,7 +220,6 @@ class Admin:
             event_faults=self._event_faults(),
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
-            sampled={model: (one.mended_tokens, one.used_bytes) for model, one in self._prompts.sampled.items()},
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 
@@ -360,7 +359,6 @@ class Admin:
         body: dict[str, Any] = decision.fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
-        body["sampled_tokens"] = sum(len(ids) for _, _, ids in asked.spans)
         if self._reasons is not None:
             body["why"] = self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))

@@ -83,10 +83,6 @@ class ProcessConfig:
     segment_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for the encoded parts of prompts, each model; 0 encodes every prompt whole.",
     ] = CACHE_BYTES_DEFAULT >> 20
-    sampled_mb: Annotated[int, Meta(ge=0, le=10**6, title="MIB"), Size(1 << 20), Flag(),
-        "Memory for what workers of ours sampled where the encoder would choose other ids, and for arguments of calls, "
-        "each model: prompts are priced, and forwarded, with these. 0: with the template's.",
-    ] = 64
     known_bodies_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for the beginnings of bodies from 1 KB on, so that of a conversation that returns only what is new is "
         "read; 0 reads every body whole.",

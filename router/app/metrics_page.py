@@ -87,8 +87,6 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     segments = report.segments.items()
     yield "segment_cache_hit_tokens", "Prompt tokens found encoded.", "model", {name: one[0] for name, one in segments}
     yield "segment_cache_miss_tokens", "Prompt tokens encoded anew.", "model", {name: one[1] for name, one in segments}
-    told = {name: one[0] for name, one in report.sampled.items()}
-    yield "sampled_tokens", "Prompt tokens priced as they were sampled, not as they are encoded.", "model", told
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
@@ -117,8 +115,6 @@ def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
 def _gauged(metrics: Metrics, report: Report, index: IndexStats) -> Rows:
     used = {name: one[2] for name, one in report.segments.items()}
     yield "segment_cache_bytes", "Memory of encoded segments.", "model", used
-    kept = {name: one[1] for name, one in report.sampled.items()}
-    yield "sampled_bytes", "Memory for what workers have said.", "model", kept
     for name, text, value in (
         ("held_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.held_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", report.in_flight),

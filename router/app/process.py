@@ -51,7 +51,6 @@ from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
-from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.budget import Budget
 from router.http.listener import Listener
@@ -125,7 +124,6 @@ class RouterProcess:
             override=config.tokenizer,
             chat_template=config.chat_template,
             cache_bytes=config.segment_cache_mb << 20,
-            sampled_bytes=config.sampled_mb << 20,
         )
         self._helpers = Helpers(
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
@@ -238,9 +236,8 @@ class RouterProcess:
         self._prompts.remote = RemoteTokenizer(session, headers)
         others = self._others = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
-            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others,
-            sampled=SampledFeed(session, headers) if config.sampled_mb else None,
-        )  # fmt: skip
+            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
+        )
         self._admin = Admin(
             self._core,
             self._fleet,

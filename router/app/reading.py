@@ -185,7 +185,7 @@ class RequestReading:
         def order(parsed: RoutingRequest) -> Order:
             said = self._asked(request, parsed)
             base, tokens_max = said.base, said.tokens_max
-            made = self._prompts.order(base, parsed.kind, tokens_max, request.pieces)
+            made = self._prompts.order(base, parsed.kind, tokens_max)
             made.learns = self.known.max_bytes > 0
             made.outlined = self.outlined(said.session.name)
             return made
@@ -291,8 +291,6 @@ class RequestReading:
         parsed = asked.parsed
         if parsed.echoes_chat and not self._core.registry.is_ours(asked.model):
             token_ids = None  # nothing of it will be reused
-        if token_ids is not None and parsed.kind in ("chat", "messages", "responses"):
-            token_ids = self._as_sampled(asked, token_ids)
         prompt_tokens = len(token_ids) if token_ids is not None else self._estimate(asked)
         room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - prompt_tokens, 0)
         return RouteRequest(
@@ -315,18 +313,6 @@ class RequestReading:
             deadline_s=None if asked.deadline_ms is None else started_s + asked.deadline_ms / 1000.0,
             ttft_s_max=None if asked.ttft_ms is None else asked.ttft_ms / 1000.0,
         )
-
-    def _as_sampled(self, asked: Asked, token_ids: Sequence[int]) -> Sequence[int]:
-        """With the ids that were sampled, where all workers can be told so: they are ours."""
-        book = self._prompts.sampled.get(asked.base)
-        found = None if book is None else book.mend(token_ids)
-        if found is None or not self._core.registry.is_ours(asked.model):
-            return token_ids
-        tokens_max = asked.tokens_max
-        if tokens_max is not None and len(found.ids) >= tokens_max > len(token_ids):
-            return token_ids  # too long, as the worker finds too
-        asked.spans, asked.beginning, asked.alike = found.spans, None, None
-        return found.ids
 
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body

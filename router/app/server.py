@@ -220,7 +220,6 @@ class RouterApp:
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
         route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)
-        exchange.spans = asked.spans
         try:
             self._tenants.weigh(exchange.request_id, route.prompt_tokens)
         except RequestError as error:

@@ -91,7 +91,7 @@ class ShadowProcess(RouterProcess):
         """What `router run` would be told. Here nothing is learned as requests pass: the books follow them too late. It
         is learned from the window instead."""
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
-        super().__init__(replace(config, core=core, sampled_mb=0, turns=replace(config.turns, share=1.0)), version)
+        super().__init__(replace(config, core=core, turns=replace(config.turns, share=1.0)), version)
         self._shadow = config.shadow
         balancer = config.shadow.balancer
         proxy = self._proxy

@@ -86,8 +86,6 @@ class Report(msgspec.Struct):
     """(bodies whose beginning was known, those that might have been, bytes) of what is known of bodies."""
     segments: dict[str, tuple[int, int, int]]
     """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
-    sampled: dict[str, tuple[int, int]]
-    """model -> (tokens as they were sampled, bytes) of what its workers have said."""
     large_bodies: dict[str, int]
     """outcome -> bodies given to helper processes."""
     waiting_bytes: int
@@ -117,9 +115,6 @@ class Report(msgspec.Struct):
         for model, (hits, misses, used) in other.segments.items():
             mine = self.segments.get(model, (0, 0, 0))
             self.segments[model] = (mine[0] + hits, mine[1] + misses, mine[2] + used)
-        for model, (mended, kept) in other.sampled.items():
-            ours = self.sampled.get(model, (0, 0))
-            self.sampled[model] = (ours[0] + mended, ours[1] + kept)
 
 
 class Siblings:

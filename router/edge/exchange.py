@@ -16,9 +16,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
-from prompts.sampled import Span, with_spans
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
-from router.decide.workers import OURS
 from router.edge.carrier import OUR_OWN, RETRYABLE, Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.continuation import Continuation, continuation
@@ -46,7 +44,7 @@ class Exchange:
     __slots__ = (
         "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
         "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request",
-        "request_id", "route", "sampled", "sent_s", "span", "spans", "started_s", "trace_id", "usage",
+        "request_id", "route", "sampled", "sent_s", "span", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
     def __init__(self, proxy: Carrier, client: Client, request: HttpRequest, request_id: str, trace_id: bytes) -> None:
@@ -62,8 +60,6 @@ class Exchange:
         """What the core was asked, once the prompt was read."""
         self.span: tuple[Any, bytes] | None = None
         """Where it is traced: whatever the tracer keeps, and what the worker is told in `traceparent`."""
-        self.spans: list[Span] = []
-        """Where workers of ours are to take other ids for the prompt than the encoder's: those that were priced."""
         self.sampled = False
         """Its decisions are logged with every candidate's terms."""
         self.in_core = False
@@ -218,9 +214,6 @@ class Exchange:
                 self._cut("no worker of the same engine is left")
                 return
             body, path = asked, stream.path
-        goes_on = stream is not None and stream.goes_on
-        if self.spans and not goes_on and self._proxy.engine(self.decision.worker) == OURS:
-            body = (with_spans(body[0], self.spans), *body[1:])
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
             traceparent=None if self.span is None else self.span[1],

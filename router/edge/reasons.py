@@ -271,10 +271,9 @@ def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[i
         begins = read.begins()
     else:
         keys = ()  # it is not found by these
-    sampled = sum([len(ids) for _, _, ids in read.spans]) if read.spans else 0
     return (
         name, ids, read.beginning, read.kept, read.stays, route.scope, keys, (), begins, route.session, route.parent,
-        sampled, route.final,
+        0, route.final,
     )  # fmt: skip
 
 

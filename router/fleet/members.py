@@ -25,12 +25,11 @@ from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
-from router.decide.workers import OURS, WorkerState
+from router.decide.workers import WorkerState
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.lists import read_workers_file, watch_file, watch_name
-from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient
 from router.prompting.reader import PromptReader
 
@@ -116,12 +115,10 @@ class Fleet:
         *,
         now: Callable[[], float],
         peers: PeerClient | None = None,
-        sampled: SampledFeed | None = None,
     ) -> None:
-        """`peers`: other routers, to start from what they know of a worker's cache. `sampled`: what workers said."""
+        """`peers`: other routers, to start from what they know of a worker's cache."""
         self._core = core
         self._peers = peers
-        self._sampled = sampled
         self._prober = prober
         self._feed = feed
         self._prompts = prompts
@@ -184,8 +181,6 @@ class Fleet:
         self.unusable.pop(worker_id, None)
         self._prompts.forget(member.flag.url)
         self._feed.forget(worker_id)
-        if self._sampled is not None:
-            self._sampled.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
@@ -207,8 +202,6 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._sampled is not None:
-            await self._sampled.close()
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's events, for `/workers`."""
@@ -379,9 +372,6 @@ class Fleet:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
             await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag))
-            book, flag = self._prompts.sampled.get(base), member.flag
-            if self._sampled is not None and book is not None and facts.engine == OURS:
-                await self._sampled.follow(flag.worker_id, flag.url, book, keyed=flag.keyed)
 
     async def _look_again(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""

@@ -51,8 +51,6 @@ class Order(msgspec.Struct):
     """Whether its beginning is to be known (router/prompting/returning.py)."""
     outlined: int = 0
     """Messages of a chat that are outlined already (router/prompting/outline.py)."""
-    calls: dict[str, str] = {}
-    """Of those that the body names: their arguments, as they were generated."""
 
 
 class Made(NamedTuple):
@@ -208,7 +206,6 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     parsed = read_routing(order.kind, body)
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.as_sent = order.as_sent
-        tokenizer.generated = order.calls.get
     prompt = read_prompt(parsed, tokenizer, order.tokens_max)
     ids = cut(prompt.ids, parsed, order.tokens_max)
     if not ids:

@@ -20,7 +20,6 @@ from typing import TypeVar
 from prompts.errors import RequestError
 from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
-from prompts.sampled import SampledBook
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.encode import cut, question, read_prompt
@@ -69,9 +68,7 @@ class PromptReader:
         override: str | None = None,
         chat_template: str | None = None,
         cache_bytes: int = CACHE_BYTES_DEFAULT,
-        sampled_bytes: int = 0,
     ) -> None:
-        """`sampled_bytes`: of what is remembered of a model's answers, each."""
         self._executor = executor
         self._cache_bytes = cache_bytes
         self.remote: RemoteTokenizer | None = None
@@ -80,9 +77,6 @@ class PromptReader:
         """A folder given on the command line, used for every model."""
         self._chat_template = chat_template
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._sampled_bytes = sampled_bytes
-        self.sampled: dict[str, SampledBook] = {}
-        """model -> what its workers have said, where its prompts are read here."""
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._reads = 0
         self.cpu_s = 0.0
@@ -183,9 +177,6 @@ class PromptReader:
             log.warning("no tokenizer for %s: %s", model, error)
             return
         self._tokenizers[model], self._folders[model] = loaded, str(folder)
-        if self._sampled_bytes and loaded.cut_ids:
-            self.sampled[model] = SampledBook(loaded.cut_ids, self._sampled_bytes)
-            loaded.generated = self.sampled[model].get
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 
@@ -243,15 +234,13 @@ class PromptReader:
         """In a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def order(self, model: str, kind: Kind, tokens_max: int | None, body: Sequence[bytes]) -> Order:
-        """What a helper is to make of a body, in pieces, for this base model."""
+    def order(self, model: str, kind: Kind, tokens_max: int | None) -> Order:
+        """What a helper is to make of a body for this base model."""
         asks = model if self.asks(model) else None
         tokenizer = self._tokenizers.get(model)
         template = tokenizer.chat_template if tokenizer is not None else None
         as_sent = template is not None and template.as_sent
-        book = self.sampled.get(model)
-        calls = {} if book is None else book.calls_in(body)
-        return Order(kind, self._folders.get(model), tokens_max, asks, as_sent, calls=calls)
+        return Order(kind, self._folders.get(model), tokens_max, asks, as_sent)
 
 
 def checkpoint_folder(name: str) -> Path | None:

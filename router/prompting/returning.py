@@ -307,9 +307,7 @@ def _text(tokenizer: Tokenizer, rest: Rest, first: Message, count: int, messages
     template = tokenizer.chat_template
     assert template is not None
     firsts = 2 - count % 2
-    return render_chat(
-        template, rest.chat, tokenizer.generated, behind=firsts + 1, told=rest.told, sent=[*[first] * firsts, *messages]
-    )
+    return render_chat(template, rest.chat, behind=firsts + 1, told=rest.told, sent=[*[first] * firsts, *messages])
 
 
 def _mark(

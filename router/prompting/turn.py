@@ -13,7 +13,6 @@ from typing import Any, Final
 import xxhash
 
 from prompts.routing import RoutingRequest
-from prompts.sampled import Span
 from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline, Outlined
@@ -25,7 +24,7 @@ BEGINNING_CHARS: Final = 256
 class ReadTurn:
     """What a request asks for, as far as its conversation goes."""
 
-    __slots__ = ("beginning", "drawn", "kept", "known", "outline", "parsed", "session", "spans", "stays")
+    __slots__ = ("beginning", "drawn", "kept", "known", "outline", "parsed", "session", "stays")
 
     def __init__(self, parsed: RoutingRequest, session: Session) -> None:
         self.parsed = parsed
@@ -34,8 +33,6 @@ class ReadTurn:
         """Of its messages, or the last of them, where it was read elsewhere."""
         self.drawn: Callable[[int], Outlined | None] | None = None
         """Makes it, where not all of them were read now."""
-        self.spans: list[Span] = []
-        """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
         self.known: Known | None = None
         """Whose beginning its body has, where that was not read again."""
         self.beginning: array[int] | None = None

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from aiohttp.streams import StreamReader
 
-from router.asking import READ_BYTES, Unanswered, ask, lines
+from router.asking import READ_BYTES, Unanswered, ask
 
 PIECES_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
@@ -82,34 +82,3 @@ def test_chunks_of_a_byte_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPat
     assert turns.most <= PIECES_MAX
     with pytest.raises(Unanswered, match="more than 99 bytes"):
         answered(answer, lambda session, url: ask(session, url, seconds=60, bytes_max=99))
-
-
-def test_lines_of_a_byte_are_read_a_few_at_a_time() -> None:
-    """How a worker may tell what it sampled (router/fleet/sampled.py)."""
-    turns = Turns()
-    body = b"\n" * COUNT + b"one\n" + b"x" * COUNT + b"\nno end"
-
-    async def count(session: aiohttp.ClientSession, url: str) -> list[bytes]:
-        found = []
-        async with session.get(url, read_bufsize=READ_BYTES) as answer:
-            async for line in lines(answer, COUNT):
-                turns.more()
-                found.append(line)
-        return found
-
-    async def read(session: aiohttp.ClientSession, url: str) -> Any:
-        return await watched(turns, count(session, url))
-
-    answer = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
-    assert answered(answer, read) == [b""] * COUNT + [b"one", b"x" * COUNT]
-    assert turns.most <= READ_BYTES
-
-
-def test_a_line_without_end_is_given_up() -> None:
-    async def read(session: aiohttp.ClientSession, url: str) -> int:
-        async with session.get(url) as answer:
-            return len([line async for line in lines(answer, COUNT)])
-
-    body = b"ok\n" + b"x" * (COUNT + READ_BYTES)
-    with pytest.raises(ValueError, match=f"more than {COUNT} bytes"):
-        answered(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body, read)

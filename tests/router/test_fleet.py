@@ -209,7 +209,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         prober: Any = Slow()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = SimpleNamespace(follow=lambda *_: None, incomplete=lambda _: {}, forget=lambda _: None)
-        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None, sampled={})
+        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 

@@ -158,7 +158,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
         ids = edge.prompts.read(parsed, edge.prompts.get("m")).ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
-        order = edge.prompts.order("m", "chat", None, [json.dumps(asked).encode()])
+        order = edge.prompts.order("m", "chat", None)
         assert order.as_sent is older
         shelf = _Shelf(None, 0)
         _load(shelf, order.folder)
