@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,11 +21,12 @@ from typing import Any
 
 import _path  # noqa: F401
 import click
-from harness.figures import in_words, machine, resident_bytes, write_json
+from harness.figures import in_words, machine, resident_bytes
 from harness.load import Client, post
 from harness.peers import before_mocks
 from harness.programs import ADMIN_KEY, metric
 from harness.talks import CHAT, Bodies, question
+from harness.trial import Trial
 
 from engine.tiny.tokenizer import write_tokenizer
 
@@ -113,22 +112,23 @@ class Soak:
 @click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(minutes: float, rate: float, checkout: bool, json_file: Path | None) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_tokenizer(folder, 4096, 1 << 20)
-        mocks = [["--churn", "50", "--chunks", "16"]] * 2
-        print(in_words(machine()))
-        with before_mocks(folder, checkout, mocks, "--log-level", "error") as (router, url, _):
-            soak = Soak(url, router.pid, rate)
-            asyncio.run(soak.fill())
-            asyncio.run(soak.run(minutes, max(5.0, 60 * minutes / 30)))
+    trial = Trial("soak")
+    write_tokenizer(trial.folder, 4096, 1 << 20)
+    mocks = [["--churn", "50", "--chunks", "16"]] * 2
+    print(in_words(machine()))
+    with before_mocks(trial.folder, checkout, mocks, "--log-level", "error") as (router, url, _):
+        trial.watch(router)
+        soak = Soak(url, router.pid, rate)
+        asyncio.run(soak.fill())
+        asyncio.run(soak.run(minutes, max(5.0, 60 * minutes / 30)))
+        trial.read_logs("all of it")
     half = soak.samples[len(soak.samples) // 2 :]
-    growth = half[-1][1] - half[0][1] if len(half) > 1 else 0.0
-    total = sum(soak.outcomes.values())
-    print(f"second half: {half[0][1]:.1f} -> {half[-1][1]:.1f} MiB ({growth:+.1f}); {total} requests")
-    report = {"machine": machine(), "samples_min_mib_text_blocks": soak.samples, "outcomes": dict(soak.outcomes)}
-    write_json(json_file, {**report, "second_half_growth_mib": growth})
-    sys.exit(growth > 0.01 * half[0][1])
+    growth = half[-1][1] - half[0][1]
+    print(f"second half: {half[0][1]:.1f} -> {half[-1][1]:.1f} MiB; {sum(soak.outcomes.values())} requests")
+    if growth > 0.01 * half[0][1]:
+        trial.fault("memory", f"grew by {growth:.1f} MiB in the second half")
+    trial.close()
+    trial.end({"samples_min_mib_text_blocks": soak.samples, "outcomes": soak.outcomes}, json_file)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,18 @@ where its deafness happens to be wrong.
 from __future__ import annotations
 
 import random
-import time
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from event_faults_routers import Router
-from harness.programs import await_true, call
+from harness.programs import Program, await_true, call, ours
 from harness.workers import BLOCK, FakeWorker, Publisher, removed, stored
 
+START_S_MAX = 60.0
 SETTLE_S_MAX = 12.0
-"""How long a router that explains itself may take to believe the truth."""
+"""How long the router may take to believe the truth."""
 _SEVERITY = ("failed", "stale hit", "false hit", "lost hit", "right")
 FULL: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
@@ -94,6 +95,49 @@ class Row:
     right: int = 0
 
 
+class Router:
+    """`router run`; workers come and go through its admin API."""
+
+    def __init__(self, *args: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        command = ours("router", "run", "--port", "0", "--log-level", "error", *args)
+        self._program = Program(command, Path(self._folder.name) / "router.log")
+        self.url = self._program.await_line()
+
+    def attach(self, workers: list[FakeWorker]) -> None:
+        """It has these workers too, and follows them. RuntimeError where they are not taken in."""
+        for worker in workers:
+            status, answer = call(f"{self.url}/workers", {"url": worker.url})
+            if status != 201:
+                raise RuntimeError(f"POST /workers answers {status}: {answer}")
+        ids = {f"127.0.0.1:{worker.port}" for worker in workers}
+
+        def following() -> bool:
+            rows = {row["worker_id"]: row for row in call(f"{self.url}/workers")[1]["workers"]}
+            return ids <= rows.keys() and all(
+                rows[i]["state"] == "up" and all(s["up"] and s["phase"] == "live" for s in rows[i]["events"]["streams"])
+                for i in ids
+            )
+
+        if not await_true(following, START_S_MAX):
+            raise RuntimeError(f"workers not followed: {call(f'{self.url}/workers')[1]}")
+
+    def predicted(self, body: dict[str, Any]) -> dict[int, int] | None:
+        """Port of a worker -> tokens of the prompt that the router believes it has cached; None: no answer."""
+        status, answer = call(f"{self.url}/route", body)
+        if status != 200:
+            return None
+        return {int(row["worker"].rpartition(":")[2]): row["cached_tokens"] for row in answer["candidates"]}
+
+    def detach(self, workers: list[FakeWorker]) -> None:
+        for worker in workers:
+            call(f"{self.url}/workers/127.0.0.1:{worker.port}", method="DELETE")
+
+    def close(self) -> None:
+        self._program.stop()
+        self._folder.cleanup()
+
+
 class Play:
     """One case against one router: what the case plays with, and what was found."""
 
@@ -123,7 +167,7 @@ class Play:
     def _run(self) -> Row:
         if self._case.before is not None:
             self._case.before(self)
-        self.url = self._router.attach(self._workers)
+        self._router.attach(self._workers)
         deaf = [worker.url for worker in self._workers if not worker.publisher.await_subscriber()]
         for play in (Play._control, *[self._case.play] * self._case.rounds):
             probes = play(self)
@@ -131,8 +175,6 @@ class Play:
             for probe in probes:
                 self.ask(probe)
         verdict, detail = min(self._found, key=lambda one: _SEVERITY.index(one[0]))
-        if verdict != "right" and self._case.name in self._router.notes:
-            detail += f" ({self._router.notes[self._case.name]})"
         if deaf:
             detail = f"nobody subscribed to {', '.join(deaf)}. {detail}"
         return Row(self._case.name, verdict, detail, len(self._found), sum(one[0] == "right" for one in self._found))
@@ -178,10 +220,7 @@ class Play:
     # What the router makes of it --------------------------------------------------------------------------------------
 
     def settle(self, *probes: Probe) -> None:
-        """Give the router the time to apply what was published: until it predicts these truths, where it tells."""
-        if not self._router.explains:
-            time.sleep(self._router.settle_s)
-            return
+        """Give the router the time to apply what was published: until it predicts these truths."""
         # What comes last on each stream is waited for, so that nothing is judged before it was applied. A fault that
         # consists in silence must not be broken by such a mark.
         marks = [] if self._case.silent or any(probe.control for probe in probes) else self._control()
@@ -191,7 +230,7 @@ class Play:
         """Ask for the prompt right now, and judge."""
         believed = self._believed(probe)
         before = [len(worker.asked) for worker in self._workers]
-        status, answer = call(f"{self.url}/v1/completions", self._body(probe))
+        status, answer = call(f"{self._router.url}/v1/completions", self._body(probe))
         went = [len(worker.asked) > count for worker, count in zip(self._workers, before)]
         truth = (probe.a, probe.b)
         where = f"truth {truth}" + (f", predicted {believed}" if believed is not None else "")
@@ -215,5 +254,5 @@ class Play:
 
     def _believed(self, probe: Probe) -> tuple[int, int] | None:
         """What the router predicts on A and on B."""
-        predicted = self._router.predicted(self.url, self._body(probe))
+        predicted = self._router.predicted(self._body(probe))
         return None if predicted is None else (predicted.get(self.a.port, 0), predicted.get(self.b.port, 0))

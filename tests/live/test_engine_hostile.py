@@ -15,10 +15,13 @@ pytestmark = [pytest.mark.live, pytest.mark.begins_first]
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hostile_engine"
 
 
-def test_no_request_ends_service_or_changes_a_neighbour() -> None:
+def test_no_request_ends_service_or_changes_a_neighbour(tmp_path: Path) -> None:
     seed = int(time.time() // 86400)
-    args = [sys.executable, str(SCRIPT), "--json", "--count", "500", "--seed", str(seed), "--", "--check-invariants"]
-    found = json.loads(subprocess.run(args, capture_output=True, text=True, check=False).stdout)
-    assert found["wrong"] == [], f"seed {seed}"
+    report = tmp_path / "report.json"
+    args = [sys.executable, str(SCRIPT), "--json", str(report), "--count", "500", "--seed", str(seed)]
+    done = subprocess.run([*args, "--", "--check-invariants"], capture_output=True, text=True, check=False)
+    assert report.exists(), done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["faults"] == [], f"seed {seed}"
     assert found["requests"] == 500
     assert found["victim"]["answers"] >= 2

@@ -21,7 +21,7 @@ def play(folder: Path, *args: str) -> tuple[int, dict[str, str], str]:
     environment = {**os.environ, "BLOCKCAST_NO_VENV": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert out.exists(), done.stderr
-    (rows,) = json.loads(out.read_text())["routers"].values()
+    rows = json.loads(out.read_text())["rows"]
     return done.returncode, {row["case"]: row["verdict"] for row in rows}, done.stdout
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.live
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """The scripted worker's modules."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    names = ("harness.workers", "event_faults_routers")
+    names = ("harness.workers", "event_faults_script")
     yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
     for name in names:
         sys.modules.pop(name, None)
@@ -31,7 +31,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
 def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any], restarted: bool) -> None:
     worker_module, routers = parts
     worker = worker_module.FakeWorker("m", worker_module.Publisher())
-    first = routers.Ours()
+    first = routers.Router()
     late = None
     try:
         first.attach([worker])
@@ -43,22 +43,20 @@ def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any], resta
         for block in range(10):
             parent = names[block - 1] if block else None
             worker.publisher.publish(worker_module.stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
-        assert routers.await_true(lambda: first.predicted(first.url, body) == {worker.port: 160}, 10)
+        assert routers.await_true(lambda: first.predicted(body) == {worker.port: 160}, 10)
         worker.publisher.trim(9)
         if restarted:
             first_seen = worker.publisher.seq
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
                 worker.publisher.publish(worker_module.stored([rng.getrandbits(64)], [1] * 16), lost=True)
-        late = routers.Ours("--snapshot-from", first.url)
+        late = routers.Router("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if restarted else 160}
-        assert routers.await_true(lambda: late.predicted(late.url, body) == expected, 10), late.predicted(
-            late.url, body
-        )
-        alone = routers.Ours()
+        assert routers.await_true(lambda: late.predicted(body) == expected, 10), late.predicted(body)
+        alone = routers.Router()
         alone.attach([worker])
-        assert alone.predicted(alone.url, body) == {worker.port: 0}, "the ring alone does not tell"
+        assert alone.predicted(body) == {worker.port: 0}, "the ring alone does not tell"
         alone.close()
     finally:
         for router in (first, late):

@@ -1,0 +1,61 @@
+"""What scripts that look for faults share: programs with their logs, the faults that were found, the report."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harness.figures import machine, write_json
+from harness.programs import Program
+
+TRACEBACK = "Traceback (most recent call last)"
+
+
+class Trial:
+    """Programs on trial. `close` ends them; their logs stay in `folder` where a fault was found."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"blockcast-{name}-"))
+        self.stack = ExitStack()
+        self.faults: list[dict[str, str]] = []
+        self._read: dict[Program, int] = {}
+        """Program -> characters of its log that were looked at."""
+
+    def watch(self, program: Program) -> Program:
+        """The program must go on and log no traceback."""
+        self._read[program] = 0
+        return program
+
+    def fault(self, attack: str, what: str, reproducer: object = "") -> None:
+        self.faults.append({"attack": attack, "what": what[:600], "reproducer": repr(reproducer)[:4000]})
+
+    def read_logs(self, attack: str) -> None:
+        """Tracebacks that were logged since the last look are faults of this attack. RuntimeError for a program that
+        has ended."""
+        for program, at in self._read.items():
+            text = program.text()
+            self._read[program] = len(text)
+            for trace in text[at:].split(TRACEBACK)[1:3]:
+                lines = [line for line in trace.splitlines()[1:] if line.strip(" ^~")]
+                raised = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
+                self.fault(attack, f"{program.log.stem} raised: {' | '.join(lines[max(0, raised - 2) : raised + 1])}")
+            if program.process.poll() is not None:
+                status = program.process.poll()
+                raise RuntimeError(f"{program.log.stem} ended with {status} after {attack}; {program.log}")
+
+    def close(self) -> None:
+        self.stack.close()
+        if not self.faults:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def end(self, report: dict[str, Any], json_file: Path | None) -> None:
+        """Write the report, print the faults, and exit: with status 1 where there are some."""
+        write_json(json_file, {"machine": machine(), **report, "faults": self.faults})
+        for fault in self.faults[:40]:
+            print(f"FAULT {fault['attack']}: {fault['what']}")
+        print(f"{len(self.faults)} faults" + f"; logs in {self.folder}" * bool(self.faults))
+        sys.exit(1 if self.faults else 0)
