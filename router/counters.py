@@ -9,8 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 log = logging.getLogger("router")
 
@@ -38,11 +37,6 @@ class Histogram:
                 high = middle
         self.counts[low] += 1
         self.total += value
-
-    def add(self, counts: list[int], total: float) -> None:
-        """What another process observed with the same bounds."""
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts)]
-        self.total += total
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count) pairs, the last bound infinite."""
@@ -77,7 +71,7 @@ class Ends:
 
 @dataclass(slots=True, eq=False)
 class Metrics:
-    """The numbers of one process."""
+    """The numbers of this router."""
 
     requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """(route, model, outcome) of every request that ended."""
@@ -134,37 +128,6 @@ class Metrics:
                 self.decisions[worker] += ends.count
             ends.count = 0
 
-    def dump(self) -> dict[str, Any]:
-        """As JSON can carry it, for another process to `absorb`."""
-        self.fold()
-        values: dict[str, Any] = {}
-        for name in _COUNTED:
-            value = getattr(self, name)
-            if isinstance(value, Counter):
-                values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
-            elif isinstance(value, Histogram):
-                values[name] = [value.counts, value.total]
-            elif isinstance(value, Histograms):
-                values[name] = [[list(key), one.counts, one.total] for key, one in value.by_labels.items()]
-            else:
-                values[name] = value
-        return values
-
-    def absorb(self, dump: dict[str, Any]) -> None:
-        """Add what another process counted."""
-        for name in _COUNTED:
-            value, other = getattr(self, name), dump[name]
-            if isinstance(value, Counter):
-                for key, count in other:
-                    value[tuple(key) if isinstance(key, list) else key] += count
-            elif isinstance(value, Histogram):
-                value.add(*other)
-            elif isinstance(value, Histograms):
-                for key, counts, total in other:
-                    value.of(tuple(key)).add(counts, total)
-            else:
-                setattr(self, name, value + other)
-
     def keep_workers(self, known: Container[str]) -> None:
         """Drop the counts of workers that are known no more: addresses come and go for as long as the router runs."""
         self.fold()
@@ -189,6 +152,3 @@ class Metrics:
 
     def attempt_failed(self, worker: str, kind: str) -> None:
         self.failures[worker, kind] += 1
-
-
-_COUNTED = tuple(item.name for item in fields(Metrics) if not item.name.startswith("_"))

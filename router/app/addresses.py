@@ -43,8 +43,6 @@ class Addresses:
         if admin is not None:
             admin_port = await self._open("admin", "--admin", admin, guard.admin_address, predecessor)
             log.info("admin routes on %s:%d", admin[0], admin_port)
-        if config.share is not None:
-            await self._listener(anybody).start_unix(config.share.control(config.share.index))
         return port
 
     async def _open(
@@ -57,7 +55,7 @@ class Addresses:
             return await listener.start(
                 *address,
                 server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
-                reuse_port=config.share is not None,
+                reuse_port=config.reuse_port and name == "main",
                 inherited=() if predecessor is None else predecessor.of(name),
             )
 

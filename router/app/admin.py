@@ -6,7 +6,6 @@ tell what is cached where and change who gets work: router/app/guard.py says who
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import re
@@ -20,10 +19,9 @@ import msgspec
 from prompts.errors import RequestError, bad_value
 from prompts.routing import KINDS
 from router.app.dashboard import Dashboard
-from router.app.metrics_page import families, render
+from router.app.metrics_page import Report, families, render
 from router.app.openapi import Worker, document
 from router.app.reading import RequestReading
-from router.app.siblings import RELAYED, Report, Siblings, Standing, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
@@ -63,7 +61,6 @@ class Admin:
         event_faults: Callable[[], int] = lambda: 0,
         events_ignored: Callable[[], int] = lambda: 0,
         peer_messages: Callable[[], dict[str, int]] = dict,
-        siblings: Siblings | None = None,
         synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
         reasons: Reasons | None = None,
@@ -81,7 +78,6 @@ class Admin:
         self._event_faults = event_faults
         self._events_ignored = events_ignored
         self._peer_messages = peer_messages
-        self._siblings = siblings
         self._synced = synced
         """Whether a worker's event streams have caught up."""
         self._ready_s = ready_s
@@ -109,12 +105,6 @@ class Admin:
             ("POST", "/route", self._route, False),
             ("GET", "/requests/*", self._request, False),
         ]
-        if siblings is not None:
-            handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
-            handlers.append(("GET", "/standing", lambda *_: Answer(msgspec.json.encode(self.standing())), False))
-            handlers.append(("POST", "/stored", self._note_stored, False))
-            self._telling: set[asyncio.Task[None]] = set()
-            reading.stored.tell = self._tell_stored
         for method, path, handler, public in handlers:
             self.routes.add(method, path, handler, public=public)
 
@@ -135,11 +125,9 @@ class Admin:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
-    async def _ready(self, request: HttpRequest, _: str) -> Answer:
-        """Whether requests had better be sent here than to another router: to any of its processes."""
+    def _ready(self, request: HttpRequest, _: str) -> Answer:
+        """Whether requests had better be sent here than to another router."""
         reason = self.not_ready()
-        if reason is None and self._siblings is not None and request.header(RELAYED) is None:
-            reason = await self._siblings.not_ready()
         return Answer(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
     def not_ready(self) -> str | None:
@@ -197,22 +185,12 @@ class Admin:
         return merged
 
     def report(self) -> Report:
-        """What this process did."""
+        """What the parts of the router count for themselves. Brings the metrics up to date."""
         if self._reasons is not None:
             self._reasons.settle()
-        snapshot = self._core.snapshot(self._now())
+        self._metrics.fold()
         segments = self._prompts.cache_stats()
         return Report(
-            metrics=self._metrics.dump(),
-            in_flight=snapshot.in_flight,
-            held=snapshot.held,
-            counters=dict(snapshot.counters),
-            workers={
-                row.target: WorkerSums(
-                    row.prefilling, row.decoding, row.routed, row.predicted_cached_tokens, row.reported_cached_tokens
-                )
-                for row in snapshot.workers
-            },
             tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
             known_bodies=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
             large_bodies=dict(self._reading.helpers.counts),
@@ -223,33 +201,20 @@ class Admin:
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 
-    async def _sums(self) -> tuple[Metrics, Report]:
-        """What all processes did."""
-        report = self.report()
-        if self._siblings is None:
-            return self._metrics, report
-        metrics = Metrics()
-        metrics.absorb(report.metrics)
-        for other in await self._siblings.reports():
-            metrics.absorb(other.metrics)
-            report.add(other)
-        return metrics, report
-
-    async def _render_metrics(self, request: HttpRequest, argument: str) -> Answer:
-        """Sums over all processes; what is gauged of workers and index is this one's view."""
-        metrics, report = await self._sums()
-        snapshot, starting, unusable = self._core.snapshot(self._now()), self._fleet.starting(), self._fleet.unusable
-        page = families(metrics, report, snapshot, self._core.index.stats(), starting, unusable, self._feed_totals())
+    def _render_metrics(self, request: HttpRequest, argument: str) -> Answer:
+        report, snapshot = self.report(), self._core.snapshot(self._now())
+        starting, unusable, index = self._fleet.starting(), self._fleet.unusable, self._core.index.stats()
+        page = families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())
         return Answer(render(page), content_type=TEXT)
 
-    def workers(self, report: Report | None = None) -> dict[str, Any]:
-        """The body of `GET /workers`; `report` has the sums where there are several processes."""
-        snapshot, report = self._core.snapshot(self._now()), report or self.report()
+    def workers(self) -> dict[str, Any]:
+        """The body of `GET /workers`. Brings the reasons of misses up to date, which the dashboard shows beside it."""
+        if self._reasons is not None:
+            self._reasons.settle()
+        snapshot = self._core.snapshot(self._now())
         rows = []
         for row in snapshot.workers:
             values = dataclasses.asdict(row)
-            if row.target in report.workers:  # else it came while the other processes were asked
-                values |= msgspec.structs.asdict(report.workers[row.target])
             values["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
             bases = {model.base for model in worker.models.values()} if worker is not None else set()
@@ -263,41 +228,14 @@ class Admin:
         stats = self._core.index.stats()
         return {
             "workers": rows,
-            "in_flight": report.in_flight,
-            "held": report.held,
-            "counters": report.counters,
+            "in_flight": snapshot.in_flight,
+            "held": snapshot.held,
+            "counters": snapshot.counters,
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }
 
-    async def _workers(self, request: HttpRequest, argument: str) -> Answer:
-        report = (await self._sums())[1]
-        return Answer(msgspec.json.encode(self.workers(report)))
-
-    def standing(self) -> Standing:
-        """For a process that is started again, or a router that takes over."""
-        workers = self._core.workers.values()
-        return Standing(self._fleet.named(), [w.worker_id for w in workers if w.state is WorkerState.DRAINING])
-
-    async def _pass_on(self, request: HttpRequest) -> None:
-        """Have the other processes do what this one did, unless one of them asked for it."""
-        if self._siblings is not None and request.header(RELAYED) is None:
-            await self._siblings.relay(request.method, request.target.decode("latin-1"), request.body)
-
-    def _tell_stored(self, name: str, worker: str) -> None:
-        """Any of the processes may be asked for it next."""
-        assert self._siblings is not None
-        telling = self._siblings.relay("POST", "/stored", msgspec.json.encode((name, worker)))
-        task = asyncio.get_running_loop().create_task(telling)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    def _note_stored(self, request: HttpRequest, _: str) -> Answer:
-        try:
-            name, worker = msgspec.json.decode(request.body, type=tuple[str, str])
-        except msgspec.DecodeError as error:
-            raise RequestError(f"the body: {error}", param=None) from None
-        self._reading.stored.note(name, worker)
-        return Answer(b"{}")
+    def _workers(self, request: HttpRequest, argument: str) -> Answer:
+        return Answer(msgspec.json.encode(self.workers()))
 
     async def _add(self, request: HttpRequest, _: str) -> Answer:
         settings = {key: _whole(value) for key, value in _object(request.body).items()}
@@ -307,7 +245,6 @@ class Admin:
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
         log.info("admin: worker %s added", worker_id)
-        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
 
     async def _remove(self, request: HttpRequest, argument: str) -> Answer:
@@ -316,7 +253,6 @@ class Admin:
         worker_id = self._known(name, *self._fleet.starting())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
-        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
     async def _drain(self, request: HttpRequest, argument: str) -> Answer:
@@ -327,7 +263,6 @@ class Admin:
         worker_id = self._known(argument)
         await self._fleet.drain(worker_id, on=on)
         log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
-        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 
     def _known(self, name: str, *starting: str) -> str:
@@ -363,17 +298,13 @@ class Admin:
             body["why"] = self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))
 
-    async def _request(self, request: HttpRequest, argument: str) -> Answer:
+    def _request(self, request: HttpRequest, argument: str) -> Answer:
         """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
         if self._reasons is not None:
             for name in (argument, _ANSWER.sub("", argument)):
                 why = self._reasons.get(name)
                 if why is not None:
                     return Answer(msgspec.json.encode(shown(why)))
-        if self._siblings is not None and request.header(RELAYED) is None:
-            answer = await self._siblings.find(request.target.decode("latin-1"))
-            if answer is not None:
-                return Answer(answer)
         raise RequestError(
             f"request {argument[:200]!r}: {self._unknown()}", param=None, code="unknown_request", status=404
         )

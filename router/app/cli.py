@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,7 +18,6 @@ from options.logs import configure_logging
 from options.tls import client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
 from router.app.process import run_process
-from router.app.supervise import supervise
 from router.commands.top import top
 
 log = logging.getLogger("router")
@@ -64,18 +61,7 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     found = config.workers or config.worker_dns or config.workers_file or config.kubernetes
     if not (found or config.admin):
         log.warning("no workers yet: add them with POST /workers")
-    if config.admin_api_key is None and config.processes > 1:
-        config = replace(config, admin_api_key=secrets.token_urlsafe(24))
-        print(f"router admin key: {config.admin_api_key}", flush=True)
-    _serve(config)
-
-
-def _serve(config: ProcessConfig) -> None:
-    if config.processes == 1:
-        _guarded(lambda: run_process(config, own_version()))
-    else:
-        own = own_version()
-        _guarded(lambda: sys.exit(supervise(config, config.processes, lambda each: run_process(each, own))))
+    _guarded(lambda: run_process(config, own_version()))
 
 
 def _guarded(run: Callable[[], None]) -> None:
@@ -111,7 +97,7 @@ def epp(urls: tuple[str, ...], **given: Any) -> None:
     given["workers"] = (*urls, *given["workers"])
     config: EppConfig = load_given(EPP_SCHEMA, given).config
     configure_logging(config.log_level, as_json=config.log_json)
-    _serve(config)
+    _guarded(lambda: run_process(config, own_version()))
 
 
 SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.

@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Loaded, Schema, Size
 from prompts.segments import CACHE_BYTES_DEFAULT
-from router.app.siblings import Share
 from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
@@ -67,6 +66,9 @@ class ProcessConfig:
         "replay), at the start and after a gap. May be repeated."] = ()
     host: Annotated[str, Flag(metavar="HOST"), "Interface of the API."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
+    reuse_port: Annotated[bool, Flag(),
+        "Share --port with other routers on this machine that were started with this flag too: the kernel spreads new "
+        "connections over them. Give each its own --admin, and --peer to agree about load."] = False
     admin: Annotated[HostPort | None, Flag(),
         "Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]"] = None
     admin_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_ADMIN_API_KEY"),
@@ -107,8 +109,6 @@ class ProcessConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     helpers: PoolConfig = field(default_factory=PoolConfig)
-    processes: Annotated[int, Meta(ge=1, le=256), Flag(), "Equal processes on one port; each keeps the whole index."
-    ] = 1
     seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),
         "How much is logged, to stderr."] = "info"
@@ -121,10 +121,6 @@ class ProcessConfig:
     trace_share: Annotated[Part, Flag(),
         "Share of requests that are traced, besides those whose traceparent says so."] = 0.01
     log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
-    announce: bool = True
-    """Print the address on stdout once requests are taken."""
-    share: Share | None = None
-    """Which process of several this is."""
 
     def __post_init__(self) -> None:
         ids = [flag.worker_id for flag in self.worker_flags]
@@ -139,10 +135,8 @@ class ProcessConfig:
             raise ConfigError("--kubernetes needs more: pip install 'blockcast[kubernetes]'")
         if self.admin_address is not None and self.admin_address[1] > 65535:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
-        if self.share is None and self.processes > 1 and (self.peers or self.peer_bind or self.bind_events):
-            raise ConfigError("--processes: cannot be combined with --peer, --peer-bind or --bind-events")
-        if self.share is None and self.processes > 1 and self.hand_over is not None and self.port == 0:
-            raise ConfigError("--processes with --hand-over: give --port a number")
+        if self.reuse_port and self.port == 0:
+            raise ConfigError("--reuse-port: give --port a number, the same to every router that shares it")
         for flag, parts in (
             ("--tls", (self.tls_cert, self.tls_key)), ("--worker-tls", (self.worker_tls_cert, self.worker_tls_key)),
         ):  # fmt: skip
@@ -186,8 +180,8 @@ class EppConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
-        if self.processes > 1 or self.hand_over is not None:
-            raise ConfigError("--processes, --hand-over: not for `router epp`: start several, with --peer each")
+        if self.reuse_port or self.hand_over is not None:
+            raise ConfigError("--reuse-port, --hand-over: not for `router epp`: start several, with --peer each")
         if self.picker.self_signed and self.tls_cert is not None:
             raise ConfigError("--self-signed: not with --tls-cert")
 
@@ -205,8 +199,8 @@ class ShadowProcessConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
-        if self.processes > 1 or self.hand_over is not None:
-            raise ConfigError("--processes, --hand-over: not for `router shadow`, which decides nothing")
+        if self.reuse_port or self.hand_over is not None:
+            raise ConfigError("--reuse-port, --hand-over: not for `router shadow`, which decides nothing")
         if self.shadow.balancer is not None and self.shadow.log is not None:
             raise ConfigError("--pass-to and --log: expected one of them")
         if self.core.queue.enabled:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from router.app.siblings import Report, WorkerSums
 from router.counters import Metrics
 from router.decide.registry import CoreSnapshot
 from router.decide.workers import WorkerState
@@ -24,6 +24,27 @@ Rows = Iterator[tuple[str, str, str, Values]]
 """(name, text, labels, values) of families."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures of the page that neither the metrics nor the core nor the index have."""
+
+    tokenize_cpu_s: float
+    known_bodies: tuple[int, int, int]
+    """(bodies whose beginning was known, those that might have been, bytes) of what is known of bodies."""
+    segments: dict[str, tuple[int, int, int]]
+    """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
+    large_bodies: dict[str, int]
+    """outcome -> bodies given to helper processes."""
+    waiting_bytes: int
+    """Of large bodies that are not read yet."""
+    event_faults: int
+    """What raised on the thread that reads events."""
+    events_ignored: int
+    """Messages of topics that nobody follows."""
+    peer_messages: dict[str, int]
+    """outcome -> messages of and to other routers."""
+
+
 def families(
     metrics: Metrics,
     report: Report,
@@ -33,13 +54,13 @@ def families(
     unusable: Mapping[str, int],
     events: dict[str, dict[str, int]],
 ) -> Iterator[Family]:
-    """The page. `metrics` and `report` have the sums over processes; `starting` are workers that were never reached,
-    `unusable` counts what asking each worker did not bring, `events` what its event streams did (worker -> counters).
+    """The page. `starting`: workers that were never reached. `unusable`: worker -> questions that brought nothing.
+    `events`: worker -> counters of its event streams.
     """
-    yield from _of(CounterMetricFamily, _counted(metrics, report, unusable))
+    yield from _of(CounterMetricFamily, _counted(metrics, report, snapshot, unusable))
     yield from feed_families(events)
-    yield from _of(GaugeMetricFamily, _gauged(metrics, report, index))
-    yield from _of(GaugeMetricFamily, _workers(snapshot, report, starting))
+    yield from _of(GaugeMetricFamily, _gauged(metrics, report, snapshot, index))
+    yield from _of(GaugeMetricFamily, _workers(snapshot, starting))
     for name, text, histograms in (
         ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
         ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
@@ -55,7 +76,7 @@ def families(
         yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
 
-def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> Rows:
+def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable: Mapping[str, int]) -> Rows:
     yield "requests", "Requests that ended, by route, model and outcome.", "route model outcome", metrics.requests
     yield "decisions", "Attempts sent to each worker.", "worker", metrics.decisions
     yield "attempt_failures", "Attempts that failed, by worker and kind.", "worker kind", metrics.failures
@@ -77,7 +98,7 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
         "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, reported."
     )
     yield "reused_tokens", text, "point", metrics.reused_tokens
-    yield "core", "Events in the core: routed, held, refused, retried ...", "event", report.counters
+    yield "core", "Events in the core: routed, held, refused, retried ...", "event", snapshot.counters
     text = "Probes and checks of a worker that failed, or whose answer could not be used."
     yield "worker_check_failures", text, "worker", unusable
     text = "Bodies given to helper processes: read, unread (load decided), refused (no JSON), full, failed."
@@ -112,13 +133,13 @@ def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
     return _of(CounterMetricFamily, texts)
 
 
-def _gauged(metrics: Metrics, report: Report, index: IndexStats) -> Rows:
+def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
     used = {name: one[2] for name, one in report.segments.items()}
     yield "segment_cache_bytes", "Memory of encoded segments.", "model", used
     for name, text, value in (
         ("held_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.held_bytes),
-        ("in_flight", "Requests forwarded and not answered to the end.", report.in_flight),
-        ("held", "Requests waiting in the reordering queue.", report.held),
+        ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
+        ("held", "Requests waiting in the reordering queue.", snapshot.held),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
         ("known_bodies_bytes", "Memory of what is known of bodies.", report.known_bodies[2]),
         ("index_holders", "Event streams in the index.", index.holders),
@@ -130,17 +151,16 @@ def _gauged(metrics: Metrics, report: Report, index: IndexStats) -> Rows:
         yield name, text, "", {(): value}
 
 
-def _workers(snapshot: CoreSnapshot, report: Report, starting: Iterable[str]) -> Rows:
+def _workers(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
     workers = snapshot.workers
-    sums = {worker.target: report.workers.get(worker.target, WorkerSums()) for worker in workers}
     state_of = dict.fromkeys(starting, "starting") | {worker.target: worker.state for worker in workers}
     up = {worker_id: float(state == "up") for worker_id, state in state_of.items()}
     yield "worker_up", "1 where the worker takes requests.", "worker", up
     states = {(name, each.value): float(each == state) for name, state in state_of.items() for each in WorkerState}
     yield "worker_state", "1 for the state that the worker is in, 0 for the others.", "worker state", states
     for name, text, values in (
-        ("prefilling", "Requests without a first token.", {name: one.prefilling for name, one in sums.items()}),
-        ("decoding", "Requests past their first token.", {name: one.decoding for name, one in sums.items()}),
+        ("prefilling", "Requests without a first token.", {w.target: w.prefilling for w in workers}),
+        ("decoding", "Requests past their first token.", {w.target: w.decoding for w in workers}),
         ("queue_seconds", "Estimated prefill routed there and to come.", {w.target: w.queue_s for w in workers}),
         ("utilisation", "Prefill seconds routed there per second.", {w.target: w.utilisation for w in workers}),
         ("alarms", "Alarms of the drift watchdog that are raised.", {w.target: len(w.alarms) for w in workers}),

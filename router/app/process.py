@@ -1,4 +1,4 @@
-"""One process of the router: builds every part, runs the event loop, ends in good order.
+"""The router's process: builds every part, runs the event loop, ends in good order.
 
 Owns the clock, the signals and the periodic work. The parts do not know each other beyond what is handed to them here.
 """
@@ -35,13 +35,13 @@ from router.app.guard import Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
-from router.app.siblings import Siblings, Standing
 from router.app.system import Heap, collect_old, files_short, naming, raise_file_limit, settle_heap
 from router.app.tenants import Tenants
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
+from router.decide.workers import WorkerState
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
@@ -182,16 +182,10 @@ class RouterProcess:
             self._start_feed()
             connector = aiohttp.TCPConnector(ssl=self._worker_tls)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            siblings = None if self._config.share is None else Siblings(self._config.share)
-            if siblings is not None:
-                stack.push_async_callback(siblings.close)
-            self._assemble(session, siblings)
+            self._assemble(session)
             stack.push_async_callback(self._fleet.close)
             if self._predecessor is None:
-                standing = None if siblings is None else await siblings.standing()
                 self._start_fleet()
-                if standing is not None:
-                    await self._rejoin(standing)
                 await self._first_look()
                 port = await self._addresses.open(None)
             else:
@@ -228,7 +222,7 @@ class RouterProcess:
             with naming("--bind-events", endpoint):
                 log.info("publishers may connect to %s", self._feed.bind(endpoint))
 
-    def _assemble(self, session: aiohttp.ClientSession, siblings: Siblings | None) -> None:
+    def _assemble(self, session: aiohttp.ClientSession) -> None:
         config, proxy = self._config, self._proxy
         key = config.worker_api_key
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
@@ -251,7 +245,6 @@ class RouterProcess:
             event_faults=lambda: self._feed.events.faults,
             events_ignored=lambda: self._feed.events.ignored_messages,
             peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | others.outcomes,
-            siblings=siblings,
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
@@ -330,19 +323,6 @@ class RouterProcess:
         self._others.forget(PREDECESSOR)
         log.info("taking over%s", f"; {reason}" if reason else ": every cache is known")
 
-    async def _rejoin(self, standing: Standing) -> None:
-        """Started again: know what operators told the other processes, before the first request comes here."""
-        told = {flag.worker_id for flag in standing.workers}
-        for flag in self._fleet.named():
-            if flag.worker_id not in told:
-                await self._fleet.remove(flag.worker_id)
-        for flag in standing.workers:
-            self._fleet.watch(flag, origin="operator")
-        deadline_s = self._now() + self._config.edge.ready_s
-        while not self._core.workers.keys() >= {*standing.drained} and self._now() < deadline_s:
-            await asyncio.sleep(0.02)
-        await self._drain_again(standing.drained)
-
     async def _drain_again(self, drained: list[str]) -> None:
         for worker_id in drained:
             if worker_id in self._core.workers:
@@ -377,14 +357,14 @@ class RouterProcess:
 
     def _will(self) -> tuple[Will, list[Any]]:
         """What an heir is told, and the sockets that it is given."""
-        offered, standing = self._addresses.offered(), self._admin.standing()
+        offered, workers = self._addresses.offered(), self._core.workers.values()
         will = Will(
             VERSION,
             self._index.seed,
             self._admin_key,
             [name for name, _ in offered],
-            standing.workers,
-            standing.drained,
+            self._fleet.named(),
+            [worker.worker_id for worker in workers if worker.state is WorkerState.DRAINING],
             self._tell_heir(),
         )
         return will, [sock for _, sock in offered]
@@ -431,7 +411,7 @@ class RouterProcess:
         for peer in self._config.peers:
             with naming("--peer", peer):
                 sockets.connect(peer)
-        if sockets.address is not None and self._config.share is None:
+        if sockets.address is not None:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets
 
@@ -445,8 +425,7 @@ class RouterProcess:
         scheme = "https" if self._config.tls_cert is not None else "http"
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
-        if self._config.announce:
-            print(f"router listening on {scheme}://{host}:{port}", flush=True)
+        print(f"router listening on {scheme}://{host}:{port}", flush=True)
 
     # While it runs ------------------------------------------------------------------------------------------------
 

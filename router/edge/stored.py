@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final
 
 from router.edge.exchange import RESPONSES, Exchange
@@ -19,13 +18,11 @@ _NAME = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % NAME_CHARS_MAX)
 
 
 class StoredResponses:
-    """Of one process."""
+    """Of this router."""
 
     def __init__(self, count_max: int = STORED_MAX) -> None:
         self._count_max = count_max
         self._holders: OrderedDict[str, str] = OrderedDict()
-        self.tell: Callable[[str, str], None] = lambda name, worker: None
-        """Told of every name that was noted here."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -38,7 +35,6 @@ class StoredResponses:
         found = _NAME.search(exchange.progress.beginning)
         if found is not None:
             self.note(found[1].decode(), decision.worker)
-            self.tell(found[1].decode(), decision.worker)
 
     def note(self, name: str, worker: str) -> None:
         self._holders[name] = worker

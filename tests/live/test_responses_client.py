@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -147,27 +146,6 @@ def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
             until(lambda: idle(router), "it ended")
     _, _, explained = call(f"{router.url}/route?path=%2Fv1%2Fresponses", {"model": "m", "input": items})
     assert explained["tokenized"] is True
-
-
-def test_every_process_of_a_router_knows_who_holds_a_response(engines: Any, tmp_path: Path) -> None:
-    urls = [engine.url for engine in engines]
-    program = Program(tmp_path / "router.log", "router", "run", *urls, "--port", "0", "--processes", "2")
-    try:
-        url = program.await_ready().url
-        until(lambda: all(call(f"{url}/readyz")[0] == 200 for _ in range(16)), "each process's view of the caches")
-        status, headers, first = call(f"{url}/v1/responses", {"input": "Hello", "max_output_tokens": 3})
-        assert status == 200
-        body = {"input": "?", "max_output_tokens": 1, "previous_response_id": first["id"]}
-
-        def known() -> bool:
-            """The other process is told beside the answer."""
-            answers = [call(f"{url}/v1/responses", body) for _ in range(8)]
-            there = {told.get("x-blockcast-worker") for _, told, _ in answers}
-            return {status for status, _, _ in answers} == {200} and there == {headers["x-blockcast-worker"]}
-
-        until(known, "both processes know")
-    finally:
-        program.close()
 
 
 def idle(router: Program) -> bool:

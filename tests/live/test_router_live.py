@@ -313,45 +313,6 @@ def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) 
         router.close()
 
 
-def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> None:
-    """Two processes: sums in /metrics, changes of the workers everywhere, and one that dies is started again."""
-    urls = [engine.url for engine in cluster.engines]
-    router = cluster.start_router(tmp_path / "r3.log", *urls, "--processes", "2")
-    try:
-        until(lambda: all(cluster.up(router) == 2 for _ in range(20)), "every process has both workers")
-        model = call(f"{router.url}/v1/models")[2]["data"][0]["id"]
-
-        def counted() -> float:
-            page = urllib.request.urlopen(f"{router.url}/metrics").read().decode()
-            name = r'blockcast_router_requests_total\{model="[^"]+",outcome="status_200",route="/v1/chat/completions"\}'
-            found = re.search(rf"^{name} (\S+)$", page, re.MULTILINE)
-            return float(found.group(1)) if found else 0.0
-
-        for number in range(24):
-            body = {"model": model, "messages": [{"role": "user", "content": f"part {number}"}], "max_tokens": 1}
-            assert call(f"{router.url}/v1/chat/completions", body)[0] == 200
-        assert all(counted() == 24 for _ in range(10))
-        first = call(f"{router.url}/workers")[2]["workers"][0]["worker_id"]
-        assert call(f"{router.url}/workers/{first}", method="DELETE")[0] == 200
-        assert all(len(call(f"{router.url}/workers")[2]["workers"]) == 1 for _ in range(10))
-        assert len(router.children()) == 2
-        victim = router.children()[0]
-        subprocess.run(["kill", "-9", str(victim)], check=True)
-        until(lambda: len({*router.children()} - {victim}) == 2, "the dead process was started again")
-
-        def answered() -> bool:
-            try:
-                return all(call(f"{router.url}/health")[0] == 200 for _ in range(10))
-            except OSError:
-                return False  # a connection that the dead process had accepted
-
-        until(answered, "every process answers")
-        router.process.send_signal(signal.SIGTERM)
-        assert router.process.wait(30) == 0
-    finally:
-        router.close()
-
-
 class Mute(BaseHTTPRequestHandler):
     """A worker without `/metrics`."""
 

@@ -221,6 +221,44 @@ def test_one_is_killed_and_another_starts_in_its_place(cluster: Cluster) -> None
         future.result(60)
 
 
+def test_routers_that_agree_share_a_port(tmp_path: Path, engines: list[Any]) -> None:
+    """The kernel spreads connections over both, each counts the other's load, and one goes without the other."""
+    port, *rest = free_ports(5)
+    loads, admins = rest[:2], rest[2:]
+    urls = [engine.url for engine in engines]
+    started: list[Program] = []
+
+    def answered(side: int) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{admins[side]}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        counts = [line.split()[-1] for line in lines if line.startswith("blockcast_router_decisions_total")]
+        return sum(map(int, map(float, counts)))
+
+    def complete() -> int:
+        return call(f"http://127.0.0.1:{port}/v1/completions", {"model": "m", "prompt": prompt(20), "max_tokens": 1})[0]
+
+    try:
+        for side in range(2):
+            flags = ["--port", str(port), "--reuse-port", "--admin", f"127.0.0.1:{admins[side]}"]
+            flags += ["--peer-bind", f"tcp://127.0.0.1:{loads[side]}"]
+            flags += [f"--peer=tcp://127.0.0.1:{load}" for load in loads]  # of all, its own too
+            started.append(Program(tmp_path / f"shares-{side}.log", "router", "run", *urls, *flags))
+        for side, router in enumerate(started):
+            router.await_ready()
+            until(lambda: call(f"http://127.0.0.1:{admins[side]}/readyz")[0] == 200, router.log)  # noqa: B023
+        assert {complete() for _ in range(32)} == {200}
+        until(lambda: sum(map(answered, range(2))) == 32, "every request was counted once")
+        assert min(map(answered, range(2))) > 0
+        page = urllib.request.urlopen(f"http://127.0.0.1:{admins[0]}/metrics", timeout=10).read().decode()
+        assert 'blockcast_router_peer_messages_total{outcome="received"} 0.0' not in page
+        started[0].process.send_signal(signal.SIGTERM)
+        assert started[0].process.wait(30) == 0
+        assert {complete() for _ in range(16)} == {200}
+    finally:
+        for router in started:
+            router.close()
+
+
 def as_vllm_tells(engine: Any) -> str:
     """The worker's `--worker` for a router that cannot ask where it publishes."""
     source = call(f"{engine.url}/kv_event_sources")[2]["0"]

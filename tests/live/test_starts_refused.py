@@ -33,8 +33,7 @@ def start(*args: str) -> subprocess.CompletedProcess[str]:
         ("--port 0", "--admin 127.0.0.1:{}"),
         ("--port 0", "--bind-events tcp://127.0.0.1:{}"),
         ("--port 0", "--peer-bind tcp://127.0.0.1:{}"),
-        ("--port {}", "--processes 2"),
-        ("--port 0", "--processes 2", "--admin 127.0.0.1:{}"),
+        ("--port {}", "--reuse-port"),
     ],
     ids=lambda args: args[-1].split()[0] + args[0],
 )

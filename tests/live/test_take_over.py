@@ -127,34 +127,6 @@ def test_under_two_hundred_requests_a_second(tmp_path: Path) -> None:
             program.close()
 
 
-def test_processes_take_over(engines: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "hand-over"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--hand-over", str(path), "--port", str(port), "--processes", "2", "--policy", "kv"]
-    urls = [engine.url for engine in engines]
-    first = Program(tmp_path / "first.log", "router", "run", *urls, *flags).await_ready()
-    heirs: list[Program] = []
-    try:
-        until(lambda: all(call(first.url + "/readyz")[0] == 200 for _ in range(12)), "ready")
-        conversations = [Conversation(number, first.url) for number in range(8)]
-
-        def take_over() -> None:
-            heirs.append(Program(tmp_path / "heir.log", "router", "run", *urls, *flags).await_ready())
-            assert first.process.wait(60) == 0, first.log()
-
-        asyncio.run(_played(conversations, take_over))
-        assert [one.faults for one in conversations if one.faults] == [], heirs[0].log()
-        for one in conversations:
-            assert len(one.wrong) <= 1, (one.wrong, heirs[0].log())
-        assert heirs[0].log().count("every cache is known") == 2
-        assert call(first.url + "/health")[2]["workers_up"] == 2
-    finally:
-        for program in [first, *heirs]:
-            program.close()
-
-
 def test_what_goes_on_at_the_old_router_counts_at_the_new_one(tmp_path: Path) -> None:
     """A stream that takes its time there is load of its worker here."""
     spec = json.dumps({"prefill_s_per_token": 1e-5, "step_s": 0.05, "kv_tokens": 65536})

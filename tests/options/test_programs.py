@@ -193,7 +193,7 @@ def _example(option: Option) -> Any:
     bare, marks = parts(option.member.kind)
     if option.member.marks and option.member.marks != (SECRET,):
         return None
-    if option.path.startswith(("tls", "processes")):
+    if option.path.startswith("tls"):
         return None
     if get_origin(bare) is tuple:
         item = parts(get_args(bare)[0])
@@ -290,7 +290,7 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
         (("--worker", "ftp://a"), "worker url"),
         (("--tls-cert", __file__), "expected both or neither"),
         (("--admin", "127.0.0.1:70000"), "--admin"),
-        (("--processes", "2", "--peer-bind", "tcp://*:1"), "--processes"),
+        (("--reuse-port", "--port", "0"), "--reuse-port: give --port a number"),
         (("--set", "cost"), "KEY=VALUE"),
         (("--set", "learn=5"), "expected a table"),
         (("--workers-file", "/nowhere"), "a file that exists"),

@@ -188,7 +188,7 @@ def test_commands_that_are_started_are_understood() -> None:
         assert isinstance(group, click.Group)
         known = {option for parameter in group.commands[command].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known, (program, words)
-    assert count == 7
+    assert count == 8
 
 
 CHARTS = {
