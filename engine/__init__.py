@@ -1,4 +1,3 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
 """The engine: runs a language model behind an OpenAI-compatible API and publishes what its prefix cache holds.
 
 `engine serve` is the server; `LLM` is the same engine in this process, for offline use.
@@ -14,6 +13,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM, CompletionOutput, RequestOutput
     from engine.types import SamplingParams
     from prompts.schemas import StructuredOutputs as StructuredOutputsParams
+
+DISTRIBUTION = "blockcast"
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 

@@ -1,4 +1,3 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
 """KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte.
 
 What is imported here is what others may use.
@@ -51,3 +50,5 @@ from events.types import (
     InvariantError,
 )
 from options import ConfigError
+
+DISTRIBUTION = "blockcast"

@@ -1,4 +1,3 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
 """A fleet of workers and routers on Ray: started, placed, restarted, replaced and scaled.
 
 Ray carries none of the requests and none of the events: workers and routers are native processes that know each other
@@ -8,3 +7,5 @@ by HTTP and ZeroMQ, as without Ray. This package knows engine and router by thei
 `cluster` knows what Ray says of all, `guard` is the process between an actor and its program, `cli` the command line,
 `serve` a plug-in for Ray Serve.
 """
+
+DISTRIBUTION = "blockcast"

@@ -1,4 +1,3 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
 """Attention, state-space and norm operations behind one interface: `select(device)` gives the backend to use.
 
 Ground: imports nothing of ours. See `kernels.interface` for shapes and invariants.
@@ -6,5 +5,7 @@ Ground: imports nothing of ours. See `kernels.interface` for shapes and invarian
 
 from kernels.backends import BACKENDS, select
 from kernels.interface import Kernels, PagedKV, Ragged, StatePlan
+
+DISTRIBUTION = "blockcast"
 
 __all__ = ["BACKENDS", "Kernels", "PagedKV", "Ragged", "StatePlan", "select"]

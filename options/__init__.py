@@ -1,9 +1,14 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
-"""What a program can be told: from the fields of its configuration classes come files, environment, flags and docs."""
+"""Configuration of the programs. The fields of config classes become settings of a TOML file, environment variables,
+flags and docs.
+
+`options.entry` is the entry point of each program: it checks that the packages beside it are ours.
+"""
 
 from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check
 from options.load import Loaded, load
 from options.values import ConfigError, Size
+
+DISTRIBUTION = "blockcast"
 
 __all__ = [
     "FILE",

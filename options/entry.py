@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-MARK = b"# A package of the distribution blockcast:"
-"""How each of our packages begins."""
+MARK = b'DISTRIBUTION = "blockcast"'
+"""Line in the `__init__.py` of each of our packages. A package of another distribution has no such line."""
 
 
 def shadowed(names: tuple[str, ...]) -> str | None:
@@ -29,7 +29,7 @@ def shadowed(names: tuple[str, ...]) -> str | None:
                 f"the package `{name}` is shadowed: {found} is imported instead of {expected}; "
                 "install blockcast into an environment of its own"
             )
-        if not expected.read_bytes().startswith(MARK):
+        if MARK not in expected.read_bytes().splitlines():
             return (
                 f"the package `{name}` was overwritten: {expected} is another distribution's; "
                 "install blockcast into an environment of its own"

@@ -1,4 +1,3 @@
-# A package of the distribution blockcast: options/entry.py looks for this line.
 """OpenAI request bodies to token ids: schemas, chat template, exact segment-cached tokenizing.
 
 The same code runs in the engine and in the router, so that both always get identical ids. Imports nothing of ours and
@@ -11,6 +10,8 @@ from prompts.routing import RoutingRequest, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from prompts.segments import SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+
+DISTRIBUTION = "blockcast"
 
 __all__ = [
     "ChatRequest",

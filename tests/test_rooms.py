@@ -62,18 +62,3 @@ def test_a_room_is_small_and_says_what_it_owns(room: Path) -> None:
     assert len(files) <= FILES_MAX, sorted(files)
     if (door := room / "__init__.py").exists():
         assert ast.get_docstring(ast.parse(door.read_text())), f"{door} says nothing"
-
-
-@pytest.mark.parametrize("program", ["engine", "router"])
-def test_no_two_classes_of_a_program_have_one_name(program: str) -> None:
-    """Those of the two programs apart: both have workers, requests and metrics. An `openapi.py` shows bodies to others,
-    by the names that those know."""
-    shared = {"events", "options", "prompts"} | ({"kernels"} if program == "engine" else set())
-    places: dict[str, list[str]] = {}
-    for package in sorted({program} | shared):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name != "openapi.py":
-                for node in ast.parse(path.read_text()).body:
-                    if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                        places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -1,1 +1,1 @@
-"""One step on the device: block tables, the forward pass, CUDA graphs, sampling."""
+"""Execution of one step on the device: block tables, the forward pass, CUDA graphs, sampling."""

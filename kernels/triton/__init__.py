@@ -1,1 +1,1 @@
-"""The backend for GPUs."""
+"""The backend for GPUs: Triton kernels, and flash-attn where it is installed."""

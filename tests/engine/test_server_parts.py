@@ -239,7 +239,7 @@ def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_package_that_another_distribution_overwrote_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place: same folder, same name, another's words. Every package of ours begins with the mark."""
+    """In place: same folder, same name, another's words. Every package of ours has the mark."""
     settings = (ROOT / "pyproject.toml").read_text()
     names = re.search(r"^wheel.packages = \[(.*)\]$", settings, re.MULTILINE)
     assert names is not None

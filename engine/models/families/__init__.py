@@ -1,1 +1,1 @@
-"""One small file a model family."""
+"""Model families. Each file builds one family's decoder from its config.json and weights."""
