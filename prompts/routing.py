@@ -7,24 +7,18 @@ bytes that are not a JSON object are refused. A body of 2 KB costs a few microse
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, Literal
+
+import msgspec
 
 from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
-from prompts.routed import RoutedBody, decoder
 from prompts.schemas import Message, Prompt, decode_json, is_media
 
 Kind = Literal["chat", "completion", "messages", "responses", "other"]
-FIELDS = (
-    "kind", "source", "model", "messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort",
-    "truncate_prompt_tokens", "cache_salt", "priority", "stream", "output_max", "output_min", "user",
-    "prompt_cache_key", "metadata_user_id", "stored", "scores_prompt", "echoes_chat", "has_media",
-)  # fmt: skip
 KINDS: dict[str, Kind] = {
     "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
     "/v1/responses": "responses",
@@ -36,92 +30,89 @@ _RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "c
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
-class RoutingRequest:
-    """The routing view of a body. Plain, so that compiled code reads its fields at their places. Not changed."""
+class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
+    """The routing view of a body."""
 
-    __slots__ = FIELDS
-
-    def __init__(
-        self,
-        kind: Kind,
-        source: CountRequest | ResponsesRequest | None = None,
-        model: str | None = None,
-        messages: list[Message] | None = None,
-        prompt: Prompt | None = None,
-        tools: list[Message] | None = None,
-        documents: list[Message] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        add_special_tokens: bool | None = None,
-        reasoning_effort: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        cache_salt: str | None = None,
-        priority: int = 0,
-        stream: bool = False,
-        output_max: int = 0,
-        output_min: int = 0,
-        user: str | None = None,
-        prompt_cache_key: str | None = None,
-        metadata_user_id: str | None = None,
-        stored: str | None = None,
-        scores_prompt: bool = False,
-        echoes_chat: bool = False,
-        has_media: bool = False,
-    ) -> None:
-        self.kind = kind
-        self.source = source
-        """A body of another API, which is the chat that `chat_of` makes of it; None where the worker will refuse it."""
-        self.model = model
-        self.messages = messages
-        """None where the body has none that could be rendered."""
-        self.prompt = prompt
-        self.tools = tools
-        self.documents = documents
-        self.chat_template = chat_template
-        self.chat_template_kwargs = chat_template_kwargs
-        self.add_generation_prompt = add_generation_prompt
-        self.continue_final_message = continue_final_message
-        self.add_special_tokens = add_special_tokens
-        self.reasoning_effort = reasoning_effort
-        self.truncate_prompt_tokens = truncate_prompt_tokens
-        self.cache_salt = cache_salt
-        self.priority = priority
-        self.stream = stream
-        self.output_max = output_max
-        """Most tokens the client lets all choices have; 0 where it sets no limit."""
-        self.output_min = output_min
-        """Fewest that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
-        self.user = user
-        self.prompt_cache_key = prompt_cache_key
-        self.metadata_user_id = metadata_user_id
-        """`metadata.user_id`."""
-        self.stored = stored
-        """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
-        self.scores_prompt = scores_prompt
-        """Every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
-        self.echoes_chat = echoes_chat
-        """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
-        self.has_media = has_media
-        """The prompt holds images or other media: only the text before the first can be routed on."""
+    kind: Kind
+    source: CountRequest | ResponsesRequest | None = None
+    """A body of another API, which is the chat that `chat_of` makes of it; None where the worker will refuse it."""
+    model: str | None = None
+    messages: list[Message] | None = None
+    """None where the body has none that could be rendered."""
+    prompt: Prompt | None = None
+    tools: list[Message] | None = None
+    documents: list[Message] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    stream: bool = False
+    output_max: int = 0
+    """Most tokens the client lets all choices have; 0 where it sets no limit."""
+    output_min: int = 0
+    """Fewest that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    metadata_user_id: str | None = None
+    """`metadata.user_id`."""
+    stored: str | None = None
+    """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
+    scores_prompt: bool = False
+    """Every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
+    echoes_chat: bool = False
+    """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
+    has_media: bool = False
+    """The prompt holds images or other media: only the text before the first can be routed on."""
 
     def with_messages(self, messages: list[Message] | None) -> RoutingRequest:
         """The same but for its messages."""
-        return RoutingRequest(
-            self.kind, self.source, self.model, messages, self.prompt, self.tools, self.documents, self.chat_template,
-            self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message,
-            self.add_special_tokens, self.reasoning_effort, self.truncate_prompt_tokens, self.cache_salt,
-            self.priority, self.stream, self.output_max, self.output_min, self.user, self.prompt_cache_key,
-            self.metadata_user_id, self.stored, self.scores_prompt, self.echoes_chat, self.has_media,
-        )  # fmt: skip
+        return msgspec.structs.replace(self, messages=messages)
 
     def replaced(self, **changes: Any) -> RoutingRequest:
         """The same but for these fields."""
-        return RoutingRequest(**{name: getattr(self, name) for name in FIELDS} | changes)
+        return msgspec.structs.replace(self, **changes)
 
-    def __reduce__(self) -> tuple[Callable[..., RoutingRequest], tuple[object, ...]]:
-        return RoutingRequest, tuple([getattr(self, name) for name in FIELDS])
+
+class RoutedBody(msgspec.Struct):
+    """The fields of a body that routing reads. Every one is Any: nothing a worker might accept is refused here."""
+
+    model: Any = None
+    messages: Any = None
+    prompt: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    reasoning_effort: Any = None
+    truncate_prompt_tokens: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    user: Any = None
+    prompt_cache_key: Any = None
+    metadata: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = 0
+
+
+_bodies = msgspec.json.Decoder(RoutedBody)
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
@@ -137,7 +128,7 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
             return _of_messages(parse_messages(data)) if kind == "messages" else _of_response(parse_response(data))
         except RequestError:
             pass  # the worker will say what is wrong
-    body: RoutedBody = decode_json(decoder, data)
+    body: RoutedBody = decode_json(_bodies, data)
     messages = _dicts(body.messages)
     limit = _int(body.max_completion_tokens)
     if limit is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -28,14 +29,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        low, high = 0, len(self.bounds)  # `bisect_left`, compiled: it runs three times a request
-        while low < high:
-            middle = (low + high) // 2
-            if self.bounds[middle] < value:
-                low = middle + 1
-            else:
-                high = middle
-        self.counts[low] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:

@@ -177,8 +177,7 @@ def _of(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Rows) -
 
 
 class _Scrape:
-    """What the text writer asks of a registry. No class of prometheus-client's stands below it: this module is compiled
-    where that package need not be installed, and a compiled class over an unknown base is undefined."""
+    """What the text writer asks of a registry."""
 
     def __init__(self, families: Iterator[Family]) -> None:
         self._families = families

@@ -7,13 +7,63 @@ All times are seconds of one monotonic clock that the caller owns.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from router.decide.route import Decision as Decision
-from router.decide.route import Forward as Forward
-from router.decide.route import RouteRequest as RouteRequest
+from router.index.protocol import PromptMemory, Scope
+
+
+class RouteRequest(msgspec.Struct, eq=False):
+    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
+
+    request_id: str
+    model: str
+    scope: Scope
+    token_ids: Sequence[int] | None
+    """The prompt; None where it could not be tokenised here: then only load decides."""
+    prompt_tokens: int
+    """len(token_ids), or an estimate where they are None."""
+    like: PromptMemory | None = None
+    """Of a prompt that may begin as this one does."""
+    alike: int | None = None
+    """Tokens that both are known to begin with; None where they have to be compared."""
+    output_max: int = 0
+    """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
+    output_min: int = 0
+    """Fewest tokens that will be generated, where the client forbids an earlier end."""
+    stream: bool = True
+    """Whether the first token will be seen as it comes; otherwise its time is estimated."""
+    priority: int = 0
+    """Lower is served earlier, as in vLLM; only the reordering queue looks at it."""
+    worker: str | None = None
+    """The worker the client pinned the request to, or None."""
+    session: str | None = None
+    """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
+    parent: str | None = None
+    """The session that started this one: its prompts begin alike."""
+    final: bool = False
+    """No request of the session will follow."""
+    subset: frozenset[str] | None = None
+    """Workers that may be chosen, as a gateway says; None: all."""
+    role: str | None = None
+    """Role label a worker must carry, or None for any."""
+    deadline_s: float | None = None
+    """Absolute time after which a held request is refused; None takes the queue's default."""
+    ttft_s_max: float | None = None
+    """The longest predicted wait for its first token with which it is taken; None: the configured one."""
+    tenant: str = ""
+    """Whose it is: fair turns are between tenants."""
+    share: float = 1.0
+    """What a turn of its tenant's counts is divided by it."""
+    kinds: list[tuple[str, int | str | None]] | None = None
+    """What answers its own will be like, once router/decide/lengths.py has worked it out."""
+
+    def replaced(self, **changes: Any) -> RouteRequest:
+        """The same but for these fields."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
@@ -97,6 +147,42 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     others_requests: int = 0
     """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
     and those that wait in `queue_s`."""
+
+
+class Decision(msgspec.Struct, eq=False):
+    """Where one attempt of a request goes, and why: a worker, and what its price is made of."""
+
+    request_id: str
+    worker: str
+    rank: int | None
+    """Data-parallel rank whose cache matched best, where the worker has several; else None."""
+    attempt: int
+    """0 for the first, counted up by retries."""
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    predicted_ttft_s: float
+    terms: Terms
+    decided_s: float
+    waited_s: float = 0.0
+    """How long the reordering queue held it."""
+    best: Terms | None = None
+    """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
+    candidates: list[Terms] = []
+    """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
+    not_eligible: dict[str, str] = {}
+    """worker -> why it was not a candidate; filled with `candidates`."""
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON has it."""
+        made: dict[str, Any] = msgspec.to_builtins(self)
+        return made
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """Send the request to the decision's worker now."""
+
+    request_id: str
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)

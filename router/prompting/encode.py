@@ -1,4 +1,5 @@
-"""A request's prompt as token ids, with bounds on the work. Pure: no process, no thread, no clock.
+"""A request's prompt as token ids, with bounds on the work, and what decides where its body goes, told without reading
+the rest of it. Pure: no process, no thread, no clock.
 
 Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse nothing of it, the
 answer is None: such a request is routed by load alone and the worker's own words reach the client.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, chat_of
+from prompts.routing import RoutingRequest, chat_of, check_object
+from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
 
@@ -31,6 +33,8 @@ ASKED_FIELDS = (
     "add_special_tokens",
 )  # fmt: skip
 """Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
+NAME_BYTES_MAX = 4096
+"""Of a value that decides where a request goes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
@@ -47,6 +51,24 @@ def is_within_bounds(body: bytes) -> bool:
     bare = _STRING.sub(b"", body)
     objects = count_openings(bare)
     return objects <= OBJECTS_MAX and objects + bare.count(b",") <= VALUES_MAX
+
+
+class _Envelope(msgspec.Struct):
+    """The fields that decide where a request goes, unread: of everything else only the syntax is looked at."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    cache_salt: msgspec.Raw = msgspec.Raw(b"null")
+    priority: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+    user: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"null")
+    metadata: msgspec.Raw = msgspec.Raw(b"null")
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_envelopes = msgspec.json.Decoder(_Envelope)
 
 
 class ReadPrompt:
@@ -141,3 +163,33 @@ def question(parsed: RoutingRequest, model: str) -> bytes | None:
         return None
     adds = parsed.add_special_tokens is not False
     return msgspec.json.encode({"model": model, "prompt": first, "add_special_tokens": adds})
+
+
+def envelope(body: bytes) -> dict[str, Any]:
+    """What `RoutingRequest` needs before the prompt is read, and whether there are `messages`. Builds nothing of the
+    rest. Raises RequestError where the body is no JSON object."""
+    check_object(body)
+    fields = decode_json(_envelopes, body)
+    model, salt, priority = _value(fields.model), _value(fields.cache_salt), _value(fields.priority)
+    user, keep = _value(fields.user), _value(fields.truncate_prompt_tokens)
+    cache_key, metadata = _value(fields.prompt_cache_key), _value(fields.metadata)
+    previous = _value(fields.previous_response_id)
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return {
+        "model": model if isinstance(model, str) else None,
+        "cache_salt": (salt if isinstance(salt, str) else None) or None,
+        "priority": priority if type(priority) is int and -(2**63) <= priority < 2**63 else 0,
+        "stream": bytes(fields.stream) == b"true",
+        "user": user if isinstance(user, str) else None,
+        "prompt_cache_key": cache_key if isinstance(cache_key, str) else None,
+        "metadata_user_id": user_id if isinstance(user_id, str) else None,
+        "truncate_prompt_tokens": keep if type(keep) is int and -(2**63) <= keep < 2**63 else None,
+        "stored": previous if isinstance(previous, str) else None,
+        "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
+    }
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """A small value; a long one comes back cut, as the text that it is: nobody has such a name."""
+    data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
+    return msgspec.json.decode(raw) if len(data) <= NAME_BYTES_MAX else data.decode("utf-8", "replace")

@@ -2,8 +2,7 @@
 
 Owns what is kept of a beginning, which are kept and how a body's is found. What stands behind one is
 router/prompting/returning.py's. A beginning is looked for by a digest of its first bytes, then compared in full.
-Bounded in bytes, least recently used first out. What is kept is plain, so that compiled code reads its fields at their
-places, and crosses between processes (router/prompting/pool.py), so it says how it is made again.
+Bounded in bytes, least recently used first out. What is kept crosses between processes (router/prompting/pool.py).
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+
+import msgspec
 
 from prompts.routing import Kind, RoutingRequest
 from prompts.schemas import Message
@@ -28,42 +29,33 @@ SEEN_MAX = 65_536
 _Key = int
 """Digest of a beginning: eight lengths in each doubling, from LENGTH_MIN on."""
 
+FIELDS_OF_THIS_PROCESS = 4
+"""Fields of `Known`, its last, that do not cross to another one."""
 _MARK_BYTES = 1000
 _OBJECTS_A_BYTE = 4
 """Bytes that what was decoded takes, for each byte of a body."""
 
 
-class Mark:
-    """A place between two messages of a body up to which it may be known. Not changed."""
+class Mark(msgspec.Struct, frozen=True, eq=False):
+    """A place between two messages of a body up to which it may be known."""
 
-    __slots__ = ("before", "chars", "count", "end", "ids", "last", "objects", "tail", "tail_ids")
-
-    def __init__(
-        self, end: int, count: int, ids: int, chars: int, tail: str, tail_ids: int, objects: int, before: Message,
-        last: Message,
-    ) -> None:  # fmt: skip
-        self.end = end
-        """Bytes of the body before it."""
-        self.count = count
-        """Messages of the chat before it."""
-        self.ids = ids
-        """Token ids of the text before the last of those."""
-        self.chars = chars
-        """Of that text."""
-        self.tail = tail
-        """What followed: text of the last of those, up to where any text that is cut there is cut."""
-        self.tail_ids = tail_ids
-        """How many ids it has."""
-        self.objects = objects
-        """Brackets in those bytes."""
-        self.before = before
-        self.last = last
-        """The two messages before it, as the chat has them."""
-
-    def __reduce__(self) -> tuple[Callable[..., Mark], tuple[object, ...]]:
-        return Mark, (
-            self.end, self.count, self.ids, self.chars, self.tail, self.tail_ids, self.objects, self.before, self.last
-        )  # fmt: skip
+    end: int
+    """Bytes of the body before it."""
+    count: int
+    """Messages of the chat before it."""
+    ids: int
+    """Token ids of the text before the last of those."""
+    chars: int
+    """Of that text."""
+    tail: str
+    """What followed: text of the last of those, up to where any text that is cut there is cut."""
+    tail_ids: int
+    """How many ids it has."""
+    objects: int
+    """Brackets in those bytes."""
+    before: Message
+    last: Message
+    """The two messages before it, as the chat has them."""
 
     @property
     def ids_max(self) -> int:
@@ -71,64 +63,53 @@ class Mark:
 
     def without_tail(self) -> Mark:
         """The same, where its ids are not among those of a prompt."""
-        return Mark(self.end, self.count, self.ids, self.chars, "", 0, self.objects, self.before, self.last)
+        return msgspec.structs.replace(self, tail="", tail_ids=0)
 
 
-class Known:
+class Known(msgspec.Struct, eq=False):
     """The beginning of a conversation and what was made of it. Not changed once it is in the table."""
 
-    __slots__ = (
-        "as_sent", "back", "begins", "body", "close", "flags", "heads", "ids", "kind", "marks", "memory",
-        "memory_bytes", "memory_is_own", "model", "opening", "parsed", "start", "told", "tools", "words",
-    )  # fmt: skip
-
-    def __init__(
-        self, kind: Kind, start: int, told: bytes, heads: int, opening: list[Message], words: bytes,
-        tools: bytes, flags: int, marks: list[Mark], body: bytes, ids: array[int], close: int = 0,
-        parsed: RoutingRequest | None = None, as_sent: bool = False, back: int = 1, model: str = "",
-    ) -> None:  # fmt: skip
-        self.kind = kind
-        self.start = start
-        """Where the body's array of messages begins."""
-        self.told = told
-        """Digest of what else the template is told."""
-        self.heads = heads
-        """Messages of the chat that are not from the array: 1 where there is a system text."""
-        self.opening = opening
-        """The chat's messages up to the first that is not the system's."""
-        self.words = words
-        """Of its messages up to its last mark, as router/prompting/outlined.py has them."""
-        self.tools, self.flags = tools, flags
-        """Likewise; they are part of `told`."""
-        self.marks = marks
-        """The furthest last."""
-        self.body = body
-        self.ids = ids
-        """Of the whole prompt, or up to the tail of its last mark at the least."""
-        self.close = close
-        """Where the body's array of messages ends."""
-        self.parsed = parsed
-        """What a chat asks for but for its messages; None of another kind."""
-        self.as_sent = as_sent
-        """How its template was given messages."""
-        self.back = back
-        """Messages at the end of a body that are not taken for known, as they may change."""
-        self.begins: int | None = None
-        """A digest of what its user said first, where somebody asked for it (router/edge/reasons.py)."""
-        self.memory: object = None
-        """The index's, of a prompt that it begins; it stays in this process."""
-        self.memory_is_own = False
-        """That prompt's ids are these."""
-        self.memory_bytes = 0
-        """That this takes besides `ids`."""
-        self.model = model
-        """Whose tokenizer and template it was read with."""
+    kind: Kind
+    start: int
+    """Where the body's array of messages begins."""
+    told: bytes
+    """Digest of what else the template is told."""
+    heads: int
+    """Messages of the chat that are not from the array: 1 where there is a system text."""
+    opening: list[Message]
+    """The chat's messages up to the first that is not the system's."""
+    words: bytes
+    """Of its messages up to its last mark, as router/prompting/outlined.py has them."""
+    tools: bytes
+    """Likewise, and so are the flags; they are part of `told`."""
+    flags: int
+    marks: list[Mark]
+    """The furthest last."""
+    body: bytes
+    ids: array[int]
+    """Of the whole prompt, or up to the tail of its last mark at the least."""
+    close: int = 0
+    """Where the body's array of messages ends."""
+    parsed: RoutingRequest | None = None
+    """What a chat asks for but for its messages; None of another kind."""
+    as_sent: bool = False
+    """How its template was given messages."""
+    back: int = 1
+    """Messages at the end of a body that are not taken for known, as they may change."""
+    model: str = ""
+    """Whose tokenizer and template it was read with."""
+    begins: int | None = None
+    """A digest of what its user said first, where somebody asked for it (router/edge/reasons.py)."""
+    memory: object = None
+    """The index's, of a prompt that it begins; it stays in this process."""
+    memory_is_own: bool = False
+    """That prompt's ids are these."""
+    memory_bytes: int = 0
+    """That this takes besides `ids`."""
 
     def __reduce__(self) -> tuple[Callable[..., Known], tuple[object, ...]]:
-        return Known, (
-            self.kind, self.start, self.told, self.heads, self.opening, self.words, self.tools, self.flags,
-            self.marks, self.body, self.ids, self.close, self.parsed, self.as_sent, self.back, self.model,
-        )  # fmt: skip
+        """Without what stays in this process: what comes last, from `begins` on."""
+        return Known, msgspec.structs.astuple(self)[:-FIELDS_OF_THIS_PROCESS]
 
     @property
     def cost(self) -> int:

@@ -23,8 +23,7 @@ from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
-from router.prompting.encode import cut, is_within_bounds, question, read_prompt
-from router.prompting.envelope import envelope
+from router.prompting.encode import cut, envelope, is_within_bounds, question, read_prompt
 from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.messages import Terms
+from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
     BETA_MAX,
     BETA_MIN,
@@ -25,7 +25,6 @@ from router.decide.policy import (
     load_seconds,
     sticky_key,
 )
-from router.decide.route import RouteRequest
 from router.decide.target import SharedLoad, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope

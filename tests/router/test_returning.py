@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
-from prompts.routing import FIELDS, KINDS, Kind, RoutingRequest, read_routing
+from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
 from prompts.words import digests
 from router.prompting import returning
@@ -194,7 +194,7 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
 
 def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -> None:
     assert list(cut(returned.ids, returned.parsed, None) or ()) == list(ids or ())
-    for name in FIELDS:
+    for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
     for after in (0, 1, 3, 8, 99):

@@ -16,7 +16,7 @@ from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.envelope import envelope
+from router.prompting.encode import envelope
 from router.prompting.sessions import NAME_CHARS_MAX, NAMES, Name, Session, SessionNames
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
 from router.decide.core import RouterCore
-from router.decide.messages import Forward, Hold
+from router.decide.messages import Forward, Hold, RouteRequest
 from router.decide.policy import KvCost
-from router.decide.route import RouteRequest
 from router.decide.target import SharedLoad, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec

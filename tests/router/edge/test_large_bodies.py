@@ -26,8 +26,7 @@ from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, pool
 from router.prompting.config import PoolConfig
-from router.prompting.encode import is_light, is_within_bounds, prompt_ids
-from router.prompting.envelope import NAME_BYTES_MAX, envelope
+from router.prompting.encode import NAME_BYTES_MAX, envelope, is_light, is_within_bounds, prompt_ids
 from router.prompting.pool import Helpers, Order
 
 ROOT = Path(__file__).resolve().parents[3]
