@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -230,7 +231,7 @@ SCRAPS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject) -> None:
     scraps = [*SCRAPS[name], "§", " ", "\n", "a", "<", '"', "\\"]

@@ -19,6 +19,8 @@ from engine.tiny.model import Recipe, cached_model
 from kernels import select
 from kernels.reference.backend import ReferenceKernels
 
+pytestmark = pytest.mark.long
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
 

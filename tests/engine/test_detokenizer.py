@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -51,7 +52,7 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [*pieces, ids[start:]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=40),
     cuts=st.lists(st.integers(1, 4), max_size=40),
@@ -64,7 +65,7 @@ def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: lis
     assert "".join(pieces) + detokenizer.flush() == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=30))
 def test_byte_level_never_emits_half_a_character(text: str) -> None:
     detokenizer = DetokenizerFactory(BYTE_LEVEL).new()
@@ -75,7 +76,7 @@ def test_byte_level_never_emits_half_a_character(text: str) -> None:
     assert emitted + detokenizer.flush() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\ufffd▁", exclude_categories=["Cs"]), max_size=20))
 def test_window_equals_the_full_decode_of_text(text: str) -> None:
     factory = DetokenizerFactory(BYTE_FALLBACK)
@@ -133,7 +134,7 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),

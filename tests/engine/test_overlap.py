@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import examples
 from drawn_specs import group, specs
 from fake_device import EOS, Bench, EventChecker
 from hypothesis import example, given, settings
@@ -190,7 +191,7 @@ def goes_on_as_an_answer(bench: Bench) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     spec=specs(4, 9),
     asked=st.lists(

@@ -18,6 +18,8 @@ from engine.decoding import Decoders
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler
 
+pytestmark = pytest.mark.long
+
 _spec = importlib.util.spec_from_file_location("machine", Path(__file__).with_name("test_scheduler_machine.py"))
 assert _spec is not None
 assert _spec.loader is not None

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def arrives(params: SamplingParams, salt: str | None = None, priority: int = 0) 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Command) == sent
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(asked=ASKED)
 def test_what_passes_can_be_sent(asked: dict[str, Any]) -> None:
     try:
@@ -70,7 +71,7 @@ def test_what_passes_can_be_sent(asked: dict[str, Any]) -> None:
     assert error.message.startswith(error.param)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     asked=st.dictionaries(
         st.sampled_from([*SamplingParams.__struct_fields__, "priority", "cache_salt", "truncate_prompt_tokens"]),
@@ -115,7 +116,7 @@ def test_no_token_id_from_outside_reaches_the_device(llm: LLM, prompt: Any) -> N
     assert not llm._core.has_work
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), asked=ASKED)
 def test_a_neighbour_keeps_its_tokens(llm: LLM, data: st.DataObject, asked: dict[str, Any]) -> None:
     vocab = llm.info.vocab_size

@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "lfm2": (Recipe(family="lfm2", layers=3), {}),
     "gemma3": (Recipe(family="gemma3_text"), {}),
 }
+SHORT = ("qwen3", "qwen3_5", "gemma3")
+"""Families of a short run: full attention, a hybrid with recurrent state, and sliding windows."""
 # A delta net norms its output: where a query is nearly orthogonal to all that is stored, rounding is all that is left
 # to norm. Against fp64, transformers' fp32 logits of this random model are off by up to 7e-4 (ours by up to 5e-4), so
 # the branch is made quieter here: its errors shrink below the tolerance, a mistake would not. test_runner_core runs it
@@ -78,7 +80,7 @@ def checkpoint(name: str) -> tuple[Path, Oracle]:
     return folder, Oracle(folder)
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=[name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in MODELS])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

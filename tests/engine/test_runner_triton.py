@@ -13,6 +13,8 @@ from engine.tiny.model import Recipe, cached_model
 from kernels import select
 from kernels.reference.backend import ReferenceKernels
 
+pytestmark = pytest.mark.long
+
 RECIPES = {
     "qwen3": Recipe(),
     "qwen3_moe": Recipe(family="qwen3_moe"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     params=st.lists(PARAMS, min_size=1, max_size=5), seed=st.integers(0, 2**32), candidates=st.sampled_from([VOCAB, 4])
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from budget import examples
 from drawn_specs import specs
 from fake_device import EOS, Bench
 from hypothesis import given, settings
@@ -165,10 +166,10 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCore.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     spec=specs(4, 9),
     units=st.integers(2, 14),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -85,7 +86,7 @@ def test_merged_outputs_say_the_same(ids: list[int], cuts: list[int]) -> None:
 # ---------------------------------------------------------------- choices
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     ids=st.lists(st.integers(0, 280), min_size=1, max_size=25),
     cuts=st.lists(st.integers(1, 4), max_size=25),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +136,7 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
     return first, end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30_000).map(lambda k: k * 1.00013e-4), st.integers(2, 5000), st.integers(1, 40)),

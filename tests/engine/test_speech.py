@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -236,7 +237,7 @@ def test_stop_strings_are_looked_for_after_the_thought() -> None:
     assert message(whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     """What a choice says that was told the first tokens is what another one says after them."""

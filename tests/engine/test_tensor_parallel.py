@@ -46,6 +46,8 @@ from engine.types import (
 )
 from options import ConfigError
 
+pytestmark = pytest.mark.long
+
 MODELS = {
     "qwen3": Recipe(max_shard_size="400KB"),
     "qwen2": Recipe(family="qwen2"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -144,7 +145,7 @@ def test_a_full_folder_is_left_alone(tmp_path):
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_text_survives(text):
     import unicodedata
 

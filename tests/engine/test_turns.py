@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from budget import examples
 from fake_device import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,13 +114,13 @@ def test_who_has_the_least_left_goes_first_begun_or_not() -> None:
     bench.assert_correct()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(history=histories, budget=st.integers(50, 64) | st.integers(100, 150))
 def test_the_order_is_that_of_a_naive_model(history: History, budget: int) -> None:
     assert play(make_bench(budget=budget, seqs=50, caching=False), history) == Naive(budget).play(history)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(history=histories, budget=st.integers(4, 40), seqs=st.integers(1, 4))
 def test_who_comes_after_the_bound_stays_behind(history: History, budget: int, seqs: int) -> None:
     """Of a prompt with `left` tokens, once `left / AGEING` were computed since it came."""
@@ -182,7 +183,7 @@ def test_a_long_prompt_waits_for_a_seat_as_others_do(overlap: bool) -> None:
     bench.assert_correct()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     bursts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=10),
     tokens=st.integers(1, 50),
@@ -259,7 +260,7 @@ def test_a_step_with_enough_prompt_tokens_does_not_go_on_with_a_longer_one() -> 
     assert bench.device.plans[:3] == [[("long", 0, 64)], [("short", 0, 24)], [("long", 64, 128)]]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     asked=st.lists(
         st.tuples(st.integers(1, 70), st.integers(1, 20), st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=14

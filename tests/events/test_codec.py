@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,7 +168,7 @@ def test_a_header_that_promises_billions_costs_nothing(header: bytes) -> None:
             decode_batch(payload)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_mutated_payloads_raise_nothing_but_decode_error(data: st.DataObject) -> None:
     payload = bytearray(encode_batch(data.draw(batches), legacy=data.draw(st.booleans())))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_checker import StreamChecker
@@ -103,7 +104,7 @@ def apply_all(payloads: list[bytes]) -> Resident:
     return checker.resident()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 40), st.booleans(), st.sampled_from([1, 4, 1024]))
 def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, legacy: bool, chunk: int) -> None:
     """Guarantee 6, and the snapshot keeps 1, 2 and 3 itself."""

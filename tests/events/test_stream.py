@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_world import World
@@ -74,7 +75,7 @@ def run(world: World, script: list[tuple[str, int]]) -> None:
             world.follower.perform(world.follower.stream.tick(world.now))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from([2, 1024]), st.sampled_from([3, 1000]))
 def test_snapshot_publisher_ends_exact(
     script: list[tuple[str, int]], ring_size: int, recent_max: int, buffer_max: int
@@ -89,7 +90,7 @@ def test_snapshot_publisher_ends_exact(
     assert world.follower.stream.phase is StreamPhase.LIVE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from(list(Join)))
 def test_ring_publisher_never_leaves_a_false_hit(script: list[tuple[str, int]], ring_size: int, join: Join) -> None:
     """Without snapshots (vLLM) a short ring may lose blocks, but what is held is resident; a full ring is exact."""
@@ -102,7 +103,7 @@ def test_ring_publisher_never_leaves_a_false_hit(script: list[tuple[str, int]], 
         assert world.follower.held == world.publisher.resident
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(steps)
 def test_without_replay_only_consecutive_batches_are_held(script: list[tuple[str, int]]) -> None:
     script = [step for step in script if step[0] != "restart"]  # an idle restart cannot be seen without replay

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from budget import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -226,5 +227,5 @@ class World(RuleBasedStateMachine):
         assert len(slots) == len(set(slots))
 
 
-World.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+World.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestWorld = World.TestCase

@@ -14,6 +14,8 @@ import torch
 
 from kernels.backends import BACKENDS
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 
 

@@ -20,7 +20,13 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
+pytestmark = (
+    [
+        pytest.mark.long,
+    ]
+    if INTERPRETED
+    else [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
+)
 interpreter_only = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 
 

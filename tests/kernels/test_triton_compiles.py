@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).resolve().parent
 KERNELS = {
     "activate_rows", "conv_step", "conv_tails", "conv_tile", "count_rows", "decode_attention", "delta_step",

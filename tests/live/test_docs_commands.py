@@ -46,7 +46,7 @@ READY_S_MAX = 90.0
 WATCH_S = "12"
 """How long a command that never ends by itself is watched: more than a busy machine needs to start it."""
 
-pytestmark = [pytest.mark.live, pytest.mark.begins_first]
+pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.begins_first]
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.live, pytest.mark.begins_first]
+pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.begins_first]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "hostile_engine"
 

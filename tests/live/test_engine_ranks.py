@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 BODY = {"prompt": "Once upon a time, in a land of blocks", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 

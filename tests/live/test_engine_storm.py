@@ -21,7 +21,7 @@ import pytest
 
 from engine.tiny.model import Recipe, cached_model
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 
 BLOCKS, BLOCK_SIZE, MAX_LEN = 96, 16, 1024
 SHARED = [[(11 * i + 7 * k) % 1800 + 100 for i in range(300)] for k in range(4)]

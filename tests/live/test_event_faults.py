@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -19,7 +19,7 @@ from harness.programs import Program, await_true, call, free_port, ours
 
 from fleet.books import Listed, changes, read_rows
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 SPEC = '{"prefill_s_per_token": 0.0002, "kv_tokens": 40000}'
 
 

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.programs import await_true, call
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed: no fleet on Ray is tried")
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = json.dumps({"prefill_s_per_token": 2e-4, "step_s": 1.0, "kv_tokens": 40_000})
 """Steps that are as long as a quarter of the patience."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from programs import Program, call, until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 
 TALKS, TURNS = 8, 4
 BLOCKS = 120

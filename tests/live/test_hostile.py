@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 from programs import Program, until
 
-pytestmark = [pytest.mark.live, pytest.mark.begins_first]
+pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.begins_first]
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("http", "upstreams", "events", "bodies", "discovery", "peers", "operators", "collectors", "sessions")

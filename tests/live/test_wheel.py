@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.long, pytest.mark.live]
 
 WITHOUT_THE_CLONE = """
 import sys

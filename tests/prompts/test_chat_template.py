@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.compiler import CodeGenerator
@@ -123,7 +124,7 @@ _messages = st.lists(
 
 
 @given(messages=_messages, name=st.sampled_from(sorted(ALL)), generation=st.booleans(), continued=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_random_chats_equal_transformers(hf_render, messages, name, generation, continued):
     agree(hf_render, ALL[name], messages, add_generation_prompt=generation, continue_final_message=continued)
 

@@ -6,6 +6,7 @@ import json
 from functools import cache
 
 import pytest
+from budget import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
@@ -48,7 +49,7 @@ def _check_texts(hf: Tokenizer, plan: SegmentPlan, data: st.DataObject, pieces: 
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_ids_are_those_of_a_full_encode(kind, make_tokenizer, data) -> None:
     hf, plan, added = _prepared(make_tokenizer(kind).to_str())
     pieces = st.one_of(
@@ -58,7 +59,7 @@ def test_ids_are_those_of_a_full_encode(kind, make_tokenizer, data) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 def test_tokens_that_hold_a_cut_in_their_middle_or_begin_with_one(make_tokenizer, data) -> None:
     hf = make_tokenizer("qwen")
     odd = ("ab<|im_end|>cd", "<|im_start|>user", "d|><|endof", "x<|im_start|>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -324,7 +325,7 @@ def assert_clean(parse, data):
 
 
 @given(st.dictionaries(_names, _json, max_size=6), st.sampled_from(["/v1/chat/completions", "/v1/completions", "/x"]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_routing_refuses_no_json_object_and_the_strict_parsers_raise_only_request_errors(body, path):
     data = json.dumps(body).encode()
     request = parse_routing(path, data)
@@ -334,7 +335,7 @@ def test_routing_refuses_no_json_object_and_the_strict_parsers_raise_only_reques
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bytes_that_are_no_json_are_one_error(data):
     for parse in (parse_chat, parse_completion, lambda d: parse_routing("/v1/completions", d)):
         assert_clean(parse, data)

@@ -7,6 +7,7 @@ import threading
 from functools import cache
 
 import pytest
+from budget import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
@@ -40,7 +41,7 @@ def texts(added: list[str]) -> st.SearchStrategy[str]:
 
 
 @given(data=st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_cached_ids_equal_a_full_encode(kind, make_tokenizer, data):
     hf, plan, added = _prepared(make_tokenizer(kind).to_str())
     assert isinstance(plan, SegmentPlan), plan
@@ -87,7 +88,7 @@ def test_a_wrong_plan_is_found_by_the_self_check(monkeypatch, make_tokenizer):
 
 
 @given(st.lists(st.text("ab<|>", min_size=1, max_size=5), min_size=1, max_size=12), st.text("ab<|>", max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_pattern_finds_the_leftmost_longest_token(words, text):
     import re
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from budget import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def rendered(template: ChatTemplate, messages: list[dict[str, Any]], generation:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(chats=st.lists(CHATS, min_size=1, max_size=4), generation=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example(chats=[[("user", "a")], [("user", " a ")], [("user", "\n")], [("user", "")]], generation=True)
 @example(chats=[[("user", "a"), ("assistant", "b")], [("user", "</think>"), ("assistant", "STOP")]], generation=False)
 def test_a_chat_is_what_the_template_makes_of_it(

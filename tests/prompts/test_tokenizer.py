@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from budget import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -250,7 +251,7 @@ def test_template_object_is_reachable(checkpoint):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_engine_and_router_get_identical_ids(both_sides, data):
     """Any body that the engine accepts gives the same ids through the router's lenient view."""
     text = st.text(st.sampled_from("ab <|im_end|>\n\u00e9\U0001f642{}'\""), max_size=12)

@@ -9,6 +9,7 @@ from array import array
 from functools import cache
 
 import pytest
+from budget import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -74,7 +75,7 @@ TEXTS = st.lists(st.one_of(PIECES, PIECES, st.text(st.characters(max_codepoint=1
 
 @pytest.mark.parametrize("name", PATTERNS)
 @given(text=TEXTS.map("".join))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(text="").via("nothing to cut")
 @example(text="<|user|>" + "a" * 100 + " \n \n  b").via("a word too long to remember")
 @example(text="fox<|end|><|user|>\n fox <|end|").via("tokens at which it is cut, and what only begins like one")
@@ -99,7 +100,7 @@ MIXED = st.lists(st.one_of(PIECES, st.sampled_from(["The fox", " is a test", "it
 @pytest.mark.parametrize("name", [name for name in PATTERNS if len(PATTERNS[name]) == 1])
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 @given(text=MIXED.map("".join))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(text="It’s a test").via("an apostrophe that is none")
 @example(text="a test of the cafe\u0301 is it").via("what becomes one with the character before")
 def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, text: str) -> None:
@@ -151,7 +152,7 @@ TAILS = st.builds("{}{}".format, st.lists(REPEATED, min_size=1, max_size=3).map(
     pattern=st.lists(TAILS, min_size=1, max_size=3).map("|".join),
     text=st.text(st.sampled_from("aAbBc 1\n.\x7f"), max_size=12),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @example(pattern=r"\s+(?!\S)|\s+", text="a  b ").via("what GPT-2 ends in")
 def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str) -> None:
     rows = words.parts_of(pattern)
@@ -316,7 +317,7 @@ def test_digests_of_texts_that_differ_little_differ_in_half_of_their_bits() -> N
     st.lists(st.text("ab<|>", min_size=1, max_size=5), unique=True, max_size=8), st.text("ab<|>c", max_size=40),
     st.integers(0, 8),
 )  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_texts_are_cut_at_the_leftmost_longest_token(tokens: list[str], text: str, cuts: int) -> None:
     """`cuts`: at so many of them; any other leaves the text to the library."""
     rows = words.parts_of("[a-z<|>]")

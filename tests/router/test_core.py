@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from budget import examples
 from core_by_hand import MODEL, make, request, sent_to, spec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -595,4 +596,4 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)

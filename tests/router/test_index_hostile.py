@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_world import dump
@@ -128,7 +129,7 @@ def test_work_grows_with_the_bytes(shape: Any) -> None:
     ingest(index, holder, batch(*shape(20_000)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 400)), max_size=8), st.randoms())
 def test_mixed_shapes(parts: list[tuple[Any, int]], random: Any) -> None:
     events = [event for shape, count in parts for event in shape(count)]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from budget import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_world import GroupSpec as Spec
@@ -18,7 +19,7 @@ from router.index import make_index
 from router.index.protocol import IngestReport, PrefixIndex, Scope
 
 SCOPE = Scope("m")
-EXAMPLES = int(os.environ.get("LOCKSTEP_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("LOCKSTEP_EXAMPLES", examples(150)))
 """More for a long run: LOCKSTEP_EXAMPLES=20000."""
 
 

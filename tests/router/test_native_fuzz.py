@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_world import dump
@@ -89,7 +90,7 @@ def check_alike(*batches: bytes) -> IngestReport:
     return reports[-1]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(
     st.integers(0, 10_000),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9_999), st.integers(0, 255)), max_size=4),

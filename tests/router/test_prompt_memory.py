@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any, cast
 
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ LONG = tuple(i * 7919 % 101 for i in range(1600))
 lengths = st.one_of(st.integers(0, 40), st.integers(500, 540), st.integers(0, 1600))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     first=lengths, second=lengths, changed=st.one_of(st.none(), lengths), before=st.sampled_from(SCOPES),
     after=st.sampled_from(SCOPES), told=st.sampled_from((None, 0.0, 0.3, 1.0)),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def naive_times(arrivals: list[tuple[float, int, int]], service: Any) -> tuple[d
     return first, end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30_000).map(lambda k: k * 1.00013e-4), st.integers(1, 5000), st.integers(1, 60)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.tally import NaiveTally
@@ -12,7 +13,7 @@ from router.index import make_index
 Order = tuple[bool, int, int]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 120)), max_size=60), st.integers(0, 3))
 def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     index = make_index(seed=1)
@@ -34,7 +35,7 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     assert tally.counts() == {}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 40), st.integers(0, 2)), max_size=60))
 def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int, int, int]]) -> None:
     index = make_index(seed=1)

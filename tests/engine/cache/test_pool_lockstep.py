@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from budget import examples
 from drawn_specs import group, specs
 from fake_device import EventChecker, resident_in
 from hypothesis import settings
@@ -191,7 +192,7 @@ class CrampedMachine(PoolMachine):
         self._start(spec, units, host_units=host_units)
 
 
-QUICK = settings(max_examples=150, stateful_step_count=40, deadline=None)
+QUICK = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 TestPool.settings = QUICK
 TestCrampedPool = CrampedMachine.TestCase

@@ -27,6 +27,8 @@ from engine.cache.windows import Windows
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
+pytestmark = pytest.mark.long
+
 _spec = importlib.util.spec_from_file_location("lockstep", Path(__file__).with_name("test_pool_lockstep.py"))
 assert _spec is not None
 assert _spec.loader is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ REQUESTS = st.tuples(
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=4), st.lists(st.integers(0, 600), max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_requests_survive_pipelining_and_any_cut(
     wanted: list[tuple[bytes, list[tuple[bytes, bytes]], bytes, str]], cuts: list[int]
 ) -> None:
@@ -116,7 +117,7 @@ def test_requests_survive_pipelining_and_any_cut(
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_noise_never_raises_anything_else(data: bytes, cuts: list[int]) -> None:
     for prefix in (b"", HEAD, HEAD + b"Transfer-Encoding: chunked\r\n\r\n"):
         try:

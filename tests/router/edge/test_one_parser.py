@@ -11,6 +11,7 @@ from typing import Any
 
 import httptools
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -170,7 +171,7 @@ def streams(draw: st.DrawFn) -> bytes:
 
 
 @given(streams(), st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_any_cut_of_any_stream_is_read_as_the_whole(data: bytes, more: Any) -> None:
     cuts = more.draw(st.lists(st.integers(0, len(data)), max_size=8))
     assert read(cut(data, cuts)) == read([data], Heads())
@@ -197,7 +198,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_is_well_formed_is_taken_here_as_there(
     wanted: list[tuple[bytes, bytes, list[tuple[bytes, bytes]], bytes, bool]],
 ) -> None:
