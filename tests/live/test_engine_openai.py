@@ -221,15 +221,26 @@ def test_reset_forgets_the_prefixes(engine: Any) -> None:
 
 
 def test_metrics_have_vllms_names(engine: Any) -> None:
-    before = metric(engine, "vllm:generation_tokens_total")
-    call(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True})
-    assert metric(engine, "vllm:generation_tokens_total") == before + 7
-    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-                 "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total",
-                 "vllm:prompt_tokens_total", "vllm:request_success_total", "vllm:cache_config_info",
-                 "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
-                 "vllm:e2e_request_latency_seconds_count"):  # fmt: skip
-        assert metric(engine, name) >= 0
+    """Each metric moves by what one answer of seven tokens, to a prompt that is then cached, costs."""
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
+    once = (success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count")
+    names = (*once, "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total",
+             "vllm:prefix_cache_hits_total", "vllm:inter_token_latency_seconds_count")  # fmt: skip
+    body = {"prompt": "Count me. " + TEXT, "max_tokens": 7, "ignore_eos": True}
+    call(engine.url + "/v1/completions", body)
+    before = {name: metric(engine, name) for name in names}
+    usage = call(engine.url + "/v1/completions", body)[2]["usage"]
+    grown = {name: metric(engine, name) - before[name] for name in names}
+    assert {name: grown[name] for name in once} == dict.fromkeys(once, 1)
+    assert grown["vllm:generation_tokens_total"] == 7
+    assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 6  # tokens may arrive together
+    assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == usage["prompt_tokens"]
+    assert grown["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
+    assert metric(engine, "vllm:num_requests_running") == metric(engine, "vllm:num_requests_waiting") == 0
+    assert metric(engine, "vllm:num_preemptions_total") == 0
+    assert 0 <= metric(engine, "vllm:kv_cache_usage_perc") < 1
+    assert metric(engine, "vllm:cache_config_info") == 1
 
 
 # ---------------------------------------------------------------- clients that leave

@@ -305,7 +305,12 @@ def test_nobody_holds_the_lock_for_long(attack: Any) -> None:
 def test_a_declared_block_size_that_no_block_can_have_is_ignored(size: int) -> None:
     index, holder = one_holder()
     index.declare_groups(holder, [{"group_idx": 0, "kind": "full_attention", "block_size": size}])
+    assert [group["block_size"] for group in index.groups(holder)] == [None]
+    events = stored([1, 2], size=16, group_idx=0, kv_cache_spec_kind="full_attention")
+    assert ingest(index, holder, batch(events)).stored == 2
+    assert [match.tokens for match in index.match([7] * 100, SCOPE)] == [32]
     index.unpin(index.pin(holder, [1] * 100, SCOPE))
+    assert [match.tokens for match in index.match([1] * 100, SCOPE)] == []
 
 
 def test_a_large_payload_is_applied_in_slices() -> None:
