@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The engine's speed: time to first token, time a token, tokens a second.
 
-    benchmarks/engine.py                                                  # ours and HF generate, the 0.4M Llama
+    benchmarks/engine.py                                                  # ours, the 0.4M Llama
     benchmarks/engine.py --peer vllm=http://127.0.0.1:8001                # and a server with the same weights
     benchmarks/engine.py --model 0.6b-shape --outputs 8 --prompt-lens 100
 
-A real `engine serve` is asked over HTTP with streaming, as are the peers; HF's `generate` runs in a process of its own.
+A real `engine serve` is asked over HTTP with streaming, as are the peers.
 Prompts are random tokens, all different, so no prefix cache helps; answers are greedy and of a fixed length. `users`
 send a request each, and the next when the last was answered. The systems alternate, round by round; shown are medians
 over the rounds. CPU is that of the server's processes, all threads; with more than one core it can exceed the wall.
@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import tempfile
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
 import click
-from engine_systems import Figures, HfGenerate, HttpSystem, System
-from harness.figures import in_words, machine, markdown, write_json
+from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
+from harness.load import closed_loop, completion, post
 from harness.programs import serve_engine
 
 from engine.tiny.model import PRESETS, cached_model
@@ -39,8 +43,80 @@ Prompts = Callable[[int, int], list[list[int]]]
 """So many random prompts of so many tokens that never repeat."""
 
 
+@dataclass(frozen=True)
+class Figures:
+    """One run of one setting. Milliseconds, tokens a second, CPU microseconds a token (None where not known)."""
+
+    ttft_ms: float
+    itl_ms: float
+    gap_p99_ms: float
+    tokens_per_s: float
+    cpu_us_per_token: float | None
+
+    @classmethod
+    def of(
+        cls, answers: Sequence[tuple[float, list[float]]], tokens: int, each: int, wall_s: float, cpu_s: float | None
+    ) -> Figures:
+        """`answers`: when each was asked for and when its parts came; `tokens` in all, `each` in one."""
+        ttft_s = statistics.median(times[0] - asked_s for asked_s, times in answers)
+        itl_s = statistics.median((times[-1] - times[0]) / max(1, each - 1) for _, times in answers)
+        gaps_s = [b - a for _, times in answers for a, b in pairwise(times)]  # zero: two parts that came in one read
+        cpu_us = None if cpu_s is None else 1e6 * cpu_s / tokens
+        return cls(1e3 * ttft_s, 1e3 * itl_s, 1e3 * rank(gaps_s or [0.0], 0.99), tokens / wall_s, cpu_us)
+
+
+def listener_pid(port: int) -> int | None:
+    """The process that listens on a local TCP port, if we may know."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:
+            continue  # ended, or somebody else's
+    return None
+
+
+class HttpSystem:
+    """A server that speaks OpenAI's completions."""
+
+    def __init__(self, name: str, url: str, *, with_ids: bool = False) -> None:
+        """`with_ids`: let chunks carry token ids, so that a token without text of its own makes a chunk too."""
+        self.name = name
+        self._with_ids = with_ids
+        self.url = url.rstrip("/")
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
+            self.model: str = json.load(answer)["data"][0]["id"]
+        port = re.search(r"//(?:127\.0\.0\.1|localhost):(\d+)", self.url)
+        self.pid = listener_pid(int(port.group(1))) if port else None
+
+    def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
+        import uvloop
+
+        more = {"return_token_ids": True} if self._with_ids else {}
+        bodies = [completion(self.model, prompt, output_len, **more) for prompt in prompts]
+        cpu_s = cpu_seconds(self.pid) if self.pid is not None else 0.0
+        start_s = time.perf_counter()
+        answers = uvloop.run(closed_loop(self.url, [post("/v1/completions", body) for body in bodies], users))
+        wall_s = time.perf_counter() - start_s
+        used_s = cpu_seconds(self.pid) - cpu_s if self.pid is not None else None
+        found = []
+        for answer in answers:
+            *chunks, (_, last) = answer.events()  # the last is the usage
+            tokens = json.loads(last)["usage"]["completion_tokens"]
+            if tokens != output_len:
+                raise RuntimeError(f"{self.name}: {tokens} tokens instead of {output_len}")
+            found.append((answer.sent_s, [at_s for at_s, _ in chunks]))
+        return Figures.of(found, len(prompts) * output_len, output_len, wall_s, used_s)
+
+
 def compare(
-    systems: list[System], prompts: Prompts, length: int, users: int, outputs: int, rounds: int, turns: int
+    systems: list[HttpSystem], prompts: Prompts, length: int, users: int, outputs: int, rounds: int, turns: int
 ) -> dict[str, list[Figures]]:
     """Figures of each system in each round, one setting. The systems alternate; who begins changes."""
     found: dict[str, list[Figures]] = {system.name: [] for system in systems}
@@ -83,15 +159,13 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--turns", default=3, show_default=True, help="Requests of each user in a round.")
 @click.option("--threads", default=1, show_default=True, help="Of each system that we start.")
 @click.option("--overlap", is_flag=True, help="Ours with steps that overlap too, as a system of its own.")
-@click.option("--hf/--no-hf", default=True, show_default=True)
-@click.option("--hf-dtype", default="auto", show_default=True, help="float32 is faster where bf16 is emulated.")
 @click.option(
     "--seed", type=int, help="Of the prompts. [default: another one each run: a peer may remember the last's]"
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, overlap: bool, hf: bool, hf_dtype: str, seed: int | None, json_file: Path | None,
+    turns: int, threads: int, overlap: bool, seed: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = cached_model(PRESETS[model]) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
@@ -117,11 +191,7 @@ def main(
             how = ("--overlap", "on" if name == "overlapping" else "off")
             engine = serve_engine(logs / name, str(folder), *flags, *how, env={"OMP_NUM_THREADS": str(threads)})
             urls.insert(0, (name, stack.enter_context(engine).await_line()))
-        systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
-        if hf:
-            generate = HfGenerate(folder, threads, hf_dtype)
-            stack.callback(generate.close)
-            systems.append(generate)
+        systems: list[HttpSystem] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
         for length in prompt_lens:
             for system in systems:  # warm up
                 system.run(prompts(max(users), length), max(users), min(outputs, 8))

@@ -23,7 +23,7 @@ import random
 import sys
 import tarfile
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from harness.figures import machine, markdown, write_json
 from hybrid_play import HybridCache
 
 from engine.cache.eviction import Adaptive
-from engine.cache.habits import Habits, Turn
+from engine.cache.habits import Turn
 
 BLOCK = 512
 Trace = list[list[int]]
@@ -244,35 +244,6 @@ def play_hybrid(trace: Trace, percents: Sequence[int], warm: int, state_blocks: 
     return rows
 
 
-def predictability(trace: Trace) -> dict[str, dict[str, Any]]:
-    """How turns of conversations come back, by what is known of them when they end; gaps in blocks of prompts."""
-    distinct = len({name for names in trace for name in names})
-    habits = Habits(distinct, BLOCK)
-    seen: set[int] = set()
-    turns: defaultdict[str, list[int | None]] = defaultdict(list)
-    waiting: dict[Any, tuple[str, int]] = {}
-    for names in trace:
-        found = leading(names, seen)
-        seen.update(names)
-        turn = habits.begin(names, found)
-        if turn.before is not None:
-            kind, index = waiting.pop(turn.before)
-            turns[kind][index] = turn.gap
-        elif found:
-            turns["shared beginning"].append(found)
-        habits.end(turn)
-        kind = f"turn {turn.turns if turn.turns < 4 else '4+'}, added {'< 1k' if turn.added < 2 else '>= 1k'} tokens"
-        waiting[turn] = (kind, len(turns[kind]))
-        turns[kind].append(None)
-    rows: dict[str, dict[str, Any]] = {}
-    for kind, gaps in sorted(turns.items()):
-        known = sorted(gap for gap in gaps if gap is not None)
-        row = rows[kind] = {"turns": len(gaps), "come back": len(known) / len(gaps)}
-        for q in (10, 50, 90):
-            row[f"gap {q} %"] = known[len(known) * q // 100] if known else 0
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", type=Path, nargs="*", help="files of the formats above")
@@ -293,8 +264,8 @@ def main() -> None:
         trace = contrary(args.requests) if path is None else read(path, args.requests)
         distinct, asked = len({n for names in trace for n in names}), sum(map(len, trace))
         print(f"{name}: {len(trace)} requests, {asked} blocks, {distinct} distinct", file=sys.stderr)
-        kinds, rows = predictability(trace), play(trace, args.percents, len(trace) // 10)
-        figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "kinds": kinds, "rows": rows}
+        rows = play(trace, args.percents, len(trace) // 10)
+        figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "rows": rows}
         columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
         print(f"\n{name}\n\n{markdown(rows, columns, 'cache')}\n")
         for blocks in args.state_blocks:
@@ -302,8 +273,6 @@ def main() -> None:
             figures[name][f"a state as {blocks} blocks"] = hybrid
             columns = {title: (title, "{:.3f}") for title in ("present", "adaptive", "Belady, no states")}
             print(f"{name}, a state as {blocks} blocks\n\n{markdown(hybrid, columns, 'cache')}\n")
-        titles = {"turns": "{}", "come back": "{:.2f}", "gap 10 %": "{}", "gap 50 %": "{}", "gap 90 %": "{}"}
-        print(markdown(kinds, {title: (title, form) for title, form in titles.items()}, "kind of turn"))
     write_json(args.json, {"machine": machine(), "requests": args.requests, "traces": figures})
 
 

@@ -1,6 +1,6 @@
 """What the router costs: CPU a request, added latency, CPU and delay a stream's chunk, and peers on the same workers.
 
-    python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--envoy] [--cases] [--json FILE]
+    python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--cases] [--json FILE]
 
 The router is installed into an environment of its own first, as users install it.
 
@@ -8,9 +8,7 @@ Two mock workers answer from memory. The router runs in full function: kv policy
 tokenising, metrics. Every body is a conversation that was seen before and announced, plus a turn that never was. Direct
 and routed runs alternate; the medians over the rounds are shown, the difference is what was added. CPU is the
 scheduler's nanoseconds of the gateway's process with all its threads and children; the share that is rendering and
-encoding the prompt, as the router's own metric counts it in CPU time, is reported apart. `--envoy`: the same by Envoy
-with `router epp` beside it (from this checkout), with a message for the request's body alone (as in
-deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
+encoding the prompt, as the router's own metric counts it in CPU time, is reported apart.
 
 The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
 turn within each round: CPU us a request, of which tokenising. `--cases`: these only. Of so many conversations the
@@ -23,19 +21,18 @@ import asyncio
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
 import click
-from harness.envoy import configuration, start_envoy
 from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
 from harness.load import Answer, Client, closed_loop
 from harness.peers import PEERS, before_mocks, peer_command
-from harness.programs import Program, await_true, free_ports, metric, ours
+from harness.programs import Program, await_true, metric
 from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 
 from engine.tiny.tokenizer import write_tokenizer
@@ -54,7 +51,7 @@ CASES, NEW = ("2k", "16k", "110k", "1m"), 2_000
 """Sizes, and characters of the turn that is new."""
 COLUMNS = {
     "CPU us": ("cpu_us", "{:.1f}"), "tokenise us": ("tokenize_us", "{:.1f}"),
-    "rest us": ("cpu_us_without_tokenize", "{:.1f}"), "Envoy us": ("beside_us", "{:.1f}"),
+    "rest us": ("cpu_us_without_tokenize", "{:.1f}"),
     "+p50 ms": ("added_p50_ms", "{:.3f}"),
     "+p99 ms": ("added_p99_ms", "{:.3f}"), "req/s": ("requests_per_s", "{:.0f}"),
 }  # fmt: skip
@@ -63,28 +60,15 @@ COLUMNS = {
 class Gateway:
     """Something to send requests to: a mock worker itself (`pid` None) or a proxy before both."""
 
-    def __init__(
-        self,
-        url: str,
-        pid: int | None = None,
-        *,
-        ours: bool = False,
-        metrics: str | None = None,
-        beside: int | None = None,
-    ) -> None:
-        """`metrics`: where its metrics are, if elsewhere. `beside`: the process that carries the bytes, if another."""
+    def __init__(self, url: str, pid: int | None = None, *, ours: bool = False) -> None:
         self.url, self.pid, self.ours = url, pid, ours
-        self._metrics, self._beside = metrics or url, beside
 
     def cpu_s(self) -> float:
         return cpu_seconds(self.pid) if self.pid else 0.0
 
-    def beside_s(self) -> float:
-        return cpu_seconds(self._beside) if self._beside else 0.0
-
     def tokenize_s(self) -> float:
         """Of its CPU time: rendering and encoding prompts."""
-        return metric(self._metrics, TOKENIZE) if self.ours else 0.0
+        return metric(self.url, TOKENIZE) if self.ours else 0.0
 
     def latencies(self, requests: list[bytes], concurrency: int) -> list[float]:
         """Seconds from sending a request to its whole answer."""
@@ -129,14 +113,12 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
     def requests(size: str, concurrency: int) -> dict[str, float]:
         """CPU and latency of complete answers."""
         count = max(int(COUNTS[size] * (1 if concurrency > 1 else 0.4) * scale), 4 * concurrency, 64)
-        tokenize_s, cpu_s, beside_s = gateway.tokenize_s(), gateway.cpu_s(), gateway.beside_s()
+        tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
         routed = gateway.latencies(bodies.make(size, count), concurrency)
         cpu_us = 1e6 * (gateway.cpu_s() - cpu_s) / count
         tokenize_us = 1e6 * (gateway.tokenize_s() - tokenize_s) / count
-        beside_s = gateway.beside_s() - beside_s
         plain = direct.latencies(bodies.make(size, count), concurrency)
         return {
-            "beside_us": 1e6 * beside_s / count,
             "cpu_us": cpu_us, "tokenize_us": tokenize_us, "cpu_us_without_tokenize": cpu_us - tokenize_us,
             "added_p50_ms": 1e3 * (rank(routed, 0.5) - rank(plain, 0.5)),
             "added_p99_ms": 1e3 * (rank(routed, 0.99) - rank(plain, 0.99)),
@@ -145,13 +127,12 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
 
     def streams() -> dict[str, float]:
         """CPU and delay of paced streams."""
-        made, cpu_s, beside_s = bodies.make("2k", STREAMS, stream=True), gateway.cpu_s(), gateway.beside_s()
+        made, cpu_s = bodies.make("2k", STREAMS, stream=True), gateway.cpu_s()
         firsts, lags = gateway.streams(made)
-        cpu_s, beside_s = gateway.cpu_s() - cpu_s, gateway.beside_s() - beside_s
+        cpu_s = gateway.cpu_s() - cpu_s
         direct_firsts, direct_lags = direct.streams(bodies.make("2k", STREAMS, stream=True))
         return {
             "cpu_us_per_chunk": 1e6 * cpu_s / (STREAMS * CHUNKS),
-            "beside_us_per_chunk": 1e6 * beside_s / (STREAMS * CHUNKS),
             "chunk_lag_p50_ms": 1e3 * (rank(lags, 0.5) - rank(direct_lags, 0.5)),
             "chunk_lag_p99_ms": 1e3 * (rank(lags, 0.99) - rank(direct_lags, 0.99)),
             "first_chunk_p50_ms": 1e3 * (rank(firsts, 0.5) - rank(direct_firsts, 0.5)),
@@ -212,15 +193,13 @@ def show(name: str, result: dict[str, Any]) -> None:
     rows = {key.replace("_c", " bytes, in flight "): row for key, row in result["requests"].items()}
     print(f"\n{name}\n{markdown(rows, COLUMNS, 'body')}")
     stream = result["streams"]
-    print(f"{STREAMS} streams of {CHUNKS} chunks, 10 ms apart: CPU {stream['cpu_us_per_chunk']:.1f} us a chunk"
-          f" (Envoy {stream['beside_us_per_chunk']:.1f}), lag "
+    print(f"{STREAMS} streams of {CHUNKS} chunks, 10 ms apart: CPU {stream['cpu_us_per_chunk']:.1f} us a chunk, lag "
           f"+{stream['chunk_lag_p50_ms']:.3f} ms p50, +{stream['chunk_lag_p99_ms']:.3f} ms p99, first chunk "
           f"+{stream['first_chunk_p50_ms']:.3f} ms")  # fmt: skip
 
 
 @click.command(help=__doc__)
 @click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="May be repeated.")
-@click.option("--envoy", is_flag=True, help="Measure Envoy with `router epp` too.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
@@ -229,7 +208,6 @@ def show(name: str, result: dict[str, Any]) -> None:
 @click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 def main(
     peers: tuple[str, ...],
-    envoy: bool,
     json_file: Path | None,
     rounds: int,
     scale: float,
@@ -270,26 +248,7 @@ def main(
                         show(f"{name}: {' '.join(command[-6:])}", found)
                 report["cases"] = measure_cases(gateways, bodies, rounds, scale)
             show_cases(report["cases"])
-            for duplex in (False, True) if envoy and not only_cases else ():
-                name = f"Envoy with router epp, {'every byte by way of it' if duplex else 'as in deploy/envoy/'}"
-                with before_envoy(folder, urls, policy, duplex) as gateway:
-                    wait_until_ready(gateway, bodies)
-                    report["peers"][name] = measure(gateway, direct, bodies, rounds, scale)
-                show(name, report["peers"][name])
         write_json(json_file, report)
-
-
-@contextmanager
-def before_envoy(folder: Path, urls: list[str], policy: str, duplex: bool) -> Iterator[Gateway]:
-    """`router epp` and a real Envoy before the mocks."""
-    command = ours("router", "epp", *urls, "--port", "0", "--health-port", "0", "--metrics-port", "0")
-    log = folder / f"picker-{duplex}.log"
-    with Program([*command, "--policy", policy, "--log-level", "warning"], log) as picker:
-        metrics = picker.await_line()
-        port = free_ports(2)
-        grpc = int(picker.await_line(r"^picker listening on \S+:(\d+)$"))
-        with start_envoy(folder, configuration(port, port + 1, urls, [grpc], duplex=duplex)) as proxy:
-            yield Gateway(f"http://127.0.0.1:{port}", picker.pid, ours=True, metrics=metrics, beside=proxy.pid)
 
 
 def wait_until_ready(gateway: Gateway, bodies: Bodies) -> None:

@@ -1,16 +1,12 @@
 #!/usr/bin/env python3
-"""Learn how long an engine's steps take, write it as a SPEC for `engine serve --simulate`, and see how far it carries.
+"""Learn how long an engine's steps take, and write it as a SPEC for `engine serve --simulate`.
 
     benchmarks/step_times.py --json spec.json                         # our engine with the demo's model
     benchmarks/step_times.py --url http://gpu1:8000 --json spec.json  # any worker with vLLM's API that is idle
-    benchmarks/step_times.py --check                                  # and play the same requests to both
 
 Prompts of random tokens, alone, give prefill; groups of prompts that decode together give the rest. The five figures
 are the least squares of the relative error, none below zero. What HTTP adds to a first token is measured on a
 simulated engine whose steps take no time, and taken off.
-
-`--check` plays requests of random lengths at random moments to the engine and to its simulation, in turn, and compares
-what the client saw.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from pathlib import Path
 import _path  # noqa: F401
 import click
 import numpy as np
-from harness.figures import in_words, machine, markdown, rank, write_json
+from harness.figures import in_words, machine, write_json
 from harness.load import Answer, Client, Outcome, completion, post
 from harness.programs import call, make_demo_model, serve_engine
 
@@ -38,12 +34,6 @@ GROUPS = ((1, 64), (1, 2048), (4, 256), (8, 64), (8, 1024), (16, 256), (32, 64),
 """(sequences, prompt of each) that decode together."""
 DECODED = 48
 NO_TIME = {"prefill_s_per_token": 0.0, "kv_tokens": 400_000}
-COLUMNS = {
-    "TTFT mean": ("ttft_mean_ms", "{:,.1f} ms"), "TTFT p50": ("ttft_p50_ms", "{:,.1f} ms"),
-    "TTFT p99": ("ttft_p99_ms", "{:,.1f} ms"), "per token mean": ("tpot_mean_ms", "{:,.2f} ms"),
-    "per token p99": ("tpot_p99_ms", "{:,.2f} ms"), "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"),
-    "E2E p99": ("e2e_p99_ms", "{:,.0f} ms"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,45 +120,15 @@ def learn(engine: Engine, idle: Engine, rounds: int) -> tuple[dict[str, float], 
     return times, error
 
 
-async def play(engine: Engine, requests: Sequence[tuple[float, int, int]]) -> list[Outcome]:
-    """(when, prompt, answer) each."""
-    loop = asyncio.get_running_loop()
-    begin_s = loop.time()
-
-    async def one(client: Client, at_s: float, length: int, tokens: int) -> Outcome:
-        request = engine.request(length, tokens)
-        await asyncio.sleep(max(0.0, begin_s + at_s - loop.time()))
-        return Outcome.of(await client.ask(request), tokens, "check")
-
-    async with Client(engine.url) as client:
-        return list(await asyncio.gather(*(one(client, *request) for request in requests)))
-
-
-def seen_by_clients(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    row = {}
-    for name, values in (
-        ("ttft", [o.ttft_s for o in outcomes]),
-        ("tpot", [(o.e2e_s - o.ttft_s) / (o.answer_tokens - 1) for o in outcomes]),
-        ("e2e", [o.e2e_s for o in outcomes]),
-    ):
-        row[f"{name}_mean_ms"] = statistics.fmean(values) * 1e3
-        row[f"{name}_p50_ms"], row[f"{name}_p99_ms"] = rank(values, 0.5) * 1e3, rank(values, 0.99) * 1e3
-    return row
-
-
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
 @click.option("--url", help="A worker. [default: `engine serve` with the demo's model is started]")
 @click.option("--step-tokens", default=2048, show_default=True, help="The worker's --max-num-batched-tokens.")
 @click.option("--kv-tokens", default=200_000, show_default=True, help="For the SPEC: tokens that its cache holds.")
-@click.option("--rounds", default=5, show_default=True, help="Of each prefill; and of --check.")
-@click.option("--check", is_flag=True, help="Play the same requests to the engine and to its simulation.")
-@click.option("--requests", default=60, show_default=True, help="Of a round of --check.")
-@click.option("--load", default=0.6, show_default=True, help="Of --check: share of what the learned times can do.")
+@click.option("--rounds", default=5, show_default=True, help="Of each prefill.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the SPEC here.")
 def main(
-    url: str | None, step_tokens: int, kv_tokens: int, rounds: int, check: bool, requests: int, load: float, seed: int,
-    json_file: Path | None,
+    url: str | None, step_tokens: int, kv_tokens: int, rounds: int, seed: int, json_file: Path | None
 ) -> None:  # fmt: skip
     host = machine("blockcast", "torch", "numpy")
     click.echo(in_words(host))
@@ -185,42 +145,9 @@ def main(
         click.echo(json.dumps(spec, indent=2))
         click.echo(f"what it was learned from is met within {error:.1%} in the mean")
         write_json(json_file, spec)
-        if check:
-            programs.append(serve_engine(logs / "simulated.log", "--simulate", json.dumps(spec), *flags))
-            compare(engine, Engine(programs[-1].await_line(), step_tokens, random.Random(seed)), times, rounds,
-                    requests, load, seed)  # fmt: skip
     finally:
         for program in programs:
             program.stop()
-    if check:
-        click.echo(programs[-1].text().splitlines()[-1])
-
-
-def compare(
-    real: Engine, simulated: Engine, times: dict[str, float], rounds: int, count: int, load: float, seed: int
-) -> None:
-    """Print what clients saw of both, and the ratios."""
-    rng = random.Random(seed + 1)
-    outcomes: dict[str, list[Outcome]] = {"real": [], "simulated": []}
-    for number in range(rounds):
-        shapes = [(rng.randint(32, 2000), rng.randint(8, 64)) for _ in range(count)]
-        work_s = sum(
-            times["prefill_s_per_token"] * length * (1 + length / 2 / times["quadratic_tokens"])
-            + tokens * (times["decode_request_s"] + times["decode_context_s"] * length + times["step_s"] / 4)
-            for length, tokens in shapes
-        )  # about four decode together
-        mean_gap_s = work_s / count / load
-        at_s, played = 0.0, []
-        for length, tokens in shapes:
-            at_s += rng.expovariate(1 / mean_gap_s)
-            played.append((at_s, length, tokens))
-        order = [("real", real), ("simulated", simulated)]
-        for name, engine in order if number % 2 else order[::-1]:
-            outcomes[name] += asyncio.run(play(engine, played))
-    rows = {name: seen_by_clients(found) for name, found in outcomes.items()}
-    click.echo("\n" + markdown(rows, COLUMNS) + "\n")
-    ratios = {title: rows["simulated"][key] / rows["real"][key] - 1 for title, (key, _) in COLUMNS.items()}
-    click.echo("simulated against real: " + ", ".join(f"{title} {ratio:+.1%}" for title, ratio in ratios.items()))
 
 
 if __name__ == "__main__":
