@@ -107,7 +107,6 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
                 model=name,
                 block_size=config.block_size,
                 groups=tuple(groups),
-                legacy=config.legacy_events,
             )
     except BaseException:
         executor.close()

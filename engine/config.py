@@ -73,9 +73,6 @@ class EngineConfig:
     kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
         default_factory=KVEventsConfig
     )
-    legacy_events: Annotated[bool, Flag(),
-        "Publish events as arrays, for subscribers older than vLLM's map format."] = False
-    """As vLLM did before June 2026."""
     generation_config: Annotated[Literal["auto", "vllm"], Flag(),
         "Default sampling parameters: auto takes the model's generation_config.json, vllm none."] = "auto"
     whole_answers: Annotated[bool, Flag("--whole-answers/--no-whole-answers"),
@@ -147,8 +144,6 @@ class ServerConfig:
     body_timeout_s: Annotated[Seconds, "For a client to send a whole request."] = 60.0
     request_timeout_s: Annotated[Seconds | None, Flag("--request-timeout"),
         "Longest a request may take, waiting included. [default: no limit]"] = None
-    response_store_mb: Annotated[int, Meta(ge=0, le=10**6, title="MB"), Flag("--response-store-mb"),
-        "Memory for stored responses (/v1/responses), which clients may go on from. 0: none is stored."] = 256
     stall_timeout_s: Annotated[Seconds, "A streaming client that takes no byte for so long is dropped."] = 120.0
     shutdown_timeout_s: Annotated[float, Meta(ge=0, le=1e9, title="SECONDS"), Flag("--shutdown-timeout"),
         "How long running requests may finish after SIGTERM or Ctrl-C."] = 30.0

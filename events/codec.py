@@ -10,16 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from events.fields import read_event
-from events.types import BlockRemoved, BlockStored, DecodedBatch, DecodeError, Event, EventBatch
+from events.types import DecodedBatch, DecodeError, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-_LEGACY_FIELDS: dict[str, tuple[str, ...]] = {
-    "BlockStored": BlockStored.__struct_fields__[: BlockStored.__struct_fields__.index("locality")],
-    "BlockRemoved": BlockRemoved.__struct_fields__[: BlockRemoved.__struct_fields__.index("locality")],
-    "AllBlocksCleared": (),
-}
-"""What the last vLLM that wrote arrays (0.23) put into them, absent values as nil."""
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -35,15 +28,9 @@ _BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
 _ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
 
 
-def encode_batch(batch: EventBatch, legacy: bool = False) -> bytes:
-    """The payload of `batch`: events as maps with "type" first, or as positional arrays where `legacy`."""
-    if not legacy:
-        return _ENCODER.encode(batch)
-    return _ENCODER.encode([batch.ts, [_as_array(event) for event in batch.events], batch.data_parallel_rank])
-
-
-def _as_array(event: Event) -> list[object]:
-    return [type(event).__name__, *(getattr(event, field) for field in _LEGACY_FIELDS[type(event).__name__])]
+def encode_batch(batch: EventBatch) -> bytes:
+    """The payload of `batch`: events as maps with "type" first."""
+    return _ENCODER.encode(batch)
 
 
 def batch_rank(payload: bytes) -> int | None:

@@ -69,7 +69,6 @@ class EventPublisher:
         model: str | None = None,
         block_size: int | None = None,
         groups: tuple[GroupInfo, ...] = (),
-        legacy: bool = False,
     ) -> None:
         if not config.enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
@@ -78,7 +77,6 @@ class EventPublisher:
         self.epoch = uuid.uuid4().hex
         self.stats = PublisherStats()
         self._model, self._block_size, self._groups = model, block_size, groups
-        self._legacy = legacy
         self._topic = config.topic.encode()
 
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
@@ -193,7 +191,7 @@ class EventPublisher:
                     return False
                 entry = self._queue.popleft()
                 self._apply(entry)
-            payload = entry.payload(self._legacy)
+            payload = entry.payload()
             self._pub.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
         return bool(self._queue)
 
@@ -226,13 +224,13 @@ class EventPublisher:
             self.stats.snapshots += 1
             with self._shadow_lock:
                 blocks, last = self._shadow.blocks(), self._applied
-            return Reply(identity, snapshot_reply(blocks, last, self.dp_rank, time.time(), self._legacy), now)
+            return Reply(identity, snapshot_reply(blocks, last, self.dp_rank, time.time()), now)
         self.stats.replays += 1
         with self._lock:
             entries = self._ring.since(start_seq)
         # What has not reached the shadow yet is still to be sent live.
         last_seq = self._applied.seq if self._applied else -1
-        return Reply(identity, replay_reply([e for e in entries if e.seq <= last_seq], self._legacy), now)
+        return Reply(identity, replay_reply([e for e in entries if e.seq <= last_seq]), now)
 
     def _send_replies(self, replay: zmq.Socket[bytes]) -> bool:
         """Send a slice of the replies under way, in turns; True where every peer is busy."""

@@ -19,10 +19,10 @@ SNAPSHOT_CHUNK_BLOCKS = 1024
 """A snapshot chunk is closed when it holds at least so many blocks."""
 
 
-def replay_reply(entries: Iterable[RingEntry], legacy: bool = False) -> Iterator[Message]:
+def replay_reply(entries: Iterable[RingEntry]) -> Iterator[Message]:
     """The batches themselves, then the end marker."""
     for entry in entries:
-        yield entry.seq, entry.payload(legacy)
+        yield entry.seq, entry.payload()
     yield END_SEQ, b""
 
 
@@ -31,7 +31,6 @@ def snapshot_reply(
     last: RingEntry | None,
     dp_rank: int | None,
     ts: float,
-    legacy: bool = False,
     chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS,
 ) -> Iterator[Message]:
     """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
@@ -43,13 +42,13 @@ def snapshot_reply(
     block_count = 0
     for event in snapshot_events(blocks):
         if block_count >= chunk_blocks:
-            yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+            yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
             events, block_count = [], 0
         events.append(event)
         block_count += len(event.block_hashes)
-    yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+    yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
     if last is not None:
-        yield last.seq, last.payload(legacy)
+        yield last.seq, last.payload()
     yield END_SEQ, b""
 
 

@@ -32,9 +32,9 @@ class RingEntry:
             self._events = list(self._events)
         return self._events
 
-    def payload(self, legacy: bool = False) -> bytes:
+    def payload(self) -> bytes:
         if self._payload is None:
-            self._payload = encode_batch(EventBatch(self._ts, self.events(), self._dp_rank), legacy)
+            self._payload = encode_batch(EventBatch(self._ts, self.events(), self._dp_rank))
             self._events = None
         return self._payload
 

@@ -78,7 +78,7 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str, brought:
         generation = _plan(state, request, reading, kind, constraint)
         answer: Answer
         if reading.asked is not None:
-            answer = ResponsesAnswer(generation, state.stored.admit(reading.asked))
+            answer = ResponsesAnswer(generation, reading.asked)
         elif kind == "msg_":
             answer = MessagesAnswer(generation)
         elif isinstance(body, ChatRequest):

@@ -54,7 +54,7 @@ class ServerState:
             thought=thought,
             unconstrained=info.unconstrained,
         )
-        self.stored = StoredResponses(config.response_store_mb << 20)
+        self.stored = StoredResponses()
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
         self.page = MetricsPage(self.metrics, client, info, self.names[0])

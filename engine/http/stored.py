@@ -1,6 +1,6 @@
 """Responses that clients may go on from, show, cancel or delete: those that were made here and are stored.
 
-Owns them, within a number of bytes (`--response-store-mb`): those that were not used for the longest go first. Of one
+Owns them, within `STORED_BYTES_MAX`: those that were not used for the longest go first. Of one
 that still runs in the background it has the task.
 """
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api.responses import AskedResponse, ResponseAnswer
+from engine.api.responses import ResponseAnswer
 from prompts import RequestError
 
 STORED_MAX = 100_000
+STORED_BYTES_MAX = 256 << 20
 
 
 @dataclass(slots=True)
@@ -31,18 +32,10 @@ class Stored:
 class StoredResponses:
     """Of one server."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self.bytes = 0
-
-    def admit(self, asked: AskedResponse) -> AskedResponse:
-        """What was asked, where nothing is stored without the wish to store. Raises RequestError."""
-        if self._bytes_max or not asked.stores:
-            return asked
-        if asked.background:
-            raise RequestError("background: this server stores no responses (--response-store-mb)", param="background")
-        return msgspec.structs.replace(asked, stores=False)
 
     def holds(self, stored: Stored) -> bool:
         """Whether it was neither deleted nor displaced meanwhile."""
@@ -63,7 +56,7 @@ class StoredResponses:
         if found is None:
             message = (
                 f"{param}: no response {name[:256]!r} is stored here: it was never made, made with store: false, "
-                "deleted, or newer ones took its place (--response-store-mb)"
+                "deleted, or newer ones took its place"
             )
             raise RequestError(message, param=param, code="response_not_found", status=404)
         self._stored.move_to_end(name)
@@ -87,4 +80,4 @@ class StoredResponses:
 
     def check_invariants(self) -> None:
         assert self.bytes == sum(stored.size for stored in self._stored.values())
-        assert self.bytes <= max(self._bytes_max, 0)
+        assert self.bytes <= self._bytes_max

@@ -260,7 +260,10 @@ def _examples() -> dict[str, tuple[bytes, ...]]:
             b'{"max_total_num_tokens": 100000}',
         ),
         "peers": (msgspec.msgpack.encode(load),),
-        "events": (encode_batch(batch), encode_batch(batch, legacy=True)),
+        "events": (
+            encode_batch(batch),
+            msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [1, 2], 2, None, "GPU"]], 0]),
+        ),
         "bodies": (
             chat,
             turns,

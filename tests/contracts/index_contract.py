@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from index_world import dump
+from old_events import encode_as_arrays
 
 from events.codec import encode_batch
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
@@ -22,8 +23,8 @@ PROMPT = list(range(100, 300))
 SCOPE = Scope("m")
 
 
-def batch(*events: Event, legacy: bool = False) -> bytes:
-    return encode_batch(EventBatch(0.0, list(events), 0), legacy)
+def batch(*events: Event) -> bytes:
+    return encode_batch(EventBatch(0.0, list(events), 0))
 
 
 def stored(
@@ -188,12 +189,12 @@ def check_names_of_every_form(make: MakeIndex) -> None:
         (b"", b"x"),
     ]
     for first, second in forms:
-        for legacy in (False, True):
+        for encode in (encode_batch, encode_as_arrays):
             index, holder = one_holder(make)
-            index.ingest(holder, batch(stored([first], PROMPT[:16]), legacy=legacy))
-            index.ingest(holder, batch(stored([second], PROMPT[16:32], parent=first), legacy=legacy))
+            index.ingest(holder, encode(EventBatch(0.0, [stored([first], PROMPT[:16])])))
+            index.ingest(holder, encode(EventBatch(0.0, [stored([second], PROMPT[16:32], parent=first)])))
             assert tokens_of(index) == 32, (first, second)
-            assert index.ingest(holder, batch(removed(second), legacy=legacy)).removed == 1
+            assert index.ingest(holder, encode(EventBatch(0.0, [removed(second)]))).removed == 1
             assert tokens_of(index) == 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from old_events import encode_as_arrays
 
 from events import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch, decode_batch, encode_batch
 
@@ -55,7 +57,7 @@ def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
 
 @given(batches)
 def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
-    decoded = decode_batch(encode_batch(batch, legacy=True))
+    decoded = decode_batch(encode_as_arrays(batch))
     assert decoded.batch == batch
     assert not decoded.malformed
 
@@ -64,7 +66,7 @@ def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
 def test_maps_and_arrays_mix_in_one_batch(batch: EventBatch, data: st.DataObject) -> None:
     mixed: list[Any] = []
     for event in batch.events:
-        (array,) = msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event]), legacy=True))[1]
+        (array,) = msgspec.msgpack.decode(encode_as_arrays(EventBatch(0.0, [event])))[1]
         mixed.append(data.draw(st.sampled_from([event, array])))
     assert decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank])).batch == batch
 
@@ -114,11 +116,11 @@ def test_absent_fields_of_old_engines() -> None:
     ]
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_names_without_tokens(legacy: bool) -> None:
+@pytest.mark.parametrize("encode", [encode_batch, encode_as_arrays])
+def test_names_without_tokens(encode: Callable[[EventBatch], bytes]) -> None:
     """What vLLM 0.32's offloading sends (made by hand after its sources): a name, its tier, its group, a size of 0."""
     copy = BlockStored([7], None, [], 0, None, "CPU", None, group_idx=0)
-    decoded = decode_batch(encode_batch(EventBatch(1.0, [copy]), legacy))
+    decoded = decode_batch(encode(EventBatch(1.0, [copy])))
     assert (decoded.batch.events, decoded.malformed) == ([copy], [])
 
 
@@ -171,7 +173,7 @@ def test_a_header_that_promises_billions_costs_nothing(header: bytes) -> None:
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_mutated_payloads_raise_nothing_but_decode_error(data: st.DataObject) -> None:
-    payload = bytearray(encode_batch(data.draw(batches), legacy=data.draw(st.booleans())))
+    payload = bytearray(data.draw(st.sampled_from([encode_batch, encode_as_arrays]))(data.draw(batches)))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(DecodeError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from old_events import encode_as_arrays
 
 from events import (
     FULL_ATTENTION,
@@ -31,7 +32,6 @@ from events import (
     StreamSource,
     Subscriber,
     block_hash,
-    encode_batch,
 )
 from events.frames import END_SEQ, pack_seq
 
@@ -244,7 +244,7 @@ def test_old_vllm_replay_without_topic_and_no_snapshot(follow: Follow) -> None:
     try:
         pub_port = pub.bind_to_random_port("tcp://127.0.0.1")
         router_port = router.bind_to_random_port("tcp://127.0.0.1")
-        ring = [encode_batch(EventBatch(1.0, [stored(key)], 0), legacy=True) for key in range(4)]
+        ring = [encode_as_arrays(EventBatch(1.0, [stored(key)], 0)) for key in range(4)]
         follower = follow(
             StreamSource("w", f"tcp://127.0.0.1:{pub_port}", f"tcp://127.0.0.1:{router_port}", None, StreamConfig())
         )

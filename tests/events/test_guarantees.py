@@ -105,8 +105,8 @@ def apply_all(payloads: list[bytes]) -> Resident:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.integers(0, 2**32), st.integers(0, 40), st.booleans(), st.sampled_from([1, 4, 1024]))
-def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, legacy: bool, chunk: int) -> None:
+@given(st.integers(0, 2**32), st.integers(0, 40), st.sampled_from([1, 4, 1024]))
+def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, chunk: int) -> None:
     """Guarantee 6, and the snapshot keeps 1, 2 and 3 itself."""
     rng, cache, ring, shadow = random.Random(seed), ModelCache(), Ring(1000), ResidentSet()
     last = None
@@ -114,15 +114,15 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, l
         events = cache.random_step(rng)
         shadow.apply(events)
         last = ring.append(0.0, events, 0)
-    replayed = list(replay_reply(ring.since(0), legacy))
+    replayed = list(replay_reply(ring.since(0)))
     assert [seq for seq, _ in replayed[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed[:-1]]) == cache.resident()
-    snapshot = list(snapshot_reply(shadow.blocks(), last, 0, 0.0, legacy, chunk))
+    snapshot = list(snapshot_reply(shadow.blocks(), last, 0, 0.0, chunk))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
     assert apply_all(chunks) == cache.resident()
     if last is not None:
-        assert snapshot[-2] == (last.seq, last.payload(legacy))
+        assert snapshot[-2] == (last.seq, last.payload())
 
 
 @settings(max_examples=30, deadline=None)

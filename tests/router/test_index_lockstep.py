@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_world import GroupSpec as Spec
 from index_world import World, dump
+from old_events import encode_as_arrays
 from reference import ReferenceIndex
 
 from events.codec import encode_batch
@@ -107,11 +108,11 @@ def test_odd_copies_take_nothing_away(layout: Any, run: Any, batch_events: int) 
     steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
     pins=st.lists(st.tuples(st.integers(0, 2), prompts, st.booleans()), max_size=4),
     seed=st.integers(0, 2**64 - 1),
-    legacy=st.booleans(),
+    encode=st.sampled_from([encode_batch, encode_as_arrays]),
     names_are_bytes=st.booleans(),
 )
 def test_native_equals_the_reference(
-    layouts: Any, steps: Any, pins: Any, seed: int, legacy: bool, names_are_bytes: bool
+    layouts: Any, steps: Any, pins: Any, seed: int, encode: Any, names_are_bytes: bool
 ) -> None:
     """Reports, groups, statistics and every field of every match, pins included."""
     pair = (ReferenceIndex(seed), make_index(seed))
@@ -135,7 +136,7 @@ def test_native_equals_the_reference(
         pending: list[Any] = []
         for operation in [*run, ("flush",)]:
             if operation[0] in ("flush", "restart"):
-                payload = encode_batch(EventBatch(0.0, pending), legacy)
+                payload = encode(EventBatch(0.0, pending))
                 pending = []
                 reports = [index.ingest(holders[0][at], payload, float(len(asked))) for index in pair]
                 assert _counts(reports[0]) == _counts(reports[1])
