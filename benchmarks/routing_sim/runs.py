@@ -16,7 +16,7 @@ from unittest.mock import patch
 from options.steps import StepTimes
 from router.decide.ahead import CacheAhead
 from router.decide.books import CacheBook
-from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, WorkingSetConfig
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSetConfig
 from router.decide.lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.policy import KvCost
 from router.decide.target import Target
@@ -106,7 +106,6 @@ POLICIES: dict[str, Factory] = {
     "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
     "blockcast": lambda o: Ours(CoreConfig(), seed=o.seed),
-    "blockcast_queue": lambda o: Ours(CoreConfig(queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed),
 }
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),

@@ -203,8 +203,8 @@ class ShadowProcessConfig(ProcessConfig):
             raise ConfigError("--reuse-port, --hand-over: not for `router shadow`, which decides nothing")
         if self.shadow.balancer is not None and self.shadow.log is not None:
             raise ConfigError("--pass-to and --log: expected one of them")
-        if self.core.queue.enabled:
-            raise ConfigError("--queue: not for `router shadow`, which holds nothing")
+        if self.core.queue.fair:
+            raise ConfigError("--fair: not for `router shadow`, which holds nothing")
 
 
 SCHEMA = Schema(ProcessConfig, "router")

@@ -139,7 +139,7 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
     for name, text, value in (
         ("held_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.held_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
-        ("held", "Requests waiting in the reordering queue.", snapshot.held),
+        ("held", "Requests that wait in the router.", snapshot.held),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
         ("known_bodies_bytes", "Memory of what is known of bodies.", report.known_bodies[2]),
         ("index_holders", "Event streams in the index.", index.holders),

@@ -53,16 +53,14 @@ class Chosen:
         return 0.0 if self.cost.ahead is None else self.cost.ahead[self.winner]
 
     @property
-    def work_s(self) -> float:
-        """slow * P of the winner: what decides a held request's turn, beside its waiting."""
-        return self.target.slow * self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached[self.winner])
+    def prefill_s(self) -> float:
+        """P of the winner."""
+        return self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached[self.winner])
 
     @property
     def charge_s(self) -> float:
         """What it takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
-        target, cost = self.target, self.cost
-        prefill_s = target.prefill_seconds(cost.prompt_tokens, cost.cached[self.winner])
-        return prefill_s + target.added_seconds(cost.prompt_tokens, cost.expected_tokens)
+        return self.prefill_s + self.target.added_seconds(self.cost.prompt_tokens, self.cost.expected_tokens)
 
     def soonest(self) -> tuple[int, float]:
         """(candidate, seconds to its first token there) of the one that is predicted to begin first."""

@@ -54,14 +54,12 @@ class LearnConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """The reordering queue. `enabled` is off by default because it trades the tail under overload for the mean."""
+    """Requests that wait in the router: for their tenant's turn, or in the background."""
 
-    enabled: Annotated[bool, Flag("--queue/--no-queue"),
-        "Hold requests in the router while every worker is busy, shortest first."] = False
     hold_above_s: Annotated[NotNegative, "Hold a request when the winner's slow * Q is longer than this."] = 0.2
     """Enough to keep an engine busy for a step."""
     fair: Annotated[bool, Flag("--fair/--no-fair"),
-        "Share the workers between API keys while requests wait: who was given least goes first; --queue with turns."
+        "Hold requests while every worker is busy; the API key that was given least of the workers goes first."
     ] = False
     """docs/sharing.md. Without keys: between addresses of clients."""
     background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
@@ -76,12 +74,9 @@ class QueueConfig:
         "Answer 429, with the time after which it would do, what is predicted to wait longer for its first token. "
         "[default: whatever takes its time is taken]"] = None
     """A client asks for less with x-blockcast-ttft-ms."""
-    gamma: Annotated[NotNegative, "Held requests are tried in ascending P * slow - gamma * waited."] = 0.1
-    tries: Annotated[Count, "Held requests tried at each first token and each tick."] = 24
     requests_max: Annotated[Count, "Requests held, and of the background as many; more are refused with 429."] = 4096
     wait_s_max: Annotated[Seconds,
-        "Longest wait of a request without a deadline; with `fair` it is then refused, else sent."] = 120.0
-    tick_s: Annotated[Seconds, "Between two tries."] = 0.05
+        "Longest wait of a request without a deadline; it is then refused."] = 120.0
 
 
 @dataclass(frozen=True, slots=True)

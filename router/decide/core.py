@@ -4,7 +4,7 @@ Every method that changes state takes `now` (seconds of one monotonic clock, nev
 instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
 thread; the index behind it may be fed by another.
 
-A request's life: `route` -> Forward (in flight), Hold (kept in the reordering queue) or Refuse (forgotten at once). In
+A request's life: `route` -> Forward (in flight), Hold (kept in the queue) or Refuse (forgotten at once). In
 flight it ends by `finished`, `aborted` or `failed`, the last of which may start another attempt. Held it ends by a
 Forward, a Refuse or `aborted`, at the latest one tick after its deadline. Invariants: a request is held or in flight,
 never both; in flight it has exactly one entry in the tracker and at most one pin; when all have ended, every counter of
@@ -44,6 +44,9 @@ from router.decide.workers import Breaker, CacheView, ServedModel, Worker, Worke
 from router.index.protocol import PrefixIndex
 
 QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as much as all others could."
+TRIES: Final = 24
+"""Held requests that are tried at each first token and each tick."""
+TRY_EVERY_S: Final = 0.05
 Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
 
 
@@ -65,8 +68,8 @@ class RouterCore:
         self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, self._rng)
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
-        queues = config.queue.enabled or config.queue.fair
-        self._reorders = queues and config.policy == "kv" and config.policy_function is None
+        self._holds = config.queue.fair and config.policy == "kv" and config.policy_function is None
+        """Requests wait here while every worker is busy."""
         self._behind = config.queue.background_priority if config.queue.background_priority is not None else math.inf
         """From this priority on, a request is in the background."""
         self._in_background: dict[str, str] = {}
@@ -304,15 +307,11 @@ class RouterCore:
         if may_hold and request.priority >= self._behind:
             if self._held.counts[0] or not self._is_idle(choice.target, now):
                 return self._hold(live, choice, now)
-        elif (
-            may_hold
-            and self._holds(choice)
-            and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s))
-        ):
+        elif may_hold and self._holds and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s)):
             return self._hold(live, choice, now)  # or who has just come would pass by those who wait for that worker
         if len(self._held):
             if queue.fair:
-                self._held.sent(self._where(live, choice), choice.charge_s / request.share)
+                self._held.sent(self._where(live), choice.charge_s / request.share)
             self._held.drop(request.request_id)
         return self._commit(live, choice, now)
 
@@ -336,10 +335,10 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
 
-    def _where(self, live: Live, choice: Chosen) -> Place:
+    def _where(self, live: Live) -> Place:
         request = live.request
         background = request.priority >= self._behind
-        return Place(request.tenant, background, request.priority, choice.work_s, live.arrived_s)
+        return Place(request.tenant, background, request.priority, live.arrived_s)
 
     def _is_idle(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
@@ -361,8 +360,8 @@ class RouterCore:
         choice = self._chooser.choose(
             live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, explain=live.explain
         )
-        if in_line and self._reorders and ahead is None and len(self._held):
-            self._chooser.choose_again(choice, self._held.ahead_of(self._where(live, choice)))
+        if in_line and self._holds and ahead is None and len(self._held):
+            self._chooser.choose_again(choice, self._held.ahead_of(self._where(live)))
         return choice
 
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
@@ -411,15 +410,10 @@ class RouterCore:
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 
-    # The reordering queue ----------------------------------------------------------------------------------------
-    def _holds(self, choice: Chosen) -> bool:
-        """Whether requests for that worker may wait here; one that reorders them itself has them at once, unless
-        tenants are to have their turns."""
-        return self._reorders and (self.config.queue.fair or not choice.target.shortest_first)
-
+    # The queue ---------------------------------------------------------------------------------------------------
     def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
-        known, where = request.request_id in self._held, self._where(live, choice)
+        known, where = request.request_id in self._held, self._where(live)
         if not known and self._held.full(where):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if where.background else config.wait_s_max
@@ -428,15 +422,15 @@ class RouterCore:
             request.request_id,
             where,
             target=choice.target.name,
-            prefill_s=choice.work_s / choice.target.slow,
+            prefill_s=choice.prefill_s,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
-            refuse=request.deadline_s is not None or (config.fair and not where.background),
+            refuse=request.deadline_s is not None or not where.background,
         )
         if not known:
             self.counters["held"] += 1
             if len(self._held) == 1:
-                self._next_try_s = now + config.tick_s
+                self._next_try_s = now + TRY_EVERY_S
         return Hold(request.request_id, deadline_s)
 
     def _try_held(self, now: float) -> list[Instruction]:
@@ -445,10 +439,10 @@ class RouterCore:
         if not len(self._held):
             return []
         self.tracker.advance(now)
-        self._next_try_s = now + config.tick_s
+        self._next_try_s = now + TRY_EVERY_S
         instructions: list[Instruction] = []
         ahead: dict[str, float] = {}
-        for request_id in self._held.first(config.tries):
+        for request_id in self._held.first(TRIES):
             if not self.tracker.any_free(config.hold_above_s, now):
                 break
             live = self._live[request_id]

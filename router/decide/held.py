@@ -1,10 +1,9 @@
 """Requests that the core knows: how often each may be tried again, and those that wait in the router: bounded, in the
 order in which they should be tried, each with a deadline.
 
-The order of trying is ascending `P * slow - gamma * waited` inside a priority. As every request waits at the same pace,
-`P * slow + gamma * arrived` gives the same order and does not change with time, so a sorted list serves: one for all,
-or with `fair` one for each tenant, among which router/sharing/fair.py says whose turn it is. What is in the background
-has lists of its own, which come last.
+Requests are tried in the order of their priorities, and of their arrival inside a priority. With `fair` each tenant has
+a list of its own, and router/sharing/fair.py says whose turn it is. What is in the background has lists of its own,
+which come last.
 """
 
 from __future__ import annotations
@@ -93,8 +92,6 @@ class Place:
     tenant: str
     background: bool
     priority: int
-    work_s: float
-    """P * slow."""
     arrived_s: float
 
 
@@ -142,27 +139,22 @@ class HeldQueue:
         deadline_s: float,
         refuse: bool,
     ) -> None:
-        """Hold it for `target` (P there), or move it in the order when it is held already. `charge_s`: what its turn
+        """Hold it for `target` (P there), or for another target when it is held already. `charge_s`: what its turn
         costs its tenant. `refuse`: at its deadline it is refused, else forwarded to the cheapest worker."""
-        known = self._held.get(request_id)
-        order = known.key[2] if known is not None else self._count
-        self._count += 1
-        background = place.background
-        key = (place.priority, place.work_s + self._config.gamma * place.arrived_s, order)
+        known, background = self._held.get(request_id), place.background
+        key = (place.priority, place.arrived_s, self._count)
         if known is not None:
+            assert known.key[:2] == key[:2], f"held request {request_id} has another place than before"
             self._add(background, prefill_s - known.prefill_s)
             known.target, known.prefill_s, known.charge_s = target, prefill_s, charge_s
-            if known.key == key:
-                return
-            self._unlist(request_id, known)
-            known.key = key
-        else:
-            self._add(background, prefill_s)
-            self.counts[background] += 1
-            known = _Held(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
-            self._held[request_id] = known
-            heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._lines[background].setdefault(known.line, []), (key, request_id))
+            return
+        self._count += 1
+        self._add(background, prefill_s)
+        self.counts[background] += 1
+        held = _Held(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
+        self._held[request_id] = held
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
+        bisect.insort(self._lines[background].setdefault(held.line, []), (key, request_id))
 
     def drop(self, request_id: str) -> bool:
         """Take it out, wherever it goes; False where it was not held."""
@@ -191,7 +183,7 @@ class HeldQueue:
     def ahead_of(self, place: Place) -> dict[str, float]:
         """target -> seconds of prefill held for it that would be tried before such a request."""
         found: dict[str, float] = {}
-        key = (place.priority, place.work_s + self._config.gamma * place.arrived_s, self._count)
+        key = (place.priority, place.arrived_s, self._count)
         own, left = self._line(place), AHEAD_MAX
         before: list[Iterable[str]] = []
         for background in range(place.background + 1):

@@ -37,7 +37,7 @@ class RouteRequest(msgspec.Struct, eq=False):
     stream: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
     priority: int = 0
-    """Lower is served earlier, as in vLLM; only the reordering queue looks at it."""
+    """Lower is served earlier, as in vLLM; only the queue looks at it."""
     worker: str | None = None
     """The worker the client pinned the request to, or None."""
     session: str | None = None
@@ -164,7 +164,7 @@ class Decision(msgspec.Struct, eq=False):
     terms: Terms
     decided_s: float
     waited_s: float = 0.0
-    """How long the reordering queue held it."""
+    """How long the queue held it."""
     best: Terms | None = None
     """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
     candidates: list[Terms] = []

@@ -75,7 +75,7 @@ def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
 
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
-    spec = Spec(name="f", engine=(), router=("--queue",), router_port=8080)
+    spec = Spec(name="f", engine=(), router=("--fair",), router_port=8080)
     one = launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
     assert one.url == "http://[fd00::1]:8082"
     assert one.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]

@@ -36,7 +36,7 @@ def test_flags_need_no_model_before_them(words: list[str], model: str, flags: tu
         (["up", "--engine", "vllm"], "MODEL is missing"),
         (["up", "--env", "NOT_SET_HERE"], "NOT_SET_HERE"),
         (["up", "--router-flags", "--admin x"], "--admin is the fleet's"),
-        (["roll", "--router-flags", "--queue"], "for --routers only"),
+        (["roll", "--router-flags", "--fair"], "for --routers only"),
         (["roll", "--routers", "--surge"], "takes neither MODEL nor --surge"),
         (["roll", "m", "--", "--host", "x"], "--host is the fleet's"),
         (["status", "--address", "127.0.0.1:1"], "no Ray at 127.0.0.1:1: "),

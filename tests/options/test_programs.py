@@ -206,12 +206,12 @@ def _example(option: Option) -> Any:
 
 def test_a_flag_wins_over_the_environment_and_it_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\nbeta_scale = 3\n[queue]\nenabled = true\n")
-    said = ask("router", "--config", str(file), "--port", "3", "--no-queue", BLOCKCAST_ROUTER_PORT="2",
-               BLOCKCAST_ROUTER_HOST="e", BLOCKCAST_ROUTER_QUEUE_ENABLED="true")  # fmt: skip
+    file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\nbeta_scale = 3\n[queue]\nfair = true\n")
+    said = ask("router", "--config", str(file), "--port", "3", "--no-fair", BLOCKCAST_ROUTER_PORT="2",
+               BLOCKCAST_ROUTER_HOST="e", BLOCKCAST_ROUTER_QUEUE_FAIR="true")  # fmt: skip
     assert said.exit_code == 0, said.output
     for line in ("port = 3  # --port", 'host = "e"  # BLOCKCAST_ROUTER_HOST', f"beta_scale = 3.0  # {file}",
-                 "enabled = false  # --queue", f"session_ttl_s = 5.0  # {file}", "seed = 0  # default"):  # fmt: skip
+                 "fair = false  # --fair", f"session_ttl_s = 5.0  # {file}", "seed = 0  # default"):  # fmt: skip
         assert line in said.output.splitlines()
 
 

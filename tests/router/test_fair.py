@@ -19,7 +19,7 @@ FAIR = QueueConfig(fair=True, hold_above_s=0.0, wait_s_max=1e6)
 
 
 def held(queue: HeldQueue, name: str, tenant: str, seconds: float, number: int) -> None:
-    place = Place(tenant, False, 0, 0.0, float(number))
+    place = Place(tenant, False, 0, float(number))
     queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse=False)
 
 
@@ -51,7 +51,7 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
         predicted = queue.first(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
         waiting = {one[0] for one in predicted}
-        queue.sent(Place(tenant, False, 0, 0.0, 0.0), seconds)
+        queue.sent(Place(tenant, False, 0, 0.0), seconds)
         queue.drop(name)
         queue.check_invariants()
         assert queue.first(1000) == predicted[1:], "what is tried next is known beforehand"
@@ -68,7 +68,7 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
     """`ahead_of` a request is the work that `first` then lists before it."""
     queue, sizes = HeldQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
-        place = Place(tenant, False, 0, 0.0, float(number))
+        place = Place(tenant, False, 0, float(number))
         ahead = queue.ahead_of(place)
         name = f"{tenant}{number}"
         held(queue, name, tenant, seconds, number)
@@ -79,7 +79,7 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
         assert ahead.get("w", 0.0) == pytest.approx(before) or ahead.get("w", 0.0) <= before <= ahead.get("w", 0) + ties
         if sends:
             first = queue.first(1)[0]
-            queue.sent(Place(first[0], False, 0, 0.0, 0.0), sizes[first])
+            queue.sent(Place(first[0], False, 0, 0.0), sizes[first])
             queue.drop(first)
 
 

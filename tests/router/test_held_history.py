@@ -1,8 +1,7 @@
-"""The reordering queue against sorting, and the approximate cache against a naive one."""
+"""The queue against sorting, and the approximate cache against a naive one."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -22,20 +21,18 @@ from router.index.protocol import Scope
         max_size=60,
     )
 )
-def test_held_requests_are_tried_by_priority_then_work_less_waiting(
+def test_held_requests_are_tried_by_priority_then_arrival(
     steps: list[tuple[str, int, int, float]],
 ) -> None:
-    gamma = 0.1
-    queue = HeldQueue(QueueConfig(gamma=gamma))
+    queue = HeldQueue(QueueConfig(fair=True))
     held: dict[str, tuple[int, float, float, float]] = {}
-    before: dict[str, tuple[float, float]] = {}
+    before: dict[str, tuple[float, float, int]] = {}
     for i, (what, number, priority, work) in enumerate(steps):
         name, now = str(number), i * 0.5
         if what == "put":
-            arrived, deadline = before.get(name, (now, now + 3.0))
-            before[name] = (arrived, deadline)  # who comes back, as after a failure, has the deadline of before
+            arrived, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
             queue.put(
-                name, Place("", False, priority, work, arrived), target=f"w{number % 3}", prefill_s=work / 2,
+                name, Place("", False, priority, arrived), target=f"w{number % 3}", prefill_s=work / 2,
                 charge_s=work, deadline_s=deadline, refuse=number % 2 == 0,
             )  # fmt: skip
             held[name] = (priority, work, arrived, deadline)
@@ -49,17 +46,12 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
                 del held[gone], before[gone]
         queue.check_invariants()
         assert len(queue) == len(held)
-        expected = [(p, w - gamma * (now - arrived)) for p, w, arrived, _ in held.values()]
-        got = [held[n] for n in queue.first(100)]
-        keys = [(p, w - gamma * (now - arrived)) for p, w, arrived, _ in got]
-        assert len(keys) == len(expected)
-        for first, second in itertools.pairwise(keys):
-            assert first[0] < second[0] or (first[0] == second[0] and first[1] <= second[1] + 1e-9)
+        assert queue.first(100) == sorted(held, key=lambda n: (held[n][0], held[n][2]))
         ahead: dict[str, float] = {}
         for n, (p, w, arrived, _) in held.items():
-            if (p, w + gamma * arrived) <= (0, 5.0 + gamma * now):
+            if (p, arrived) <= (0, now):
                 ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.ahead_of(Place("", False, 0, 5.0, now)) == pytest.approx(ahead)
+        assert queue.ahead_of(Place("", False, 0, now)) == pytest.approx(ahead)
         assert queue.next_deadline() <= min((h[3] for h in held.values()), default=math.inf)
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from options.steps import StepTimes
-from router.decide.config import CoreConfig
+from router.decide.config import CoreConfig, QueueConfig
 
 
 @pytest.fixture(scope="module")
@@ -281,16 +281,16 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
 @pytest.mark.parametrize("queue", [False, True])
 def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
     workload = sim.workload.synthetic("t", seed=3, requests_max=300)
-    name = "blockcast_queue" if queue else "blockcast"
+    config = CoreConfig(queue=QueueConfig(fair=queue, requests_max=1_000_000, wait_s_max=1e6))
     made: list[Any] = []
 
     def factory(options: Any) -> Any:
-        made.append(sim.runs.POLICIES[name](options))
+        made.append(sim.runs.Ours(config, seed=options.seed))
         return made[-1]
 
     setting = sim.runs.Setting("t", 3, 0.3, 1.0)
     options = sim.runs.Options(routers=2)
-    _, ours = sim.runs.run(name, setting, workload, 3.0, options, factory=factory)
+    _, ours = sim.runs.run("blockcast", setting, workload, 3.0, options, factory=factory)
     _, blind = sim.runs.run("round_robin", setting, workload, 3.0, options)
     assert ours.hit > blind.hit
     for router in made:

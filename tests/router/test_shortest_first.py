@@ -154,9 +154,9 @@ def test_what_was_done_before_another_went_first_is_remembered() -> None:
     assert target.lefts == [pytest.approx(p - 3.0, rel=0.1)]
 
 
-def test_the_queue_holds_nothing_for_an_engine_that_has_one_of_its_own() -> None:
-    def core_of(*, shortest: bool, fair: bool = False) -> RouterCore:
-        core = RouterCore(make_index(), CoreConfig(queue=QueueConfig(enabled=True, fair=fair)), seed=0)
+def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:
+    def core_of(*, shortest: bool, fair: bool) -> RouterCore:
+        core = RouterCore(make_index(), CoreConfig(queue=QueueConfig(fair=fair)), seed=0)
         core.add_worker(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), shortest_first=shortest), 0.0)
         return core
 
@@ -165,8 +165,8 @@ def test_the_queue_holds_nothing_for_an_engine_that_has_one_of_its_own() -> None
             answer = core.route(RouteRequest(name, "m", Scope("m"), None, 50_000), 0.0)
         return answer
 
-    assert isinstance(second(core_of(shortest=False)), Hold)
-    assert isinstance(second(core_of(shortest=True)), Forward)
+    assert isinstance(second(core_of(shortest=False, fair=True)), Hold)
+    assert isinstance(second(core_of(shortest=True, fair=False)), Forward)
     assert isinstance(second(core_of(shortest=True, fair=True)), Hold), "turns between tenants are the router's"
 
 
