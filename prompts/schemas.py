@@ -40,10 +40,7 @@ MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.001, le=1000.0)]
 TokenIdField = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-LogitBias = Annotated[
-    dict[TokenIdField, Annotated[float, Meta(ge=-100.0, le=100.0)]],
-    Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
-]
+LogitBias = Annotated[dict[TokenIdField, Annotated[float, Meta(ge=-100.0, le=100.0)]],]
 StopTokenIds = Annotated[list[TokenIdField], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]

@@ -23,7 +23,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import weights
 from engine.http.generate import STATE, chat_completions, completions, messages, responses
-from engine.http.openapi import document
 from engine.http.routes import (
     cancel_response,
     count_tokens,
@@ -50,9 +49,7 @@ log = logging.getLogger("engine.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups", "/openapi.json"}
-)
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
 """What needs no API key: probes, and what a router asks a worker before it has any."""
 KEEPALIVE_S = 120.0
 """A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
@@ -88,14 +85,7 @@ def build_app(state: ServerState) -> web.Application:
         app.router.add_post("/collective_rpc", weights.collective_rpc)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
-    app.router.add_get("/openapi.json", openapi_json)
     return app
-
-
-async def openapi_json(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    described = document(bool(state.config.api_keys), state.limits.vocab_size)
-    return web.Response(body=described, content_type="application/json")
 
 
 @web.middleware

@@ -11,16 +11,16 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qs
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from prompts.errors import RequestError, bad_value
 from prompts.routing import KINDS
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import Report, families, render
-from router.app.openapi import Worker, document
 from router.app.reading import RequestReading
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -41,6 +41,28 @@ _ANSWER = re.compile("^(?:chatcmpl-|cmpl-|msg_|resp_)")
 """What an answer's id has before the request's, here and in vLLM."""
 BODY_BYTES_MAX: Final = 64 << 10
 """Of what changes workers: it is decoded on everybody's path."""
+
+
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class _NewWorker(Struct, forbid_unknown_fields=True):
+    """Body of `POST /workers`: types of its fields. The keys of `--worker` are checked after that."""
+
+    url: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    events: str | UnsetType = UNSET
+    replay: str | UnsetType = UNSET
+    topic: str | UnsetType = UNSET
+    roles: str | UnsetType = UNSET
+    cache_tokens: _Positive | UnsetType = UNSET
+    seats: _Positive | UnsetType = UNSET
+    prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET
+    reannounce: Literal[0, 1] | UnsetType = UNSET
+    send_key: Literal[0, 1] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+    block_size: _Positive | UnsetType = UNSET
 
 
 class Admin:
@@ -96,7 +118,6 @@ class Admin:
             ("GET", "/v1/models/**", self._model, True),
             ("GET", "/metrics", self._render_metrics, True),
             ("GET", "/version", lambda *_: Answer(msgspec.json.encode({"version": version})), True),
-            ("GET", "/openapi.json", lambda *_: Answer(document(version)), True),
             ("GET", "/workers", self._workers, False),
             ("POST", "/workers", self._add, False),
             ("DELETE", "/workers", self._remove, False),
@@ -240,7 +261,7 @@ class Admin:
     async def _add(self, request: HttpRequest, _: str) -> Answer:
         settings = {key: _whole(value) for key, value in _object(request.body).items()}
         try:
-            msgspec.convert(settings, Worker, strict=False)
+            msgspec.convert(settings, _NewWorker, strict=False)
             worker_id = await self._fleet.add(settings)
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
