@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
+import msgspec
+
 LENGTH_MIN = 8_192
 """Characters below which a beginning is not worth keeping."""
 LENGTH_MAX = 2**24
@@ -21,15 +23,12 @@ _ENTRY_BYTES = 300
 _Key = tuple[int, str, str, str]
 
 
-class Beginning:
+class Beginning(msgspec.Struct, eq=False):
     """`text[:end]` has the ids `ids`; `text` runs on a little, as far as it must be the same again."""
 
-    __slots__ = ("end", "ids", "text")
-
-    def __init__(self, text: str, end: int, ids: bytes) -> None:
-        self.text = text
-        self.end = end
-        self.ids = ids
+    text: str
+    end: int
+    ids: bytes
 
     @property
     def cost(self) -> int:

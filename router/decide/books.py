@@ -15,6 +15,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from router.decide.ahead import CacheAhead
 from router.decide.config import CoreConfig
 from router.decide.shortlist import KEEP, LoadOrder
@@ -40,12 +42,15 @@ HISTORY_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
 
-class AskedPrompt:
-    """A request's prompt as the index and the books ask for it: prepared once, cut once. `tokens`: its length."""
+class AskedPrompt(msgspec.Struct, eq=False):
+    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
-    def __init__(self, index: PrefixIndex, ids: PreparedPrompt, scope: Scope, tokens: int) -> None:
-        self.index, self.ids, self.scope, self.tokens = index, ids, scope, tokens
-        self._keys: dict[int, list[int]] = {}
+    index: PrefixIndex
+    ids: PreparedPrompt
+    scope: Scope
+    tokens: int
+    """Its length."""
+    _keys: dict[int, list[int]] = {}
 
     def keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
@@ -57,19 +62,18 @@ class AskedPrompt:
         return keys
 
 
-class Hits:
+class Hits(msgspec.Struct, eq=False):
     """What several candidates will have cached of a prompt."""
 
-    def __init__(self) -> None:
-        self.cached: list[int] = []
-        """h"""
-        self.resident: list[int] = []
-        """What events or history vouch for now."""
-        self.evicted: dict[int, int] = {}
-        """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests
-        ahead will evict. They are not in `cached`."""
-        self.slower: dict[int, Match] = {}
-        """The matches that reach into slower tiers, by the candidate's place."""
+    cached: list[int] = []
+    """h"""
+    resident: list[int] = []
+    """What events or history vouch for now."""
+    evicted: dict[int, int] = {}
+    """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests
+    ahead will evict. They are not in `cached`."""
+    slower: dict[int, Match] = {}
+    """The matches that reach into slower tiers, by the candidate's place."""
 
 
 class CacheBook:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.decide.books import AskedPrompt, CacheBook
 from router.decide.config import CoreConfig
 from router.decide.lengths import OutputLengths
@@ -31,11 +33,14 @@ from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match
 
 
-class Chosen:
-    """A priced set of candidates and the winner. `resident`: of each one's h, what events (or history) vouch for."""
+class Chosen(msgspec.Struct, eq=False):
+    """A priced set of candidates and the winner."""
 
-    def __init__(self, cost: KvCost, winner: int, prompt: AskedPrompt | None, resident: list[int]) -> None:
-        self.cost, self.winner, self.prompt, self.resident = cost, winner, prompt, resident
+    cost: KvCost
+    winner: int
+    prompt: AskedPrompt | None
+    resident: list[int]
+    """Tokens of each candidate's h that events (or history) vouch for."""
 
     @property
     def target(self) -> Target:

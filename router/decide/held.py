@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 from router.sharing.fair import FairTurns
@@ -26,20 +28,20 @@ _BUDGET_TIMES: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
 
-class Live:
-    """A request that is held or in flight. `explain`: its decisions carry every candidate's terms."""
+class Live(msgspec.Struct, eq=False):
+    """A request that is held or in flight."""
 
-    def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
-        self.request = request
-        self.arrived_s = arrived_s
-        self.explain = explain
-        self.attempt = 0
-        self.tried: frozenset[str] = frozenset()
-        self.decision: Decision | None = None
-        """Set while in flight."""
-        self.first_token_seen = False
-        self.internal_errors = 0
-        """Workers that answered 500."""
+    request: RouteRequest
+    arrived_s: float
+    explain: bool
+    """Its decisions carry every candidate's terms."""
+    attempt: int = 0
+    tried: frozenset[str] = frozenset()
+    decision: Decision | None = None
+    """Set while in flight."""
+    first_token_seen: bool = False
+    internal_errors: int = 0
+    """Workers that answered 500."""
 
 
 class RetryBudget:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
+import msgspec
+
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
 from router.decide.engine_load import Claim, LoadClaims, Wager
@@ -42,75 +44,54 @@ class RequestPhase(enum.Enum):
     DECODE = 1
 
 
-class InFlight:
+class InFlight(msgspec.Struct, eq=False, kw_only=True):
     """One routed request."""
 
-    def __init__(
-        self,
-        request_id: str,
-        target: Target,
-        *,
-        prompt_tokens: int,
-        cached_tokens: int,
-        expected_tokens: float,
-        expected_s: float,
-        prefill_s: float,
-        routed_s: float,
-        stream: bool,
-        load_s: float,
-    ) -> None:
-        self.request_id = request_id
-        self.target = target
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
-        self.expected_tokens = expected_tokens
-        """Of its answer, as guessed when it was routed."""
-        self.expected_s = expected_s
-        """Until its first token, as predicted then, had it a seat."""
-        self.prefill_s = prefill_s
-        self.routed_s = routed_s
-        self.stream = stream
-        self.load_s = load_s
-        """To fetch what lies on slower tiers, by the configured rates."""
-        self.done_s = 0.0
-        """Of its P, by when another went first."""
-        self.number = target.sent
-        """In the order of routing there."""
-        self.phase = RequestPhase.PREFILL
-        self.context_tokens = 0
-        self.interval: Interval | None = None
-        """Where its first token went, for learning."""
-        self.said_tokens = 0
-        """Generated, as far as the edge has counted."""
-        self.decode_start: DecodeSums | None = None
-        """What the target had done when the first token was seen, or when the stream was last learned from."""
-        self.decode_said = 1
-        """Of its answer then."""
-        self.wager: Wager | None = None
-        """Where its target's engine claims to have requests of others."""
+    request_id: str
+    target: Target
+    number: int
+    """In the order of routing there."""
+    prompt_tokens: int
+    cached_tokens: int
+    expected_tokens: float
+    """Of its answer, as guessed when it was routed."""
+    expected_s: float
+    """Until its first token, as predicted then, had it a seat."""
+    prefill_s: float
+    routed_s: float
+    stream: bool
+    load_s: float
+    """To fetch what lies on slower tiers, by the configured rates."""
+    done_s: float = 0.0
+    """Of its P, by when another went first."""
+    phase: RequestPhase = RequestPhase.PREFILL
+    context_tokens: int = 0
+    interval: Interval | None = None
+    """Where its first token went, for learning."""
+    said_tokens: int = 0
+    """Generated, as far as the edge has counted."""
+    decode_start: DecodeSums | None = None
+    """What the target had done when the first token was seen, or when the stream was last learned from."""
+    decode_said: int = 1
+    """Of its answer then."""
+    wager: Wager | None = None
+    """Where its target's engine claims to have requests of others."""
 
     def left_s(self) -> float:
         """Of its P."""
         return max(self.prefill_s - self.done_s, _LEFT_MIN * self.prefill_s)
 
 
-class DecodeSums:
+class DecodeSums(msgspec.Struct, eq=False):
     """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
 
-    def __init__(self) -> None:
-        self.at_s = 0.0
-        self.request_seconds = 0.0
-        """Decoding requests, over time."""
-        self.context_seconds = 0.0
-        self.uncached_tokens = 0.0
-        """Prefilled, of all first tokens so far."""
-        self.quadratic = 0.0
-
-    def copy(self) -> DecodeSums:
-        sums = DecodeSums()
-        sums.at_s, sums.request_seconds, sums.context_seconds = self.at_s, self.request_seconds, self.context_seconds
-        sums.uncached_tokens, sums.quadratic = self.uncached_tokens, self.quadratic
-        return sums
+    at_s: float = 0.0
+    request_seconds: float = 0.0
+    """Decoding requests, over time."""
+    context_seconds: float = 0.0
+    uncached_tokens: float = 0.0
+    """Prefilled, of all first tokens so far."""
+    quadratic: float = 0.0
 
     def since(self, start: DecodeSums, elapsed_s: float, *, steps: int, clean: bool) -> Observation:
         """What was done after `start`, in so many steps."""

@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
 from router.decide.learn import PoolSpeeds
@@ -99,8 +101,9 @@ class LoadTracker:
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
         target.settle(now)
         flight = InFlight(
-            request_id,
-            target,
+            request_id=request_id,
+            target=target,
+            number=target.sent,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             expected_tokens=expected_tokens,
@@ -244,7 +247,7 @@ class LoadTracker:
         sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
         sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         if flight.stream:
-            flight.decode_start = sums.copy()
+            flight.decode_start = msgspec.structs.replace(sums)
         target.refresh()
         target.requeue()
 
@@ -352,8 +355,8 @@ class LoadTracker:
         if elapsed_s <= 0.0:
             return
         seen = target.sums.since(start, elapsed_s, steps=steps, clean=not target.prefills)
-        start = flight.decode_start = target.sums.copy()
-        start.at_s, flight.decode_said = now, flight.said_tokens
+        flight.decode_start = msgspec.structs.replace(target.sums, at_s=now)
+        flight.decode_said = flight.said_tokens
         if flight.wager is not None and target.claims is not None:
             target.compare(flight.wager, seen)
             self._apply_peers(target)

@@ -71,14 +71,14 @@ class _Envelope(msgspec.Struct):
 _envelopes = msgspec.json.Decoder(_Envelope)
 
 
-class ReadPrompt:
+class ReadPrompt(msgspec.Struct, eq=False):
     """A prompt as it was read."""
 
-    def __init__(self, ids: Sequence[int] | None = None, chat: RoutingRequest | None = None, text: str = "") -> None:
-        self.ids = ids
-        """All of them; None as above."""
-        self.chat, self.text = chat, text
-        """What `text` was rendered of, all of which was encoded."""
+    ids: Sequence[int] | None = None
+    """All of them; None as above."""
+    chat: RoutingRequest | None = None
+    """What `text` was rendered of, all of which was encoded."""
+    text: str = ""
 
 
 def prompt_ids(

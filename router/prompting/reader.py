@@ -17,6 +17,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from prompts.errors import RequestError
 from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
@@ -42,20 +44,17 @@ CPU_SAMPLE = 16
 T = TypeVar("T")
 
 
-class PromptRead:
+class PromptRead(msgspec.Struct, eq=False):
     """A prompt."""
 
-    def __init__(
-        self, ids: Sequence[int] | None, seconds: float, known: Known | None = None, instead: Known | None = None
-    ) -> None:
-        self.ids = ids
-        """None where they cannot be had."""
-        self.seconds = seconds
-        """That reading it took."""
-        self.known = known
-        """What is to be kept of it, for when it returns."""
-        self.instead = instead
-        """Of this one."""
+    ids: Sequence[int] | None
+    """None where they cannot be had."""
+    seconds: float
+    """That reading it took."""
+    known: Known | None = None
+    """What is to be kept of it, for when it returns."""
+    instead: Known | None = None
+    """Of this one."""
 
 
 class PromptReader:
