@@ -10,8 +10,7 @@ runs in a process of its own, so that memory and caches of one do not colour the
 
     ingest_blocks_per_cpu_s   16-block batches from 64 workers, token hashing included
     match_us_1024             1,024 blocks, 64 workers that all hold them, token bytes in, the same prompt again (hot)
-    decision_us_16k_tokens    a list of 16,385 token ids in, the worker with the longest usable prefix of 64 out
-    route_us_16k_tokens       the same through the router's core: prices, books and pin included
+    route_us_16k_tokens       a list of 16,385 token ids in, one of 64 workers out: prices, books and pin included
     route_us_8_workers        2,148 tokens in, worker out, where all hold the first 1,024 of them and one of eight
     route_us_500_workers      1,024 more; four requests are in flight on each
     bytes_per_entry           growth of resident memory per (worker, group, block) at 1 M blocks: the larger of
@@ -111,35 +110,23 @@ def prompt(rng: random.Random, blocks: int) -> Prompt:
     return Prompt(token_ids, block_names, stored(block_names, None, token_ids[:-1]))
 
 
-def asked(rng: random.Random, held: Prompt, hit: str) -> list[int]:
-    """A prompt of the same length of which all, the first half or nothing is held."""
-    if hit == "full":
-        return held.token_ids
-    keep = len(held.token_ids) // 2 if hit == "half" else 0
-    return held.token_ids[:keep] + tokens(rng, len(held.token_ids) - keep)
-
-
 def filled(workers: int) -> tuple[PrefixIndex, list[Any]]:
     index = make_index(seed=1)
     return index, [index.add_holder(f"w{i}", "m") for i in range(workers)]
 
 
 def measure_ingest(blocks: int) -> Result:
-    """Blocks per CPU second for batches of 1, 16 and 64 blocks; best of three, from an empty index each time."""
-    result: Result = {}
-    for per_batch in (1, 16, 64):
-        payloads = list(batches(per_batch, blocks, per_batch, WORKERS))
-        best = 0.0
-        for _ in range(3):
-            index, holders = filled(WORKERS)
-            started = time.thread_time()
-            for stream, payload in payloads:
-                index.ingest(holders[stream], payload)
-            best = max(best, len(payloads) * per_batch / (time.thread_time() - started))
-            assert index.stats().entries == len(payloads) * per_batch
-        result[f"ingest_blocks_per_cpu_s_batch_{per_batch}"] = round(best)
-    result["ingest_blocks_per_cpu_s"] = result["ingest_blocks_per_cpu_s_batch_16"]
-    return result
+    """Blocks per CPU second in batches of 16; best of three, from an empty index each time."""
+    payloads = list(batches(16, blocks, 16, WORKERS))
+    best = 0.0
+    for _ in range(3):
+        index, holders = filled(WORKERS)
+        started = time.thread_time()
+        for stream, payload in payloads:
+            index.ingest(holders[stream], payload)
+        best = max(best, len(payloads) * 16 / (time.thread_time() - started))
+        assert index.stats().entries == len(payloads) * 16
+    return {"ingest_blocks_per_cpu_s": round(best)}
 
 
 def per_call_us(call: Callable[[Any], object], inputs: list[Any], seconds: float) -> float:
@@ -163,62 +150,46 @@ def measure_match(quick: bool) -> Result:
     for workers in (8, WORKERS) if quick else (8, WORKERS, 512):
         for blocks in (16, 128, 1024, 4096):
             rng = random.Random(blocks)
-            count = max(8, (1 << 17) // blocks)
-            prompts = [prompt(rng, blocks) for _ in range(count)]
+            prompts = [prompt(rng, blocks) for _ in range(max(8, (1 << 17) // blocks))]
             index, holders = filled(workers)
             for held in prompts:
                 for holder in holders:
                     index.ingest(holder, held.payload)
-            for hit in ("full", "half", "none"):
-                queries = [array("I", asked(rng, held, hit)).tobytes() for held in prompts]
-                expected = {"full": blocks, "half": blocks // 2, "none": 0}[hit] * BLOCK_TOKENS
-                matches = index.match(queries[0], SCOPE)
-                assert len(matches) == (workers if expected else 0)
-                assert all(match.tokens == expected for match in matches)
-                call = partial(lambda index, query: index.match(query, SCOPE), index)
-                hot = round(per_call_us(call, [queries[0]] * 20, seconds), 2)
-                cold = round(per_call_us(call, queries, seconds), 2)
-                rows.append({"workers": workers, "blocks": blocks, "hit": hit, "hot_us": hot, "cold_us": cold})
-    wanted = next(r for r in rows if (r["workers"], r["blocks"], r["hit"]) == (WORKERS, 1024, "full"))
-    return {"match": rows, "match_us_1024": wanted["hot_us"], "match_us_1024_cold": wanted["cold_us"]}
+            queries = [array("I", held.token_ids).tobytes() for held in prompts]
+            matches = index.match(queries[0], SCOPE)
+            assert [match.tokens for match in matches] == [blocks * BLOCK_TOKENS] * workers
+            call = partial(lambda index, query: index.match(query, SCOPE), index)
+            hot = round(per_call_us(call, [queries[0]] * 20, seconds), 2)
+            cold = round(per_call_us(call, queries, seconds), 2)
+            rows.append({"workers": workers, "blocks": blocks, "hot_us": hot, "cold_us": cold})
+    wanted = next(r for r in rows if (r["workers"], r["blocks"]) == (WORKERS, 1024))
+    return {"match": rows, "match_us_1024": wanted["hot_us"]}
 
 
 def measure_decision() -> Result:
-    """By the index alone, and the first prompt again and again by the core; worker i holds (i + 1) / 64 of each prompt,
-    two requests are in flight on each."""
+    """The same prompt again and again; worker i holds (i + 1) / 64 of it, two requests are in flight on each."""
     index = make_index(seed=1)
     core = RouterCore(index, CoreConfig())
-    rng = random.Random(3)
-    prompts = [prompt(rng, 1024) for _ in range(32)]
+    held = prompt(random.Random(3), 1024)
     for i in range(WORKERS):
         spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=1_000_000)
         (holder,) = core.add_worker(spec, 0.0).holders
         count = 1024 * (i + 1) // WORKERS
-        for held in prompts:
-            index.ingest(holder, stored(held.names[:count], None, held.token_ids[: count * BLOCK_TOKENS]))
+        index.ingest(holder, stored(held.names[:count], None, held.token_ids[: count * BLOCK_TOKENS]))
     for i in range(2 * WORKERS):
         core.route(RouteRequest(f"bg{i}", "m", SCOPE, None, 500 + i, worker=f"w{i % WORKERS}"), 0.0)
         if i >= WORKERS:
             core.first_token(f"bg{i}", 0.1)
 
-    def decide(token_ids: list[int] | bytes) -> object:
-        return max(index.match(token_ids, SCOPE), key=lambda match: match.tokens).holder
-
-    assert all(decide(held.token_ids) == holder for held in prompts)
-    lists = [held.token_ids for held in prompts]
     routed_s = []
     for i in range(200):
-        request, now = RouteRequest("r", "m", SCOPE, lists[0], len(lists[0])), 1.0 + i * 1e-3
+        request, now = RouteRequest("r", "m", SCOPE, held.token_ids, len(held.token_ids)), 1.0 + i * 1e-3
         started = time.thread_time()
         placed = core.route(request, now)
         routed_s.append(time.thread_time() - started)
         assert isinstance(placed, Forward)
         core.aborted("r", now)
-    return {
-        "decision_us_16k_tokens": round(per_call_us(decide, lists, 1.5), 1),
-        "decision_us_16k_token_bytes": round(per_call_us(decide, [array("I", ids).tobytes() for ids in lists], 1.0), 1),
-        "route_us_16k_tokens": round(statistics.median(routed_s) * 1e6, 1),
-    }
+    return {"route_us_16k_tokens": round(statistics.median(routed_s) * 1e6, 1)}
 
 
 def measure_route(workers: int) -> Result:
@@ -327,7 +298,7 @@ def measure(quick: bool) -> Result:
     return result | isolated(measure_pause, 512_000 if quick else 5_120_000)
 
 
-KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "route_us_16k_tokens",
+KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "route_us_16k_tokens",
         "route_us_8_workers", "route_us_500_workers", "bytes_per_entry", "pause_ms_max")  # fmt: skip
 
 
@@ -335,7 +306,7 @@ def print_table(result: Result) -> None:
     print(in_words(result["machine"]))
     for key in KEYS:
         print(f"{key:28}{result[key]:>16}")
-    rows = {f"{row['workers']} workers, {row['blocks']} blocks, hit {row['hit']}": row for row in result["match"]}
+    rows = {f"{row['workers']} workers, {row['blocks']} blocks": row for row in result["match"]}
     print(markdown(rows, {"hot us": ("hot_us", "{}"), "cold us": ("cold_us", "{}")}, "match"))
 
 

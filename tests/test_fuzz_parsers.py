@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fuzzed_parsers as made
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-from harness import parsers as made  # noqa: E402
 
 PARSERS = made.parsers()
 

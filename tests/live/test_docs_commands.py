@@ -27,8 +27,8 @@ from events import KVEventsConfig
 from fleet.cli import cli as fleet
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.envoy import CONFIGURATION, configuration, envoy_program, start_envoy
 from harness.programs import free_ports
+from real_envoy import CONFIGURATION, configuration, envoy_program, start_envoy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

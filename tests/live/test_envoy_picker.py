@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.envoy import configuration, envoy_program, start_envoy
 from harness.load import Answer, Client, completion, post
 from harness.programs import Program, await_true, call, free_port, free_ports, ours, serve_engine
 from harness.talks import Conversation, play
+from real_envoy import configuration, envoy_program, start_envoy
 
 pytestmark = [
     pytest.mark.live,

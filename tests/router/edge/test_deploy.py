@@ -27,7 +27,7 @@ from router.fleet.slices import read_pool
 from router.fleet.streams import StreamCounters
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-from harness.envoy import envoy_program
+from real_envoy import envoy_program
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 pytestmark = pytest.mark.skipif(not DEPLOY.exists(), reason="stands beside the sources only")

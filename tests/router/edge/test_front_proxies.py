@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-from harness.envoy import envoy_program
+from real_envoy import envoy_program
 
 _spec = importlib.util.spec_from_file_location("raw_requests", Path(__file__).with_name("raw_requests.py"))
 assert _spec is not None
