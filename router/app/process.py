@@ -251,7 +251,7 @@ class RouterProcess:
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(
-            self._core, proxy, self._prompts, self._admin.workers, version=self._version, why=self._reasons.get
+            self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get
         )
         self._admin.show(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
-from engine.tiny.tokenizer import write_tokenizer
-from prompts.tokenizer import Tokenizer
-from router.app.dashboard import PREFIX_STEP, Dashboard
+from router.app.dashboard import Dashboard
 
-SHARED = list(range(1000, 1000 + 3 * PREFIX_STEP))
+SHARED = list(range(1000, 1192))
 
 
 def prompt(ids: list[int]) -> bytes:
@@ -36,7 +33,7 @@ async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
 
 
 def make(edge: Any) -> Dashboard:
-    dashboard = Dashboard(edge.core, edge.proxy, edge.prompts, edge.admin.workers)
+    dashboard = Dashboard(edge.core, edge.proxy, edge.admin.workers)
     edge.admin.show(dashboard)
     return dashboard
 
@@ -81,49 +78,6 @@ def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_p
         assert not edge.proxy.explains
         point = json.loads(json.dumps(dashboard._points[-1]))
         assert (point["prompt_tokens"], point["actual_tokens"]) == (384, 128)
-
-    edge.run(scenario())
-
-
-def test_prefix_tree_branches_where_prompts_part(edge: Any, make_post: Any) -> None:
-    async def scenario() -> None:
-        await edge.start()
-        dashboard = make(edge)
-        await edge.worker(edge.reply())
-        tails = [[7] * PREFIX_STEP, [8] * PREFIX_STEP]
-        for number in range(32):
-            await edge.exchange(make_post(prompt(SHARED + tails[number % 16 // 8]), b"/v1/completions"))
-        nodes = dashboard.prefixes()
-        assert [(node["depth"], node["start"], node["end"]) for node in nodes] == [
-            (0, 0, 3 * PREFIX_STEP),
-            (1, 3 * PREFIX_STEP, 4 * PREFIX_STEP),
-            (1, 3 * PREFIX_STEP, 4 * PREFIX_STEP),
-        ]
-        assert nodes[0]["share"] == 1.0
-        assert nodes[1]["share"] == nodes[2]["share"] == 0.5
-
-    edge.run(scenario())
-
-
-def test_siblings_are_shown_by_what_tells_them_apart(edge: Any, make_post: Any, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 1024, 4096)
-
-    async def scenario() -> None:
-        await edge.start()
-        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
-        dashboard = make(edge)
-        await edge.worker(edge.reply())
-        for number in range(48):
-            text = "The same words. " * 40 + f"Now {'apples' if number % 16 < 8 else 'pears'} " + "and so on. " * 40
-            body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
-            await edge.exchange(make_post(json.dumps(body).encode()))
-        root, *children = dashboard.prefixes()
-        assert "The same words" in root["text"]
-        assert [("apples" in node["text"], "pears" in node["text"]) for node in children] in (
-            [(True, False), (False, True)],
-            [(False, True), (True, False)],
-        )
-        assert all(node["holders"] == {} for node in children)
 
     edge.run(scenario())
 
