@@ -20,8 +20,6 @@ BOUNDS = re.compile(
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
-    "router/edge/reasons.py:WAITING_MAX": "ours: looked at together",
-    "router/edge/reasons.py:WAITING_TOKENS_MAX": "ours: looked at together",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/returning.py:NEW_BYTES_MAX": "what is longer is read as any other body",
     "router/http/headers.py:TEMPLATE_BYTES_MAX": "ours: of what is kept of a head that comes again",

@@ -125,6 +125,7 @@ class Admin:
             ("POST", "/workers/*/drain", self._drain, False),
             ("POST", "/route", self._route, False),
             ("GET", "/requests/*", self._request, False),
+            ("POST", "/requests/watch", self._watch, False),
         ]
         for method, path, handler, public in handlers:
             self.routes.add(method, path, handler, public=public)
@@ -207,8 +208,6 @@ class Admin:
 
     def report(self) -> Report:
         """What the parts of the router count for themselves. Brings the metrics up to date."""
-        if self._reasons is not None:
-            self._reasons.settle()
         self._metrics.fold()
         segments = self._prompts.cache_stats()
         return Report(
@@ -229,9 +228,7 @@ class Admin:
         return Answer(render(page), content_type=TEXT)
 
     def workers(self) -> dict[str, Any]:
-        """The body of `GET /workers`. Brings the reasons of misses up to date, which the dashboard shows beside it."""
-        if self._reasons is not None:
-            self._reasons.settle()
+        """The body of `GET /workers`."""
         snapshot = self._core.snapshot(self._now())
         rows = []
         for row in snapshot.workers:
@@ -316,7 +313,7 @@ class Admin:
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
-            body["why"] = self._reasons.explain(asked, route, decision, self._now())
+            body["why"] = await self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))
 
     def _request(self, request: HttpRequest, argument: str) -> Answer:
@@ -334,11 +331,17 @@ class Admin:
         """Why a request may not be known."""
         if self._reasons is None or not self._reasons.enabled:
             return "why prompts were not cached is not found out here (--reasons)"
-        share = self._reasons.share
-        drawn = (
-            "" if share >= 1 else f", or not of the {share:.0%} of conversations that are looked at (--reasons-share)"
-        )
-        return f"expected the x-request-id of one of the last that were answered with a prompt{drawn}"
+        return "expected the x-request-id of one of the last that were answered with a prompt"
+
+    def _watch(self, request: HttpRequest, _: str) -> Answer:
+        """Compare each prompt of a session with the one before, from its next request on."""
+        session = _object(request.body).get("session")
+        if not isinstance(session, str) or not session:
+            raise bad_value("session", session, "the name of a session, as GET /requests/ID tells it")
+        if self._reasons is None or not self._reasons.enabled:
+            raise RequestError(f"session: {self._unknown()}", param=None, code="reasons_off", status=409)
+        self._reasons.watch(session)
+        return Answer(msgspec.json.encode({"session": session, "watched": self._reasons.watched}))
 
 
 def _whole(value: Any) -> Any:

@@ -21,8 +21,7 @@ from router.decide.messages import Decision, RouteRequest
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.http.connection import ClientConnection
-from router.turns.parts import Why
-from router.turns.why import NO_LOSS
+from router.turns.parts import NO_LOSS, Why
 
 BEAT_S: Final = 1.0
 POINT_S: Final = 2.0

@@ -13,7 +13,7 @@ from router.counters import Metrics
 from router.decide.registry import CoreSnapshot
 from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
-from router.turns.why import GROUPS
+from router.turns.parts import GROUPS
 
 PREFIX: Final = "blockcast_router_"
 
@@ -90,8 +90,9 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
     yield "key_requests", "Requests of each API key that workers answered.", "key", metrics.key_requests
     text = "Tokens of each API key: prompt, of them cached and computed, and output."
     yield "key_tokens", text, "key kind", metrics.key_tokens
-    yield "turns", "Requests by the reason for most of their lost tokens.", "reason", metrics.turns
-    text = "Prompt tokens that had to be computed, by reason and whose doing it is."
+    text = "Requests of the share that is compared, by the reason for most of their lost tokens."
+    yield "turns", text, "reason", metrics.turns
+    text = "Prompt tokens of the same that had to be computed, by reason and whose doing it is."
     grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.turn_tokens.items()}
     yield "turn_tokens", text, "reason group", grouped
     text = (

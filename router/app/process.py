@@ -145,7 +145,6 @@ class RouterProcess:
             self._metrics,
             emptied=self._feed.emptied,
         )
-        self._reading.outlined = self._reasons.outlined
         self._addresses = Addresses(config, self._admin_key, self._app)
         self._peers: PeerSockets | None = None
         self._picker: PickerServer | None = None
@@ -212,7 +211,6 @@ class RouterProcess:
                 beat.result()
             self._admin.draining = True
             await self._drain()
-            self._reasons.settle()  # what ended last is logged like the rest
 
     # Building -----------------------------------------------------------------------------------------------------
 

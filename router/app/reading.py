@@ -48,7 +48,7 @@ _NOTHING_READ = RoutingRequest(kind="other")
 class HeadFields:
     """What a head asks for: once for all requests of a connection whose heads are alike."""
 
-    __slots__ = ("deadline_ms", "priority", "role", "session", "ttft_ms", "worker")
+    __slots__ = ("deadline_ms", "explains", "priority", "role", "session", "ttft_ms", "worker")
 
     def __init__(self, request: HttpRequest, names: SessionNames) -> None:
         """Raises RequestError naming the header that cannot be read."""
@@ -57,6 +57,7 @@ class HeadFields:
         self.ttft_ms = _integer(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
         self.worker = _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
+        self.explains = _integer(request, b"x-blockcast-explain", 0, 1) == 1
         self.session: Names = names.told(request.header)
 
 
@@ -84,6 +85,7 @@ class Asked(ReadTurn):
     ) -> None:  # fmt: skip
         """`holder`: the worker that alone can answer."""
         super().__init__(parsed, SessionNames.of(said.session, parsed))
+        self.explains = said.explains
         self.like: PromptMemory | None = None
         """Of a prompt that its known beginning begins."""
         self.alike: int | None = None
@@ -123,8 +125,6 @@ class RequestReading:
         self.stored = StoredResponses()
         self.names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
-        self.outlined: Callable[[str | None], int] = lambda session: 0
-        """How many messages of a session are outlined already."""
         self._scopes: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
@@ -187,13 +187,12 @@ class RequestReading:
             base, tokens_max = said.base, said.tokens_max
             made = self._prompts.order(base, parsed.kind, tokens_max)
             made.learns = self.known.max_bytes > 0
-            made.outlined = self.outlined(said.session.name)
             return made
 
         started = time.perf_counter()
         parsed, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = self._asked(request, parsed)
-        asked.outline = made.outline
+        asked.pieces, asked.begins = request.pieces, made.begins
         ids: Sequence[int] | None
         if isinstance(made.result, bytes):
             remote = self._prompts.remote
@@ -203,7 +202,6 @@ class RequestReading:
             ids = made.result
         if made.known is not None and ids is not None:
             made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids_max])
-            asked.beginning, asked.kept = made.known.ids, len(made.known.ids)
         return asked, PromptRead(ids, time.perf_counter() - started, made.known)
 
     # Conversations that return ----------------------------------------------------------------------------------------
@@ -259,10 +257,9 @@ class RequestReading:
         served = self._core.resolve_model(known.model)
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
             return None
-        asked.drawn = returned.drawn.outline
+        asked.outliner = returned.outline
         asked.known = known
         if read.ids is returned.ids:
-            asked.beginning, asked.kept = known.ids, returned.kept
             asked.alike = returned.kept if known.memory_is_own else None
         asked.like = cast("PromptMemory | None", known.memory)
         return asked, read
@@ -272,13 +269,13 @@ class RequestReading:
         known = read.known
         if known is None:
             return
-        known.model = asked.base
-        asked.stays = route.token_ids is known.ids
+        known.model, known.begins = asked.base, asked.beginning()
+        is_own = route.token_ids is known.ids
         prompt = self._core.book.asked(route.request_id)
         memory = None if prompt is None else self._core.index.remember(prompt.ids)
         if memory is not None:
-            shared = known.ids.itemsize * len(known.ids) if asked.stays else 0
-            known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, asked.stays
+            shared = known.ids.itemsize * len(known.ids) if is_own else 0
+            known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, is_own
         self.known.keep(known, read.instead)
 
     def _is_json(self, request: HttpRequest, path: str | None) -> bool:

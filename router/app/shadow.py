@@ -255,7 +255,6 @@ class ShadowProcess(RouterProcess):
 
     def _report(self) -> Findings:
         """What is known now."""
-        self._reasons.settle()
         return Findings(
             version=self._version,
             since=self._since,

@@ -28,9 +28,9 @@ from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
+    from router.edge.reasons import Comparison
     from router.http.connection import Client
-    from router.prompting.turn import ReadTurn
-    from router.turns.why import Looked
+    from router.turns.ledger import Begun
 
 PROGRESS_EVERY: Final = 32
 """Chunks of a stream between two reports of progress to the core."""
@@ -70,8 +70,8 @@ class Exchange:
         self.progress = Progress(self.started_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
-        self.looked: Looked | ReadTurn | None = None
-        """What router/edge/reasons.py will say of it; as it was read, until it is priced. None where nobody looks."""
+        self.looked: Comparison | Begun | None = None
+        """What router/edge/reasons.py knows of it; None before its first byte where it is not compared."""
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None

@@ -1,6 +1,7 @@
 """The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it wants to know.
 
-Nothing here is on a decision's path: a request is looked at after its first byte was passed on, with others.
+Nothing here is on a decision's path: a request is looked at after its first byte was passed on. Owns which requests are
+compared with the last prompt of their conversation.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,23 +23,51 @@ from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.prompting.outlined import Outline
+from router.index.protocol import HolderId
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
-from router.prompting.turn import ReadTurn
-from router.turns._native import Begun
+from router.prompting.sessions import bounded
+from router.prompting.turn import ReadTurn, digest
 from router.turns.config import TurnsConfig
-from router.turns.ledger import Ledger, placed_of, reported_of, short_keys
-from router.turns.parts import Why, why_of
-from router.turns.why import BLOCK_TOKENS, GROUPS, Asked, End, First, Looked, Placed
+from router.turns.followed import Followed
+from router.turns.ledger import Begun, Ledger, Prompt, short_keys
+from router.turns.parts import GROUPS, Why
+from router.turns.why import BLOCK_TOKENS, Gone, missing_from
 
 log = logging.getLogger("router")
 
-WAIT_S: Final = 0.25
-"""That a first byte or an end waits for others, at most."""
-WAITING_MAX: Final = 64
-WAITING_TOKENS_MAX: Final = 200_000
-"""So many of them, of prompts with so many tokens, are looked at at once: a millisecond or two."""
+HINT = (
+    "The last prompt of its conversation was not kept, so that the two were not compared: send the header "
+    "x-blockcast-explain: 1 with the requests of a conversation, or name its session to POST /requests/watch."
+)
+
+
+class Sampling(NamedTuple):
+    """Whether a request is compared with the last prompt of its conversation."""
+
+    is_compared: bool
+    is_sampled: bool
+    """As one of the share, which is counted by reason."""
+    unknown_before: bool
+    """Earlier prompts of the conversation may have been, and were not kept."""
+
+
+class Comparison:
+    """A request that is to be compared, until that is done. Holds no text of its body but in `pieces`."""
+
+    __slots__ = ("begins", "ended", "has_begun", "outline", "pieces", "sampling")
+
+    def __init__(self, read: ReadTurn, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.outline = read.outline()
+        self.pieces = None if read.pieces is None else (read.pieces, read.parsed.kind)
+        """The body, and its kind, where its outline is made by another process."""
+        is_named = read.session.name is not None
+        self.begins = None if is_named or read.parsed.kind != "chat" else read.beginning()
+        self.has_begun = False
+        """Its first byte came, and its outline is being made."""
+        self.ended: tuple[ReportedUsage | None, int, float, bool] | None = None
+        """Usage, tokens of the answer, when, whether it is logged: of what ended while its outline was made."""
 
 
 class Reasons:
@@ -55,50 +84,59 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
+        self.ledger = Ledger(config, core.index.shared, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
         self._core, self._proxy, self._helpers = core, proxy, helpers
-        self._facts = IndexFacts(core, emptied, prompts.get)
+        self._facts = KnownFacts(core, emptied, prompts.get)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._waiting: list[tuple[Looked, Decision, float] | End] = []
-        """First bytes and ends that nobody looked at yet, in their order."""
-        self._waiting_tokens = 0
-        """That they alone keep."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._by_header, self._by_operator = Followed(config.keep_s), Followed(config.keep_s)
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)
             proxy.on_end.append(self._ended)
-        self.enabled, self.share = config.enabled, config.share
+        self.enabled = config.enabled
+        self._drawn_below = config.share * 2**32
+
+    def watch(self, session: str) -> None:
+        """Compare the prompts of this session, and of those that it starts, from the next request on."""
+        self._by_operator.add(digest(bounded(session)))
+
+    @property
+    def watched(self) -> int:
+        """Number of sessions that are watched."""
+        return len(self._by_operator)
 
     def enter(self, exchange: Exchange, read: ReadTurn) -> None:
-        """A request was placed, or waits for that: what it was made of is at hand now, and will be in no processor's
-        cache later."""
+        """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
+        at hand."""
+        if not self.enabled or read.parsed.kind == "other":
+            return
         try:
-            if self.enabled and read.parsed.kind != "other" and read.is_drawn(self.share):
-                exchange.looked = self._looked(read, exchange) or read
-        except Exception as error:  # noqa: BLE001  a boundary: the request goes on, of its miss nothing is known
-            self._proxy.metrics.crashed("reasons", error)
-
-    def outlined(self, session: str | None) -> int:
-        """How many messages of the session's next prompt are known."""
-        if session is None:
-            return 0
-        self.settle()
-        return self.ledger.book.outlined(session)
+            if read.explains:
+                self._by_header.add(read.conversations()[-1])
+            sampling = self._sampling(read)
+            if sampling.is_compared:
+                exchange.looked = Comparison(read, sampling)
+                for key in read.conversations():
+                    self._by_header.keep(key, self._proxy.now())
+                    self._by_operator.keep(key, self._proxy.now())
+        except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
+            self._failed(error)
 
     def get(self, name: str) -> Why | None:
         """What is known of a request."""
-        self.settle()
         return self.ledger.get(name)
 
-    def explain(self, read: ReadTurn, route: RouteRequest, decision: Decision, now: float) -> dict[str, Any] | None:
+    async def explain(
+        self, read: ReadTurn, route: RouteRequest, decision: Decision, now: float
+    ) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
         if not self.enabled or route.token_ids is None:
             return None
-        self.settle()
-        asked, block = self._asked_now("", read, route), self._block(decision)
-        facts = self._facts.about(asked)
-        return shown(self.ledger.explain(asked, read.outliner(), decision, block, facts, now, time.time()))
+        comparison = Comparison(read, self._sampling(read))
+        await self._outline(comparison)
+        prompt, gone = self._prompt("", comparison, route), self._gone(route.token_ids, route, decision)
+        block = self._block(decision)
+        return shown(self.ledger.explain(prompt, decision, block, gone, self._facts, now, time.time()))
 
     def note(
         self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
@@ -106,157 +144,160 @@ class Reasons:
         """A request that ended elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
-        asked, now = self._asked_now(name, read, route), self._proxy.now()
-        facts, block = self._facts.about(asked), self._block(decision)
-        begun = self.ledger.begun(asked, read.outliner(), decision, block, facts, now, time.time())
-        self.ledger.ended(begun, usage, said, now)
-        self.ledger.tell()
+        comparison = Comparison(read, Sampling(is_compared=True, is_sampled=True, unknown_before=False))
+        gone = self._gone(route.token_ids, route, decision)
+        comparison.ended = usage, said, self._proxy.now(), False
+        self._compare(None, comparison, name, route, decision, gone)
 
-    def _asked_now(self, name: str, read: ReadTurn, route: RouteRequest) -> Asked:
-        ids = route.token_ids or ()
-        keys = self._core.index.chunk_keys(ids, route.scope, self._chunk_tokens)
-        asked = _asked(name, read, route, ids, keys)
-        if route.session is not None or not self.ledger.wants_short(keys):
-            return asked
-        return (*asked[:7], self._facts.shorts(asked), *asked[8:])
+    def _sampling(self, read: ReadTurn) -> Sampling:
+        """Decide whether a request is compared. All requests of a conversation are, or none."""
+        keys = read.conversations()
+        if keys[0] < self._drawn_below:
+            return Sampling(is_compared=True, is_sampled=True, unknown_before=False)
+        if not self._by_header and not self._by_operator:
+            return _NOT_COMPARED
+        followed = [one for one in (self._by_header, self._by_operator) if any(key in one for key in keys)]
+        if not followed:
+            return _NOT_COMPARED
+        now = self._proxy.now()
+        has_prompt = any(one.has_prompt(key, now) for one in followed for key in keys)
+        return Sampling(is_compared=True, is_sampled=False, unknown_before=not has_prompt)
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _looked(self, read: ReadTurn, exchange: Exchange) -> Looked | None:
-        """What will be asked about it, as soon as the core has its prompt."""
-        route = exchange.route
-        prompt = None if route is None else self._core.book.asked(route.request_id)
-        if route is None or route.token_ids is None or prompt is None:
-            return None
-        name = exchange.trace_id.decode("latin-1")
-        asked = _asked(name, read, route, route.token_ids, prompt.keys(self._chunk_tokens))
-        is_part = read.outline is not None and read.outline.after > 0  # of its outline
-        body = (exchange.request.pieces, read.parsed.kind) if is_part else None
-        outline = read.outliner() if read.drawn is None else read.drawn(0) or _no_outline
-        return [asked, outline, body, False, None]
-
     def _first_byte(self, exchange: Exchange) -> None:
-        one, decision = exchange.looked, exchange.decision
-        if one is None or decision is None or not exchange.in_core:
-            return  # nobody looks at it, or it was priced and placed by another (router/shadow)
-        if isinstance(one, ReadTurn):
-            looked = self._looked(one, exchange)
-            if looked is None:
-                return
-            one = exchange.looked = looked
-        if one[3]:
-            return
-        one[3] = True
-        asked: Asked = one[0]
-        if not asked[4]:
-            self._waiting_tokens += len(asked[1]) - asked[3]
-        self._wait((one, decision, self._proxy.now()))
+        route, decision, found = exchange.route, exchange.decision, exchange.looked
+        if route is None or decision is None or not exchange.in_core or route.token_ids is None:
+            return  # its prompt was not read, or it was priced and placed by another (router/shadow)
+        try:
+            prompt = self._core.book.asked(route.request_id)
+            gone = self._gone(route.token_ids if prompt is None else prompt.ids, route, decision)
+            name = exchange.trace_id.decode("latin-1")
+            if found is None:
+                now, tokens = self._proxy.now(), len(route.token_ids)
+                exchange.looked = self.ledger.placed(name, route.session, tokens, decision, gone, now, time.time())
+            elif isinstance(found, Comparison) and not found.has_begun:
+                self._compare(exchange, found, name, route, decision, gone)
+        except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
+            self._failed(error)
 
     def _ended(self, exchange: Exchange) -> None:
-        one, exchange.looked = exchange.looked, None
-        if one is None or isinstance(one, ReadTurn) or not one[3]:
+        found, exchange.looked = exchange.looked, None
+        if found is None or exchange.outcome != "status_200":
             return
         usage, route, said = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
             said = usage.completion_tokens
         elif route is not None and route.stream:
             said = exchange.progress.reads
-        reported, is_whole = reported_of(usage), exchange.outcome == "status_200"
-        self._wait((one, reported, said, self._proxy.now(), is_whole, exchange.sampled))
+        ended = usage, said, self._proxy.now(), exchange.sampled
+        if isinstance(found, Comparison):
+            found.ended = ended
+        else:
+            self._end(found, ended)
 
-    def _wait(self, one: tuple[Looked, Decision, float] | End) -> None:
-        """Look at it soon, with others: what runs once a request is in no processor's cache, which costs thrice as much
-        as the work itself."""
-        self._waiting.append(one)
-        if len(self._waiting) >= WAITING_MAX or self._waiting_tokens >= WAITING_TOKENS_MAX:
-            self.settle()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(WAIT_S, self.settle)
+    def _compare(
+        self, exchange: Exchange | None, comparison: Comparison, name: str, route: RouteRequest, decision: Decision,
+        gone: Gone | None,
+    ) -> None:  # fmt: skip
+        """Compare a request that began, at once or as soon as its body was outlined by another process."""
+        comparison.has_begun = True
+        now, wall = self._proxy.now(), time.time()
 
-    def settle(self) -> None:
-        """Look at all that waits to be looked at."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        entries: list[First | End] = []  # where they went is told of many at once too
-        for one in waiting:
-            if len(one) == 3:
-                looked, decision, first_s = one
-                entries.append((looked, placed_of(decision, self._block(decision)), first_s))
-            else:
-                entries.append(one)
-        self.ledger.book.settle(entries, self._facts, self._wall_s(), self._elsewhere, _log, self._failed)
+        def compare() -> None:
+            prompt, block = self._prompt(name, comparison, route), self._block(decision)
+            sampled = comparison.sampling.is_sampled
+            begun = self.ledger.compared(prompt, decision, block, gone, self._facts, now, wall, is_sampled=sampled)
+            if comparison.ended is not None:
+                self._end(begun, comparison.ended)
+            elif exchange is not None and exchange.looked is comparison:
+                exchange.looked = begun
 
-    def _wall_s(self) -> float:
-        """What the clock on the wall is ahead."""
-        return time.time() - self._proxy.now()
+        if comparison.pieces is None:
+            compare()
+        else:
+            self._later(comparison, compare)
+
+    def _later(self, comparison: Comparison, compare: Callable[[], None]) -> None:
+        async def outline_and_compare() -> None:
+            try:
+                await self._outline(comparison)
+                compare()
+            except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
+                self._failed(error)
+
+        task = asyncio.get_running_loop().create_task(outline_and_compare())
+        self._outlining.add(task)
+        task.add_done_callback(self._outlining.discard)
+
+    async def _outline(self, comparison: Comparison) -> None:
+        """Have a large body outlined, where that is to be done."""
+        if comparison.pieces is not None:
+            comparison.outline = await self._helpers.outline(*comparison.pieces)
+            comparison.pieces = None
+
+    def _end(self, begun: Begun, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
+        usage, said, now, is_logged = ended
+        self.ledger.ended(begun, usage, said, now)
+        if is_logged:
+            fields = shown(begun.why)
+            log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _failed(self, error: Exception) -> None:
         self._proxy.metrics.crashed("reasons", error)
 
-    def _elsewhere(self, one: Looked, asked: Asked, placed: Placed, first_s: float, body: Any) -> None:
-        """The conversation was changed: its large body is looked at once more."""
-        pieces, kind = body
-        whole = self._helpers.outline(pieces, kind)
-        task = asyncio.get_running_loop().create_task(self._begin_later(one, asked, placed, first_s, whole))
-        self._outlining.add(task)
-        task.add_done_callback(self._outlining.discard)
-
-    async def _begin_later(
-        self, one: Looked, asked: Asked, placed: Placed, first_s: float, outlined: Awaitable[Outline | None]
-    ) -> None:
-        try:
-            made, book = await outlined or _no_outline, self.ledger.book
-            book.begun_elsewhere(one, asked, placed, first_s, made, self._facts, self._wall_s(), _log)
-        except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
-            self._failed(error)
-
     # What the ledger wants to know ----------------------------------------------------------------------------------
+
+    def _prompt(self, name: str, comparison: Comparison, route: RouteRequest) -> Prompt:
+        token_ids, index = route.token_ids or (), self._core.index
+        ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
+        keys: Sequence[int] = ()
+        short: Sequence[int] = ()
+        if route.session is None:
+            asked = self._core.book.asked(route.request_id)
+            if asked is not None:
+                keys = asked.keys(self._chunk_tokens)
+            else:
+                keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
+            if self.ledger.wants_short(keys):
+                short = short_keys(index, ids, route.scope, self._chunk_tokens)
+        return Prompt(
+            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short, comparison.begins,
+            route.final, comparison.sampling.unknown_before,
+        )  # fmt: skip
+
+    def _gone(self, ids: Any, route: RouteRequest, decision: Decision) -> Gone | None:
+        """What of its prompt was held and removed, behind what some worker has."""
+        core = self._core
+        found = core.index.gone(ids, route.scope, missing_from(decision), self._block(decision))
+        return None if found is None else Gone(found[0], self._worker_of(found[1]), found[2])
+
+    def _worker_of(self, holder: HolderId) -> str:
+        workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
+        return next(workers, "one that is known no more")
 
     def _block(self, decision: Decision) -> int:
         worker = self._core.workers.get(decision.worker)
         return BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
 
 
-class IndexFacts:
-    """What the ledger wants to know of one prompt, asked of index, feed and tokenizer."""
+class KnownFacts:
+    """What the ledger wants to know of workers and tokens."""
 
     def __init__(
         self, core: RouterCore, emptied: Mapping[str, float], tokenizer: Callable[[str], Tokenizer | None]
     ) -> None:
         """`tokenizer`: of a model."""
         self._core, self._emptied, self._tokenizer = core, emptied, tokenizer
-        self._asked: Asked | None = None
-
-    def about(self, asked: Asked) -> IndexFacts:
-        """These, from now on of that prompt."""
-        self._asked = asked
-        return self
-
-    def shorts(self, asked: Asked) -> list[int]:
-        """The keys of its first chunk."""
-        chunk = self._core.config.working_set.chunk_tokens
-        return short_keys(self._core.index, asked[1], asked[5], chunk)
-
-    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
-        if self._asked is None:
-            return None
-        found = self._core.index.gone(self._asked[1], self._asked[5], start, step)
-        if found is None:
-            return None
-        end, holder, when_s = found
-        workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
-        return end, next(workers, "one that is known no more"), when_s
 
     def emptied(self, worker_id: str) -> float | None:
         return self._emptied.get(worker_id)
 
-    def thinks(self, ids: list[int]) -> bool:
-        tokenizer = None if self._asked is None else self._tokenizer(self._asked[5].model)
+    def thinks(self, model: str, ids: Sequence[int]) -> bool:
+        tokenizer = self._tokenizer(model)
         if tokenizer is None:
             return False
-        text = tokenizer.decode(ids, skip_special_tokens=False).lower()
+        text = tokenizer.decode(list(ids), skip_special_tokens=False).lower()
         return "think" in text or "analysis" in text
 
     def guessed(self, worker_id: str) -> bool:
@@ -264,26 +305,7 @@ class IndexFacts:
         return worker is not None and worker.spec.cache_view is CacheView.HISTORY
 
 
-def _asked(name: str, read: ReadTurn, route: RouteRequest, token_ids: Sequence[int], keys: Sequence[int]) -> Asked:
-    ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
-    begins: int | None = None
-    if route.session is None:
-        begins = read.begins()
-    else:
-        keys = ()  # it is not found by these
-    return (
-        name, ids, read.beginning, read.kept, read.stays, route.scope, keys, (), begins, route.session, route.parent,
-        0, route.final,
-    )  # fmt: skip
-
-
-def _no_outline(after: int) -> Outline | None:
-    return None
-
-
-def _log(begun: Begun) -> None:
-    fields = shown(why_of(begun))
-    log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
+_NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, unknown_before=True)
 
 
 def shown(why: Why) -> dict[str, Any]:
@@ -291,4 +313,6 @@ def shown(why: Why) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(why)
     for part, row in zip(why.parts, fields["parts"]):
         row |= {"tokens": part.tokens, "group": GROUPS.get(part.reason, "none")}
+    if not why.compared:
+        fields["hint"] = HINT
     return fields

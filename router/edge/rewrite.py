@@ -11,7 +11,15 @@ from router.http.headers import HOP_BY_HOP, Dropping
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
-_NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
+_NOT_FORWARDED = (
+    *HOP_BY_HOP,
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-request-id",
+    b"x-data-parallel-rank",
+    b"x-blockcast-explain",
+)
 _KEYS = (b"authorization", b"x-api-key")
 _DROPPED = [
     Dropping((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))

@@ -99,7 +99,7 @@ class Known(msgspec.Struct, eq=False):
     model: str = ""
     """Whose tokenizer and template it was read with."""
     begins: int | None = None
-    """A digest of what its user said first, where somebody asked for it (router/edge/reasons.py)."""
+    """Digest of what its user said first (router/prompting/turn.py)."""
     memory: object = None
     """The index's, of a prompt that it begins; it stays in this process."""
     memory_is_own: bool = False

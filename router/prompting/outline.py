@@ -18,11 +18,9 @@ from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
 from prompts.routing import RoutingRequest, chat_of
 from prompts.words import digest32, message_words
-from router.prompting.outlined import Outline
+from router.prompting.outlined import BILLED, CALLS, ROLE, THINKS, Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
-ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
-"""As router/turns/native/outline.hpp has them."""
 THINK: Final = b"<think>"
 BILLING: Final = BILLING_LINE.encode()
 """A text without the one, and a system's without a line that begins with the other, says what is rendered of it."""
@@ -33,19 +31,17 @@ _encoder: Final = msgspec.json.Encoder()
 _sorted: Final = msgspec.json.Encoder(order="sorted")
 
 
-def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
-    """Of a chat, or what stands for one, whose first `after` messages are known already; None where it is none, or has
-    fewer. Messages and Responses bodies are outlined as the chat that is rendered of them."""
+def outline(parsed: RoutingRequest) -> Outline | None:
+    """Outline a chat, or what stands for one; None where it is none. Messages and Responses bodies are outlined as the
+    chat that is rendered of them."""
     if parsed.source is not None:
         try:
             parsed = chat_of(parsed, None)
         except RequestError:
             return None
-    messages = parsed.messages
-    if messages is None or len(messages) < after:
+    if parsed.messages is None:
         return None
-    words, flags = words_of(messages[after:] if after else messages), flags_of(parsed)
-    return Outline(after, words, b"" if after else outlined_tools(parsed), flags)
+    return Outline(words_of(parsed.messages), outlined_tools(parsed), flags_of(parsed))
 
 
 def words_of(messages: list[Message]) -> bytes:
@@ -54,7 +50,7 @@ def words_of(messages: list[Message]) -> bytes:
 
 
 def outlined_tools(chat: RoutingRequest) -> bytes:
-    """TOOL_WORDS numbers for each of its tools."""
+    """Two numbers for each of its tools."""
     tools = array("I")
     for tool in chat.tools or ():
         tools.append(_digest(_encoder.encode(tool)))

@@ -28,6 +28,7 @@ from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
 from router.prompting.returning import learn, may_return
+from router.prompting.turn import digest_beginning
 
 log = logging.getLogger("router")
 
@@ -48,8 +49,6 @@ class Order(msgspec.Struct):
     """ChatTemplate.as_sent"""
     learns: bool = False
     """Whether its beginning is to be known (router/prompting/returning.py)."""
-    outlined: int = 0
-    """Messages of a chat that are outlined already (router/prompting/outline.py)."""
 
 
 class Made(NamedTuple):
@@ -57,8 +56,8 @@ class Made(NamedTuple):
 
     result: array[int] | bytes | None = None
     """Ids, or a question for a worker."""
-    outline: Outline | None = None
-    """Of a chat."""
+    begins: int | None = None
+    """Digest of what its user said first (router/prompting/turn.py)."""
     known: Known | None = None
     """What is to be kept of it, but for its body and its ids, which are here and there."""
 
@@ -208,10 +207,9 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     prompt = read_prompt(parsed, tokenizer, order.tokens_max)
     ids = cut(prompt.ids, parsed, order.tokens_max)
     if not ids:
-        return Made(None if order.asks is None else question(parsed, order.asks))
+        return Made(None if order.asks is None else question(parsed, order.asks), digest_beginning(parsed))
     may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
     known = learn(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
         known.body, known.ids = b"", array(ID_TYPE)
-    drawn = outline(parsed, order.outlined) or outline(parsed)
-    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), drawn, known)
+    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), digest_beginning(parsed), known)

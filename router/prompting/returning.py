@@ -26,7 +26,7 @@ from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
 from router.prompting.outline import outline, words_of
-from router.prompting.outlined import MESSAGE_BYTES, Outlined
+from router.prompting.outlined import MESSAGE_BYTES, Outline
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
 """Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""
@@ -72,7 +72,7 @@ class Returned:
         """`kept`: how many of the first ids are those of the known prompt."""
         self.text = text
         """From the last known message on."""
-        self.drawn = Drawn(known, mark.count, rest)
+        self._words: bytes | None = None
 
     @property
     def parsed(self) -> RoutingRequest:
@@ -81,30 +81,19 @@ class Returned:
             return self.rest.parsed
         return self.rest.parsed.with_messages([*self.known.opening, *self.rest.new])
 
-
-class Drawn:
-    """Its outline, made when somebody asks for it: without the ids, which are many."""
-
-    def __init__(self, known: Known, count: int, rest: Rest) -> None:
-        self._known, self._count = known, count
-        self._new: list[Message] | None = rest.new
-        source = rest.parsed.source
-        self._is_none = source is not None and _depends(rest.parsed)
-        self._words = b""
-
     @property
     def words(self) -> bytes:
-        """Of the messages that are new, as router/prompting/outlined.py has them."""
-        if self._new is not None:
-            self._words, self._new = words_of(self._new), None
+        """Digests of the messages that are new, as router/prompting/outlined.py has them."""
+        if self._words is None:
+            self._words = words_of(self.rest.new)
         return self._words
 
-    def outline(self, after: int = 0) -> Outlined | None:
+    def outline(self) -> Outline | None:
         """As router/prompting/outline.py makes it of the whole chat, however much of that is known."""
-        known, words = self._known, self.words
-        if self._is_none or after > self._count + len(words) // MESSAGE_BYTES:
+        known, parsed = self.known, self.rest.parsed
+        if parsed.source is not None and _depends(parsed):
             return None
-        return 0, words, known.tools, known.flags, known.words, self._count
+        return Outline(known.words[: MESSAGE_BYTES * self.mark.count] + self.words, known.tools, known.flags)
 
 
 def may_return(kind: Kind | None, size: int) -> bool:
@@ -213,7 +202,7 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     )  # fmt: skip
     if made is None:
         return None
-    words = known.words[: MESSAGE_BYTES * mark.count] + returned.drawn.words[: MESSAGE_BYTES * fresh]
+    words = known.words[: MESSAGE_BYTES * mark.count] + returned.words[: MESSAGE_BYTES * fresh]
     if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
         mark = mark.without_tail()
     marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]

@@ -89,7 +89,7 @@ class SessionNames:
         if "agent" in told:
             parent = f"{name}/{told['parent_agent']}" if "parent_agent" in told else name
             name = f"{name}/{told['agent']}"
-        name, parent = _bounded(name), None if parent is None else _bounded(parent)
+        name, parent = bounded(name), None if parent is None else bounded(parent)
         return Session(name, None if parent == name else parent, told.get("final", "").lower() in ("true", "1"))
 
 
@@ -101,7 +101,8 @@ def _row(text: str) -> Name:
     return Name("header", name, tells or "session", "")  # type: ignore[arg-type]
 
 
-def _bounded(name: str) -> str:
+def bounded(name: str) -> str:
+    """Shorten a session's name to NAME_CHARS_MAX printable characters."""
     if len(name) <= NAME_CHARS_MAX and name.isprintable():
         return name
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=NAME_CHARS_MAX // 2).hexdigest()

@@ -16,7 +16,7 @@ from time import gmtime, strftime
 import msgspec
 
 from router.shadow.what_if import Comparison, Engine
-from router.turns.why import GROUPS
+from router.turns.parts import GROUPS
 
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
 """part -> groups of reasons."""

@@ -18,7 +18,7 @@ class TurnsConfig:
     enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
         "Say why prompts were not cached: GET /requests/ID, /route, metrics, dashboard."] = True
     share: Annotated[float, Meta(ge=0, le=1, title="SHARE"), Flag("--reasons-share"),
-        "Of the conversations for which that is found out. It costs a request of theirs 4 to 5 % more CPU."] = 1.0
+        "Of the conversations whose prompts are compared with the ones before, for reasons that need that."] = 0.125
     memory_mb: Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20),
         "For the last prompts of conversations, as token ids and digests."] = 64
     keep_s: Annotated[Seconds, "A conversation's last prompt is forgotten after so long."] = 3600.0

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
 import msgspec
 
-from router.turns._native import Begun
+NOT_COMPARED: Final = "not_compared"
+"""The conversation's last prompt was not kept: the reason may be any that needs a comparison."""
+NO_LOSS: Final = frozenset(("new_session", "new_text", "block_rest", NOT_COMPARED))
+"""Had to be computed, whoever it was sent to, as far as is known."""
+GROUPS: Final = {
+    **dict.fromkeys(("billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments",
+                     "truncated", "edited", "re_encoded", "salt", "lora", "model"), "workload"),
+    **dict.fromkeys(("evicted", "worker_lost"), "capacity"),
+    "elsewhere": "routing",
+    **dict.fromkeys(("not_announced", "mispredicted"), "index"),
+}  # fmt: skip
+"""reason -> whose doing it is."""
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -55,15 +66,40 @@ class Why(msgspec.Struct, omit_defaults=True):
     lost_tokens: int = 0
     parts: list[Part] = []
     attempt: int = 0
-    sampled_tokens: int = 0
-    """Of the prompt: as a worker sampled them, where the encoder would choose others. 0: all are the template's."""
+    compared: bool = True
+    """Whether the prompt was compared with the last one of its conversation."""
 
+    def sum_up(self) -> None:
+        """Find the main reason and its position in the parts."""
+        lost = most = most_new = 0
+        main: Part | None = None
+        new: Part | None = None
+        for part in self.parts:
+            tokens = part.tokens
+            if part.reason not in NO_LOSS:
+                lost += tokens
+                if tokens > most:
+                    most, main = tokens, part
+            elif tokens > most_new:
+                most_new, new = tokens, part
+        if main is None:
+            main = new
+        self.lost_tokens = lost
+        self.reason = main.reason if main is not None else "new_text"
+        self.position = None if main is None else main.start if main.position is None else main.position
 
-def why_of(begun: Begun) -> Why:
-    """As values."""
-    fields: list[Any] = list(begun.told())
-    fields[12] = [
-        Part(reason, start, end, position, message, worker, None if ago_s is None else round(ago_s, 3), here_s, there_s)
-        for reason, start, end, position, message, worker, ago_s, here_s, there_s in fields[12]
-    ]
-    return Why(*fields)
+    def settle(self, resident_tokens: int, reported: int) -> None:
+        """The worker said how much it reused: what was predicted beyond that is missing too, what it had beyond is not.
+        `resident_tokens`: announced by the worker when the request was sent."""
+        self.reported_tokens = reported
+        reused, predicted = min(reported, self.prompt_tokens), self.chosen_tokens
+        kept = [part for part in self.parts if part.end > reused]
+        for part in kept:
+            part.start = max(part.start, reused)
+        vouched = min(max(resident_tokens, reused), predicted)
+        missing = [
+            Part("mispredicted", reused, vouched, worker=self.worker),
+            Part("not_announced", vouched, predicted, worker=self.worker),
+        ]
+        self.parts = [part for part in missing if part.end > part.start] + kept
+        self.sum_up()

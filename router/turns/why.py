@@ -1,77 +1,178 @@
-"""Whose doing it is that a prompt was not cached. Which reason it was is found out in router/turns/native/why.cpp."""
+"""Why a prompt was not cached: every token that had to be computed, and the reason. Pure.
+
+Owns the reasons. A prompt's tokens [0, L) are cut at the ends of nested beginnings: what was predicted to be cached
+where it went, what the best worker had, what the fleet held once, what the conversation's last prompt and answer had.
+Invariant: the parts are what lies between what was predicted and L, in order and without a gap.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
 
-from router.decide.messages import Terms
-from router.index.protocol import Scope
-from router.prompting.outlined import Outlined
+from router.decide.messages import Decision
+from router.prompting.outlined import Outline
+from router.turns.book import Past
+from router.turns.differences import answered, difference
+from router.turns.parts import NOT_COMPARED, Part
 
-NO_LOSS = frozenset(("new_session", "new_text", "block_rest"))
-"""Had to be computed, whoever it was sent to."""
-GROUPS = {
-    **dict.fromkeys(("billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments",
-                     "truncated", "edited", "re_encoded", "salt", "lora", "model"), "workload"),
-    **dict.fromkeys(("evicted", "worker_lost"), "capacity"),
-    "elsewhere": "routing",
-    **dict.fromkeys(("not_announced", "mispredicted"), "index"),
-}  # fmt: skip
-"""reason -> whose doing it is."""
 BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""
+TAIL_TOKENS: Final = 16
+"""A prompt's end, with which the template asks for an answer."""
+ANNOUNCED_WITHIN_S: Final = 5.0
+"""What was computed longer ago and was never announced will not be."""
 
 
-Outliner: TypeAlias = "Callable[[int], Outlined | None] | Outlined"
-"""The outline of a prompt's messages, or what makes it: from that one on, or of all. None where it is no chat, or that
-part is not known."""
-Asked: TypeAlias = (
-    "tuple[str, array[int], array[int] | None, int, bool, Scope, Sequence[int], Sequence[int], int | None, str | None,"
-    "str | None, int, bool]"
-)
-"""A prompt whose answer has begun, or that is asked about: (id that the client knows it by, its token ids, ids that are
-kept anyway, `kept`: how many of those it begins with, whether its own are all kept anyway too, scope, digests of its
-chunks; of its first chunk's beginnings, where its session has no name and it has no chunk, or others have none; of what
-its user said first, where its session has no name: conversations with one system prompt may have all their chunks in
-common; session, parent, how many ids are as they were sampled where the encoder would choose others, whether nothing
-comes after it)."""
-Placed = tuple[str, int, int, int, float, int, Terms | None]
-"""(worker, tokens of its blocks, tokens predicted to be cached, of them resident, predicted TTFT, attempt, the worker
-that has more)."""
-Looked: TypeAlias = list[Any]
-"""A request whose conversation is looked at, from when it was priced: [Asked, Outliner, what its body is read with once
-more where that may be wanted or None, whether its answer has begun, what came of that or None]. The first three until
-its first byte was looked at. Of a body that returned nothing holds its text, nor its bytes but for that."""
-First: TypeAlias = tuple[Looked, Placed, float]
-"""(whose first byte it is, where that came from, when)."""
-End: TypeAlias = tuple[Looked, int, int, float, bool, bool]
-"""(whose end it is, tokens that its worker says it reused or -1, tokens of its answer, when, whether that is whole: of
-others nothing is counted, whether it is logged)."""
+class Gone(NamedTuple):
+    """Some of a prompt that was held, and removed."""
+
+    end: int
+    """Tokens of the prompt up to where it was held."""
+    worker: str
+    at_s: float
 
 
 class Facts(Protocol):
     """What is asked only where something is missing."""
 
-    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
-        """(end, worker, when) of what behind this position was held and removed, in blocks of so many tokens."""
-
     def emptied(self, worker_id: str) -> float | None:
         """When a worker last lost all it held; None where it did not."""
 
-    def thinks(self, ids: list[int]) -> bool:
+    def thinks(self, model: str, ids: Sequence[int]) -> bool:
         """Whether what a few tokens say begins or ends a thought."""
 
     def guessed(self, worker_id: str) -> bool:
         """Whether a worker's cache is guessed: it tells nothing of what it removes."""
 
 
-class PromptFacts(Protocol):
-    """What is asked of many prompts, one after the other."""
+class Turn:
+    """One prompt of so many tokens, and what came before it. `block`: tokens of the chosen worker's blocks."""
 
-    def about(self, asked: Asked) -> Facts:
-        """The facts of one of them, until others are asked for."""
+    def __init__(self, tokens: int, block: int, past: Past | None) -> None:
+        self.tokens, self.block, self.past = tokens, block, past
+        self.common = 0
+        """Tokens that both begin with."""
+        self.outline: Outline | None = None
+        self.same_session = True
+        """False: the past prompt is the parent's."""
+        self.differs: str | None = None
+        """What of the scope does: salt, lora, model."""
+        self.unknown_before = False
+        """Earlier prompts of its conversation may have been, and were not kept."""
 
-    def shorts(self, asked: Asked) -> Sequence[int]:
-        """Digests of its first chunk's beginnings."""
+
+class _Parts:
+    """Of a prompt of so many tokens, from `at` on, one behind the other."""
+
+    def __init__(self, at: int, length: int) -> None:
+        self.at, self._length = at, length
+        self.found: list[Part] = []
+
+    def add(
+        self,
+        reason: str,
+        end: int,
+        *,
+        position: int | None = None,
+        message: int | None = None,
+        worker: str | None = None,
+        ago_s: float | None = None,
+        here_s: float | None = None,
+        there_s: float | None = None,
+    ) -> None:
+        """What is left up to `end`, if anything is."""
+        end = min(end, self._length)
+        if end > self.at:
+            self.found.append(Part(reason, self.at, end, position, message, worker, ago_s, here_s, there_s))
+            self.at = end
+
+
+def missing_from(decision: Decision) -> int:
+    """The first token of a prompt that no worker which could be chosen has."""
+    best = decision.best
+    return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
+
+
+def parts_of_decision(tokens: int, decision: Decision, gone: Gone | None, now: float) -> list[Part]:
+    """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
+    index tell."""
+    parts = _begin(tokens, decision)
+    _add_gone(parts, gone, now)
+    parts.add(NOT_COMPARED, tokens)
+    return parts.found
+
+
+def parts_of(turn: Turn, decision: Decision, gone: Gone | None, facts: Facts, now: float) -> list[Part]:
+    """The same of a prompt that is compared with the last one of its conversation."""
+    past, block, length = turn.past, turn.block, turn.tokens
+    parts = _begin(length, decision)
+    goes_on = past is not None and turn.common == len(past.ids)
+    known = 0 if past is None else past.known_tokens if goes_on else turn.common
+    usable = _whole(min(known, length - 1), block)
+    if past is None or turn.differs is not None or parts.at < usable:
+        _add_gone(parts, gone, now)
+    if past is None:
+        parts.add(NOT_COMPARED if turn.unknown_before else "new_session", length)
+        return parts.found
+    if turn.differs is not None:
+        parts.add(turn.differs, _whole(turn.common, block))
+        parts.add("block_rest", turn.common)
+    elif parts.at < _whole(min(turn.common, length - 1), block):
+        reason, ago_s = _lost(past, facts, now)
+        parts.add(reason, usable, worker=past.worker, ago_s=ago_s)
+    if not goes_on and turn.same_session and turn.differs is None:
+        how, message = _difference(turn, past, facts)
+        parts.add(how, max(past.known_tokens, turn.common + 1), position=turn.common, message=message)
+    elif goes_on and parts.at < usable and turn.outline is not None:
+        message = past.messages
+        answer = answered(turn.outline, message)
+        if answer is not None:
+            parts.add(answer, known, position=max(parts.at, turn.common), message=message)
+    else:
+        parts.add("block_rest", known)
+    parts.add("new_text" if turn.same_session else "new_session", length)
+    return parts.found
+
+
+def _begin(tokens: int, decision: Decision) -> _Parts:
+    parts = _Parts(min(decision.predicted_cached_tokens, tokens), tokens)
+    best = decision.best
+    if best is not None:
+        parts.add(
+            "elsewhere", best.cached_tokens, worker=best.worker, here_s=decision.terms.ttft_s, there_s=best.ttft_s
+        )
+    return parts
+
+
+def _add_gone(parts: _Parts, gone: Gone | None, now: float) -> None:
+    if gone is not None:
+        parts.add("evicted", gone.end, worker=gone.worker, ago_s=round(now - gone.at_s, 3))
+
+
+def _lost(past: Past, facts: Facts, now: float) -> tuple[str, float | None]:
+    """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
+    emptied_s = facts.emptied(past.worker)
+    if emptied_s is not None and emptied_s >= past.at_s:
+        return "worker_lost", round(now - emptied_s, 3)
+    if facts.guessed(past.worker) or now - past.at_s > ANNOUNCED_WITHIN_S:
+        return "evicted", None
+    return "not_announced", None
+
+
+def _difference(turn: Turn, past: Past, facts: Facts) -> tuple[str, int | None]:
+    """How the prompt differs from the past one, in which message."""
+    if turn.outline is None or past.outline is None:
+        return "edited", None
+    how, message = difference(past.outline, turn.outline, turn.common / len(past.ids))
+    is_tail = len(past.ids) - turn.common <= TAIL_TOKENS
+    if how == "re_encoded" and is_tail and answered(turn.outline, past.messages) is not None:
+        # What the template put before the answer is not what stands before it now.
+        thinks = facts.thinks(past.scope.model, past.ids[turn.common :])
+        return ("thinking_dropped" if thinks else how), past.messages
+    return how, message
+
+
+def _whole(tokens: int, block: int) -> int:
+    """Rounded down to blocks."""
+    return tokens - tokens % block

@@ -20,7 +20,6 @@ from router.prompting import returning
 from router.prompting.encode import cut, read_prompt
 from router.prompting.known import LENGTH_MIN, SEEN_MAX, Known, KnownBodies, Mark
 from router.prompting.outline import outline
-from router.prompting.outlined import Outline
 from router.prompting.pool import Order, _made
 from tests.prompts import chat_templates
 
@@ -197,12 +196,7 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
     for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
-    for after in (0, 1, 3, 8, 99):
-        drawn, whole = returned.drawn.outline(after), outline(parsed)
-        assert (drawn is None) == (outline(parsed, after) is None)
-        if drawn is not None and whole is not None:
-            made = Outline(*drawn)
-            assert (made.numbers, made.tools, made.flags) == (whole.messages, whole.tools, whole.flags)
+    assert returned.outline() == outline(parsed)
     assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
 
 

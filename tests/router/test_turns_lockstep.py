@@ -1,26 +1,26 @@
-"""The native book of turns against its naive model, on conversations that nobody would have."""
+"""The ledger of turns against its naive model, on conversations that nobody would have."""
 
 from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from reference.turns.ledger import AskedTurn
 from reference.turns.lockstep import BothLedgers
-from reference.turns.why import check_adds_up
+from reference.turns.naive import check_adds_up
 
 from router.decide.messages import Decision, ReportedUsage, Terms
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outlined import Outline
-from router.turns._native import REASONS
 from router.turns.config import TurnsConfig
-from router.turns.ledger import Ledger
-from router.turns.why import Asked
+from router.turns.ledger import Ledger, Prompt
+from router.turns.parts import GROUPS, NO_LOSS
+from router.turns.why import Gone, missing_from
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16
@@ -34,13 +34,9 @@ MESSAGE_TOKENS = 5
 class SomeFacts:
     """Whatever an index might say."""
 
-    end: int | None = None
     emptied_s: float | None = None
     is_guessed: bool = False
     is_thought: bool = False
-
-    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
-        return None if self.end is None else (start + self.end, "a", 0.5)
 
     def emptied(self, worker_id: str) -> float | None:
         return self.emptied_s
@@ -48,7 +44,7 @@ class SomeFacts:
     def guessed(self, worker_id: str) -> bool:
         return self.is_guessed
 
-    def thinks(self, ids: list[int]) -> bool:
+    def thinks(self, model: str, ids: Sequence[int]) -> bool:
         return self.is_thought
 
 
@@ -59,16 +55,9 @@ class Talk:
     ids: list[int] = field(default_factory=list)
     words: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
-    def outline(self, after: int, tools: list[int], flags: int, base: bytes | None = None) -> Outline | None:
-        """`base`: some of its first messages are kept there, and it is told whole."""
-        if after > len(self.words):
-            return None
-        if base is not None:
-            numbers = array("I", [word for message in self.words for word in message]).tobytes()
-            kept = next((i for i in range(len(base) // 20, -1, -1) if numbers.startswith(base[: 20 * i])), 0)
-            return Outline(0, numbers[20 * kept :], array("I", tools).tobytes(), flags, base, kept)
-        flat = array("I", [word for message in self.words[after:] for word in message])
-        return Outline(after, flat.tobytes(), array("I", [] if after else tools).tobytes(), flags)
+    def outline(self, tools: list[int], flags: int) -> Outline:
+        flat = array("I", [word for message in self.words for word in message])
+        return Outline(flat.tobytes(), array("I", tools).tobytes(), flags)
 
 
 def message(rng: random.Random) -> tuple[int, int, int, int, int]:
@@ -120,11 +109,8 @@ def decision(rng: random.Random, tokens: int) -> Decision:
 
 
 def some_facts(rng: random.Random, now: float) -> SomeFacts:
-    gone, emptied_s = rng.randrange(1, 40), now - rng.randrange(20)
-    return SomeFacts(
-        gone if rng.random() < 0.2 else None, emptied_s if rng.random() < 0.2 else None,
-        rng.random() < 0.1, rng.random() < 0.3,
-    )  # fmt: skip
+    emptied_s = now - rng.randrange(20)
+    return SomeFacts(emptied_s if rng.random() < 0.2 else None, rng.random() < 0.1, rng.random() < 0.3)
 
 
 class World:
@@ -132,27 +118,10 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
-        config, waits = TurnsConfig(memory_mb=1, keep_s=30.0, requests_max=6), rng.random() < 0.5
-        self.ledgers = BothLedgers(config, INDEX.shared, waits=waits)
+        self.ledgers = BothLedgers(TurnsConfig(memory_mb=1, keep_s=30.0, requests_max=6), INDEX.shared)
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
-        self.bases = [b""]
-        """Messages that are kept anyway."""
-        self.stock = [array("I"), array("I", [0, 1] * 40)]
-        """What somebody else keeps, of which prompts may have beginnings."""
-
-    def beginning(self, ids: array[int]) -> tuple[array[int] | None, int, bool]:
-        """(what is kept anyway, how many of it the prompt begins with, whether that is kept anyway too)."""
-        rng, most = self.rng, 0
-        base = rng.choice([None, max(self.stock, key=lambda one: INDEX.shared(one, ids)), rng.choice(self.stock)])
-        if base is not None:
-            shared = INDEX.shared(base, ids)
-            most = rng.choice([shared, shared, rng.randrange(shared + 1)])
-        stays = rng.random() < 0.4
-        if stays or rng.random() < 0.1:
-            self.stock = [*self.stock[-5:], ids if stays else ids[: rng.randrange(len(ids) + 1)]]
-        return base, most, stays
 
     def ask(self, number: int) -> None:
         rng, ledgers = self.rng, self.ledgers
@@ -167,19 +136,22 @@ class World:
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
         if session is None and ledgers.wants_short(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
-        base, placed = rng.choice([None, *self.bases]), decision(rng, len(ids))
-        asked = AskedTurn(
-            f"r{number}" if self.ledgers.waits else f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, keys,
-            lambda after: talk.outline(after, tools, flags, base) if is_chat else None, placed.worker, BLOCK,
-            session, rng.choice(SESSIONS), rng.random() < 0.05, number, short,
-            talk.words[0][0] if session is None and talk.words else None, *self.beginning(ids),
+        placed = decision(rng, len(ids))
+        prompt = Prompt(
+            f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, talk.outline(tools, flags) if is_chat else None,
+            session, rng.choice(SESSIONS), keys, short,
+            talk.words[0][0] if session is None and talk.words else None, rng.random() < 0.05,
+            rng.random() < 0.2,
         )  # fmt: skip
-        if rng.random() < 0.4:
-            found = talk.outline(0, tools, flags)
-            self.bases = [*self.bases[-3:], b"" if found is None else found.messages]
         facts = some_facts(rng, self.now)
-        check_adds_up(ledgers.explain(asked, placed, facts, self.now, 1.0))
-        self.begun.append((ledgers.begun(asked, placed, facts, self.now, 1.0), len(ids)))
+        gone = Gone(missing_from(placed) + rng.randrange(1, 40), "a", 0.5) if rng.random() < 0.2 else None
+        check_adds_up(ledgers.explain(prompt, placed, BLOCK, gone, facts, self.now, 1.0))
+        if rng.random() < 0.2:
+            begun = ledgers.placed(prompt, placed, gone, self.now, 1.0)
+        else:
+            sampled = rng.random() < 0.7
+            begun = ledgers.compared(prompt, placed, BLOCK, gone, facts, self.now, 1.0, is_sampled=sampled)
+        self.begun.append((begun, len(ids)))
 
     def end(self) -> None:
         rng = self.rng
@@ -202,7 +174,7 @@ def test_both_say_the_same() -> None:
             while world.begun and world.rng.random() < 0.5:
                 world.end()
         seen |= world.reasons
-    assert seen == set(REASONS), "every reason was given"
+    assert seen == {*GROUPS, *NO_LOSS}, "every reason was given"
 
 
 def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
@@ -210,76 +182,29 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
-        asked = AskedTurn(f"r{number}", ids, SCOPES[0], keys, lambda _: None, "a", BLOCK,
-                          f"s{number % 9}" if number % 2 else None)  # fmt: skip
+        prompt = Prompt(f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, keys=keys)
         own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-        ledgers.begun(asked, Decision("r", "a", None, 0, len(ids), 0, 0.0, own, 0.0), SomeFacts(), 1.0 + number, 0.0)
-    sizes = [ledgers.native.book.prompts, len(ledgers.naive.book)]
+        placed = Decision("r", "a", None, 0, len(ids), 0, 0.0, own, 0.0)
+        ledgers.compared(prompt, placed, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
+    sizes = [len(ledgers.ledger.book), len(ledgers.naive.pasts)]
     assert 5 < sizes[0] < 20
     assert all(a == b for a, b in pairwise(sizes))
 
 
-def plain(ids: Any, base: Any = None, kept: int = 0, *, session: str | None = None) -> Asked:
-    begins = None if session else 1
-    return "r", ids, base, kept, False, SCOPES[0], [], [], begins, session, None, 0, False
-
-
-def say(ledger: Ledger, asked: Asked, outline: Any = lambda _: None, *, block: int = 1) -> None:
+def test_a_block_without_tokens_is_refused() -> None:
+    ledger = Ledger(TurnsConfig(), INDEX.shared)
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
-    ledger.begun(asked, outline, placed, block, SomeFacts(), 0.0, 0.0)
-
-
-@pytest.mark.parametrize("ids", [[1, 2], array("d", [1.0]), array("Q", [1]), b"12345", None])
-def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
-    ledger = Ledger(TurnsConfig())
-    with pytest.raises((TypeError, BufferError)):
-        say(ledger, plain(ids))
-    if ids is not None:
-        with pytest.raises((TypeError, BufferError)):
-            say(ledger, plain(array("I", [1, 2]), ids, 1))
+    prompt = Prompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
     with pytest.raises(ValueError, match="block"):
-        say(ledger, plain(array("I")), block=0)
-    with pytest.raises(TypeError, match="tuple"):
-        say(ledger, plain(array("I"))[1:])  # type: ignore[arg-type]
-    assert len(ledger) == ledger.book.prompts == 0
+        ledger.compared(prompt, placed, 0, None, SomeFacts(), 0.0, 0.0)
+    assert len(ledger) == len(ledger.book) == 0
 
 
-@pytest.mark.parametrize("kept", [-1, 3, 2**40])
-def test_no_more_is_shared_than_there_is(kept: int) -> None:
-    ledger, short, long = Ledger(TurnsConfig()), array("I", [1, 2]), array("I", [1, 2, 3])
-    for ids, base, stays in ((long, short, False), (short, long, True), (long, short, True), (short, long, False)):
-        asked = plain(ids, base, kept)
-        with pytest.raises(ValueError, match="kept"):
-            say(ledger, (*asked[:4], stays, *asked[5:]))
-    assert len(ledger) == ledger.book.prompts == 0
-
-
-def test_what_prompts_share_is_kept_and_counted_once() -> None:
-    """And lent: while a prompt is kept, nobody can change it."""
-    ledger, base, own = Ledger(TurnsConfig()), array("I", range(1000)), 0
-    for number in range(4):
-        say(ledger, plain(base[:900] + array("I", [7] * number), base, 900, session=f"session {number}"))
-        own += 600 + 4 * number
-        assert ledger.book.used_bytes == 4 * 1000 + own
-    with pytest.raises(BufferError):
-        base.append(1)
-    for number in range(4):
-        say(ledger, plain(array("I", [5]), session=f"session {number}"))  # it goes on otherwise
-        own += 4 - 4 * number
-        assert ledger.book.used_bytes == 4 * 1000 * (number < 3) + own
-    base.append(1)
-
-
-def test_what_an_outline_raises_ends_its_own_request_only() -> None:
-    ledger = Ledger(TurnsConfig())
-
-    def raises(after: int) -> Outline | None:
-        raise KeyError(after)
-
-    asked = plain(array("I", [1, 2, 3]))
-    with pytest.raises(KeyError):
-        say(ledger, asked, raises)
-    assert len(ledger) == ledger.book.prompts == 0
-    say(ledger, asked)
-    assert len(ledger) == ledger.book.prompts == 1
+def test_of_requests_with_one_name_the_last_is_known() -> None:
+    ledger = Ledger(TurnsConfig(requests_max=2), INDEX.shared)
+    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
+        ledger.placed(name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, own, 0.0), None, 0.0, 0.0)
+    found = [ledger.get(name) for name in ("one", "two", "three")]
+    assert [None if why is None else why.prompt_tokens for why in found] == [5, None, 6]

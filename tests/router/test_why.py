@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.turns.differences import difference
-from reference.turns.ledger import AskedTurn
 from reference.turns.lockstep import BothLedgers
-from reference.turns.why import check_adds_up
+from reference.turns.naive import check_adds_up
 
 from engine.tiny.tokenizer import cached_tokenizer
 from events.codec import encode_batch
@@ -25,17 +23,17 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.edge.reasons import IndexFacts
+from router.edge.reasons import KnownFacts
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.outline import THINKS, _message, outline, words_of
-from router.prompting.outlined import Outline
-from router.prompting.turn import begins_with
-from router.turns._native import REASONS
+from router.prompting.outline import _message, outline, words_of
+from router.prompting.outlined import THINKS, Outline
+from router.prompting.turn import digest_beginning
 from router.turns.config import TurnsConfig
-from router.turns.ledger import short_keys
-from router.turns.parts import Why
-from router.turns.why import GROUPS, NO_LOSS, Asked, Facts
+from router.turns.differences import difference
+from router.turns.ledger import Prompt, short_keys
+from router.turns.parts import GROUPS, NO_LOSS, Why
+from router.turns.why import Gone, missing_from
 
 BLOCK = 16
 CHUNK = CoreConfig().working_set.chunk_tokens
@@ -92,6 +90,7 @@ class Fleet:
         announce: bool = True,
         gap: float = 10.0,
         reported: Callable[[int], int] = lambda cached: cached,
+        compare: bool = True,
         **changes: Any,
     ) -> Why:
         """One request, answered with `answer`, of which `sampled` are the ids unless the encoder's are meant."""
@@ -101,10 +100,15 @@ class Fleet:
         placed = self.core.route(route, self.now)
         assert isinstance(placed, Forward)
         decision = placed.decision
-        asked, facts = self.asked(route, parsed, decision.worker), self.facts(route)
-        explained = self.ledger.explain(asked, decision, facts, self.now, 0.0)
-        begun = self.ledger.begun(asked, decision, facts, self.now, 0.0)
-        assert explained == self.ledger.why(begun)
+        prompt, facts = self.prompt(route, parsed), KnownFacts(self.core, self.emptied, lambda _: self.tokenizer)
+        found = self.core.index.gone(prompt.ids, route.scope, missing_from(decision), BLOCK)
+        gone = None if found is None else Gone(found[0], self.holders[found[1]], found[2])
+        if compare:
+            explained = self.ledger.explain(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
+            begun = self.ledger.compared(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
+            assert explained == self.ledger.why(begun)
+        else:
+            begun = self.ledger.placed(prompt, decision, gone, self.now, 0.0)
         ids = list(route.token_ids or ())
         said = self.tokenizer.encode(answer, False) if sampled is None else sampled
         if announce:
@@ -117,21 +121,19 @@ class Fleet:
         check_adds_up(why)
         return why
 
-    def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> AskedTurn:
+    @property
+    def holders(self) -> dict[int, str]:
+        return {worker.holders[0]: name for name, worker in self.core.workers.items()}
+
+    def prompt(self, route: RouteRequest, parsed: RoutingRequest) -> Prompt:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         short = route.session is None and self.ledger.wants_short(keys)
-        return AskedTurn(
-            route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
-            route.session, route.parent, route.final, 0,
+        return Prompt(
+            route.request_id, ids, route.scope, outline(parsed), route.session, route.parent, keys,
             short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            begins_with(parsed) if route.session is None else None,
+            digest_beginning(parsed) if route.session is None else None, route.final,
         )  # fmt: skip
-
-    def facts(self, route: RouteRequest) -> Facts:
-        ids = array("I", route.token_ids or ())
-        asked: Asked = ("", ids, None, 0, False, route.scope, (), (), None, None, None, 0, False)
-        return IndexFacts(self.core, self.emptied, lambda _: self.tokenizer).about(asked)
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
         names, parent = [], None
@@ -435,8 +437,38 @@ def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
     assert set(ledger.tokens) - NO_LOSS <= set(GROUPS)
 
 
-def test_every_reason_is_somebodys_doing_or_nobodys() -> None:
-    assert {*GROUPS, *NO_LOSS} == set(REASONS)
+def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) -> None:
+    fleet = Fleet(tokenizer, random.Random(4))
+    one = Conversation(fleet)
+    one.user()
+    ids, keep, worker, counted = one.ids(), 4 * BLOCK, one.opening.worker, dict(fleet.ledger.tokens)
+    fleet.remove(worker, ids, Scope("m"), keep)
+    why = one.send(compare=False)
+    assert [part.reason for part in why.parts] == ["evicted", "not_compared"]
+    assert (why.reason, why.position, why.parts[0].worker, why.parts[0].ago_s) == ("evicted", keep, worker, 10.0)
+    assert fleet.resident(ids, Scope("m")) >= why.parts[0].end, "announced again"
+
+    one.user()
+    for number in range(30):
+        busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=why.worker)
+        fleet.core.route(busy, fleet.now)
+    away = one.send(gap=0.01, compare=False)
+    assert (away.reason, away.parts[0].worker) == ("elsewhere", why.worker) != ("elsewhere", away.worker)
+    for number in range(30):
+        fleet.core.aborted(f"busy{number}", fleet.now)
+
+    position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
+    less = one.send(compare=False, reported=lambda cached: cached - 2 * BLOCK)
+    assert (less.reason, less.position, less.parts[0].end) == ("mispredicted", position, position + 2 * BLOCK)
+    assert fleet.ledger.tokens == counted, "the share alone is counted by reason"
+
+
+def test_every_reason_is_in_the_manual() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    rows = [line.split("|") for line in manual.splitlines() if line.startswith("| `")]
+    told = {(name.strip("` "), row[2].strip()) for row in rows for name in row[1].split(",")}
+    assert {*GROUPS.items(), *((reason, "none") for reason in NO_LOSS)} <= told
+    assert not set(GROUPS) & NO_LOSS
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])

@@ -13,14 +13,18 @@ import pytest
 import xxhash
 
 from engine.tiny.tokenizer import write_tokenizer
+from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
-from router.edge.reasons import WAITING_MAX, Reasons
+from router.edge.reasons import Reasons
 from router.prompting.known import KnownBodies
+from router.prompting.sessions import Session
+from router.prompting.turn import ReadTurn
 from router.turns.config import TurnsConfig
+from router.turns.followed import FOLLOWED_MAX, Followed
 from router.turns.ledger import Ledger
-from router.turns.why import NO_LOSS
+from router.turns.parts import NO_LOSS
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
 ANSWER = "It is so."
@@ -41,10 +45,12 @@ class Talk:
     def body(self) -> bytes:
         return json.dumps({"model": "tiny", "messages": self.messages}).encode()
 
-    async def send(self, session: str | None = "s") -> dict[str, Any]:
+    async def send(self, session: str | None = "s", *, explain: bool = False) -> dict[str, Any]:
         self.count += 1
-        name = f"{session}-{self.count}-{len(self.messages)}"
+        name = f"{session or ''}-{self.count}-{len(self.messages)}".replace(" ", "")[:60]
         headers = [b"x-request-id: " + name.encode()]
+        if explain:
+            headers.append(b"X-Blockcast-Explain: 1")
         if session is not None:
             headers.append(b"x-claude-code-session-id: " + session.encode())
         assert (await self.edge.exchange(self.post(self.body(), headers=headers))).startswith(b"HTTP/1.1 200")
@@ -56,10 +62,14 @@ class Talk:
         raise AssertionError(f"{name} is not known: {found}")
 
     async def ask(self, name: str) -> tuple[int, Any]:
-        answer = await self.edge.exchange(
-            f"GET /requests/{name} HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n".encode()
-        )
-        head, _, body = answer.partition(b"\r\n\r\n")
+        return await self._call(f"GET /requests/{name} HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n".encode())
+
+    async def watch(self, body: bytes) -> tuple[int, Any]:
+        head = f"POST /requests/watch HTTP/1.1\r\nHost: r\r\nConnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        return await self._call(head.encode() + body)
+
+    async def _call(self, request: bytes) -> tuple[int, Any]:
+        head, _, body = (await self.edge.exchange(request)).partition(b"\r\n\r\n")
         return int(head[9:12]), json.loads(body)
 
 
@@ -94,7 +104,6 @@ def router(edge: Any, tmp_path: Path) -> Any:
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
         edge.app._reasons = edge.admin._reasons = reasons
-        edge.admin._reading.outlined = reasons.outlined
         return reasons
 
     return start
@@ -135,11 +144,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
     async def scenario() -> None:
         await router()
         talk = Talk(edge, make_post)
-        for settings, words in (
-            ({}, "that were answered"),
-            ({"share": 0.5}, "50% of"),
-            ({"enabled": False}, "--reasons"),
-        ):
+        for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
             edge.admin._reasons = Reasons(
                 TurnsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.helpers,
                 edge.metrics, emptied={},
@@ -163,12 +168,12 @@ def test_route_says_why_without_sending(edge: Any, make_post: Any, router: Any) 
         await talk.send()
         talk.messages[0]["content"] += "One word more."
         headers = [b"x-claude-code-session-id: s"]
-        before = len(reasons.ledger), reasons.ledger.book.prompts
+        before = len(reasons.ledger), len(reasons.ledger.book)
         answer = await edge.exchange(make_post(talk.body(), b"/route", headers))
         why = json.loads(answer.partition(b"\r\n\r\n")[2])["why"]
         assert why["reason"] in ("system_prompt", "not_announced")
         assert "system_prompt" in {part["reason"] for part in why["parts"]}
-        assert (len(reasons.ledger), reasons.ledger.book.prompts) == before
+        assert (len(reasons.ledger), len(reasons.ledger.book)) == before
 
     edge.run(scenario())
 
@@ -177,17 +182,16 @@ def test_route_says_why_without_sending(edge: Any, make_post: Any, router: Any) 
 def test_a_body_that_a_helper_reads_is_explained_like_another(
     edge: Any, make_post: Any, router: Any, session: str | None
 ) -> None:
-    """In the helper only the new messages are outlined; a conversation that was changed is looked at again, whole."""
+    """Its messages are outlined in the helper, once its answer has begun."""
 
     async def scenario() -> None:
-        reasons = await router()
+        await router()
         talk = Talk(edge, make_post, words=900)
         assert len(talk.body()) > 64 << 10
         for _ in range(3):
             talk.turn()
             told = await talk.send(session)
         assert told["parts"][-1]["reason"] == "new_text"
-        assert reasons.outlined("s") == (len(talk.messages) if session else 0)
         talk.messages[3]["content"] = "Something else. " * 20
         talk.turn()
         told = await talk.send(session)
@@ -218,7 +222,8 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
         answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: odd"]))
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
-        assert (await talk.ask("odd"))[0] == 404
+        status, told = await talk.ask("odd")
+        assert (status, told["reason"], told["compared"]) == (200, "not_compared", False)
         assert nothing_is_left(edge)
         monkeypatch.undo()
         assert (await talk.send(None))["reason"] == "new_session"
@@ -226,32 +231,145 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
     edge.run(scenario())
 
 
-def test_nobody_waits_to_be_looked_at_for_ever(edge: Any, make_post: Any, router: Any) -> None:
-    """They are looked at together; what one raises is counted, and its own."""
-
+def test_what_a_comparison_raises_ends_its_own_reasons_only(
+    edge: Any, make_post: Any, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         reasons = await router()
         talk = Talk(edge, make_post)
         talk.turn()
+        compared = reasons.ledger.compared
+
+        def raises(prompt: Any, *args: Any, **more: Any) -> Any:
+            if prompt.id == "n1":
+                raise KeyError(prompt.id)
+            return compared(prompt, *args, **more)
+
+        monkeypatch.setattr(reasons.ledger, "compared", raises)
         for number in range(3):
-            headers = [b"x-request-id: n%d" % number]
-            await edge.exchange(make_post(talk.body(), headers=headers))
-        assert not len(reasons.ledger)
-        assert len(reasons._waiting) == 6
-        reasons._waiting[2][0][0] = None  # what was asked about the second
-        for _ in range(500):
-            if not reasons._waiting:
-                break
-            await asyncio.sleep(0.01)
+            answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: n%d" % number]))
+            assert answer.startswith(b"HTTP/1.1 200")
         assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
         assert sum(edge.metrics.turns.values()) == 2
         assert nothing_is_left(edge)
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
-        for number in range(WAITING_MAX // 2):
-            await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: m%d" % number]))
-        assert not reasons._waiting, "so many are looked at without waiting"
 
     edge.run(scenario())
+
+
+def test_a_request_that_is_not_compared_has_the_reasons_that_need_no_comparison(
+    edge: Any, make_post: Any, router: Any
+) -> None:
+    async def scenario() -> None:
+        reasons = await router(share=0.0)
+        talk = Talk(edge, make_post)
+        talk.turn()
+        told = await talk.send()
+        assert (told["reason"], told["compared"], "lost_tokens" in told) == ("not_compared", False, False)
+        (part,) = told["parts"]
+        assert (part["start"], part["tokens"], part["group"]) == (0, told["prompt_tokens"], "none")
+        assert "x-blockcast-explain: 1" in told["hint"]
+        assert "/requests/watch" in told["hint"]
+        talk.turn()
+        again = await talk.send()
+        assert [(part["reason"], part["tokens"]) for part in again["parts"]] == [
+            ("not_compared", again["prompt_tokens"])
+        ]
+        assert not edge.metrics.turns + edge.metrics.turn_tokens, "the share alone is counted by reason"
+        assert edge.metrics.reused_tokens["prompt"] == told["prompt_tokens"] + again["prompt_tokens"]
+        assert len(reasons.ledger.book) == 0
+        assert nothing_is_left(edge)
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("session", ["s", None])
+@pytest.mark.parametrize("words", [10, 900])
+def test_a_request_with_the_header_is_compared(
+    edge: Any, make_post: Any, router: Any, session: str | None, words: int
+) -> None:
+    """The first has nothing to be compared with. From then on the whole conversation is kept."""
+
+    async def scenario() -> None:
+        await router(share=0.0)
+        talk = Talk(edge, make_post, words=words)
+        for _ in range(2):
+            talk.turn()
+            assert (await talk.send(session))["compared"] is False
+        talk.turn()
+        assert (await talk.send(session, explain=True))["compared"] is False, "no prompt was kept before"
+        talk.messages[2]["content"] = "Something else. " * 20
+        talk.turn()
+        told = await talk.send(session, explain=True)
+        assert "hint" not in told
+        part = next(part for part in told["parts"] if part["reason"] == "edited")
+        assert part["message"] == 2
+        talk.turn()
+        assert (await talk.send(session))["parts"][-1]["reason"] == "new_text"
+        other = Talk(edge, make_post, words=words + 1)
+        other.turn("Another conversation.")
+        assert (await other.send(None))["compared"] is False
+        assert not edge.metrics.turns, "what was asked for would bias the share"
+        assert nothing_is_left(edge)
+        for value in (b"yes", b"2", b"-1"):
+            answer = await edge.exchange(make_post(talk.body(), headers=[b"x-blockcast-explain: " + value]))
+            assert answer.startswith(b"HTTP/1.1 400")
+            assert b"x-blockcast-explain" in answer
+
+    edge.run(scenario())
+
+
+def test_a_session_that_is_watched_is_compared(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router(share=0.0)
+        talk = Talk(edge, make_post)
+        talk.turn()
+        await talk.send()
+        long = "a-name-of-more-than-64-characters-which-is-known-by-its-digest-" * 2
+        assert await talk.watch(json.dumps({"session": "s"}).encode()) == (200, {"session": "s", "watched": 1})
+        assert (await talk.watch(json.dumps({"session": long}).encode()))[1]["watched"] == 2
+        for body in (b"", b"[]", b"{}", b'{"session": 3}', b'{"session": ""}'):
+            status, refused = await talk.watch(body)
+            assert (status, "error" in refused) == (400, True)
+        for session in ("s", long):
+            told = [(await talk.send(session)).get("compared", True) for _ in range(3)]
+            assert told == [False, True, True]
+        assert (await talk.send("another"))["compared"] is False
+        reasons.enabled = False
+        assert (await talk.watch(b'{"session": "s"}'))[0] == 409
+
+    edge.run(scenario())
+
+
+def test_what_is_followed_is_bounded() -> None:
+    followed = Followed(keep_s=10.0)
+    followed.keep(1, 0.0)
+    assert not followed, "only what was asked for is followed"
+    for key in range(FOLLOWED_MAX):
+        followed.add(key)
+    followed.keep(0, 5.0)
+    followed.add(-1)
+    assert len(followed) == FOLLOWED_MAX
+    assert (0 in followed, 1 in followed, -1 in followed) == (True, False, True)
+    assert [followed.has_prompt(0, now) for now in (5.0, 14.0, 15.0)] == [True, True, False]
+    assert not followed.has_prompt(-1, 5.0)
+
+
+def test_conversations_without_a_name_are_told_apart_by_what_was_said_first() -> None:
+    def key(path: str, body: dict[str, Any]) -> tuple[int, ...]:
+        return ReadTurn(parse_routing(path, json.dumps(body).encode()), Session()).conversations()
+
+    marked = [{"type": "text", "text": "Hello.", "cache_control": {"type": "ephemeral"}}]
+    for path, field in (
+        ("/v1/chat/completions", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input"),
+    ):  # fmt: skip
+        one, other, in_parts = (
+            {"model": "m", "max_tokens": 5, field: [{"role": "user", "content": content}]}
+            for content in ("Hello.", "Bye.", marked)
+        )
+        assert key(path, one) == key(path, in_parts) != key(path, other)
+    hello, bye = ({"model": "m", "input": text} for text in ("Hello.", "Bye."))
+    assert key("/v1/responses", hello) != key("/v1/responses", bye)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -277,7 +395,6 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         talk.turn()
         headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]
         await edge.exchange(make_post(talk.body(), headers=headers))
-        reasons.settle()
         assert (await talk.ask("slow"))[0] == 404
         assert list(reasons._outlining)
         may_go.set()
@@ -304,10 +421,10 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
             talk.messages[0]["content"] = f"{number} " + talk.messages[0]["content"]
             talk.turn()
             await talk.send(f"session-{number}-" + "x" * (number % 60))
-        assert reasons.ledger.book.holds_together()
+        reasons.ledger.book.check_invariants()
         assert len(reasons.ledger) == 50
         assert 500_000 < reasons.ledger.book.used_bytes <= 1 << 20
-        assert reasons.ledger.book.prompts < 120
+        assert len(reasons.ledger.book) < 120
 
     edge.run(scenario())
 
@@ -316,13 +433,12 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
 def test_a_body_that_returns_is_explained_like_another(
     edge: Any, make_post: Any, router: Any, session: str | None
 ) -> None:
-    """Of known bodies only what is new was read, and the book keeps no more of their ids than that: nobody could tell
-    from what is said."""
+    """Of known bodies only what is new was read: nobody could tell from what is said."""
 
     async def scenario() -> None:
         reasons, told = await router(), []
         for known in (KnownBodies(0), KnownBodies(8 << 20)):
-            edge.app._reading.known, reasons.ledger = known, Ledger(TurnsConfig(share=1.0))
+            edge.app._reading.known, reasons.ledger = known, Ledger(TurnsConfig(share=1.0), edge.core.index.shared)
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
                 talk.turn(f"Turn {number}. " * 30)
@@ -333,7 +449,7 @@ def test_a_body_that_returns_is_explained_like_another(
                 one = await talk.send(session)
                 said.append({name: one.get(name) for name in ("prompt_tokens", "lost_tokens", "reason", "position")})
                 said[-1]["parts"] = [(p["reason"], p["start"], p["end"], p.get("message")) for p in one["parts"]]
-                assert reasons.ledger.book.holds_together()
+                reasons.ledger.book.check_invariants()
             told.append(said)
             assert (known.hits > 5) == (known.max_bytes > 0)
         assert told[0] == told[1]
@@ -365,7 +481,6 @@ def test_it_can_be_turned_off(edge: Any, make_post: Any, router: Any) -> None:
         talk.turn()
         await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: off"]))
         assert (await talk.ask("off"))[0] == 404
-        reasons.settle()
         assert not len(reasons.ledger)
 
     edge.run(scenario())
@@ -378,7 +493,7 @@ def question(number: int) -> Any:
 
 
 def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: Any, router: Any) -> None:
-    """All turns of a conversation or none, named or not."""
+    """All turns of a conversation or none, named or not; the others have the reasons that need no comparison."""
 
     async def scenario() -> None:
         reasons = await router(share=0.5)
@@ -389,13 +504,13 @@ def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: A
                 {"role": "system", "content": "You help."},
                 {"role": "user", "content": question(number)},
             ]
-            before = len(reasons.ledger)
+            before = len(reasons.ledger), sum(edge.metrics.turns.values())
             for _ in range(3):
                 body = json.dumps({"model": "tiny", "messages": messages}).encode()
                 await edge.exchange(make_post(body, headers=headers))
                 messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
-            reasons.settle()
-            counts.append(len(reasons.ledger) - before)
+            assert len(reasons.ledger) - before[0] == 3
+            counts.append(sum(edge.metrics.turns.values()) - before[1])
         assert set(counts) == {0, 3}
         assert 4 <= counts.count(3) <= 20
 

@@ -1,1 +1,1 @@
-"""Why turns miss, as router/turns/native finds it out, in Python and slowly: the naive model of its tests."""
+"""Naive model of router/turns: the tests of why turns miss compare the two."""

@@ -1,9 +1,8 @@
 """The last prompts of conversations: token ids and digests, no text. Pure.
 
 Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
-by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts and their bases take, each base
-once, at most `bytes_max`; every prompt is found from each of its names; the oldest goes first, and none stays longer
-than `keep_s`.
+by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts take, at most `bytes_max`;
+every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Final
 
 from router.index.protocol import Scope
 from router.prompting.outlined import WORDS, Outline
-
-from .differences import contents, is_said, numbers
+from router.turns.differences import contents, is_said, numbers
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -42,17 +40,14 @@ class Past:
         session: str | None,
         keys: tuple[int, ...],
         is_short: bool = False,
-        base: array[int] | None = None,
-        kept: int = 0,
     ) -> None:
-        """`base`: whose first `kept` ids are its own first ones, which are kept there."""
-        self.base, self.kept = (ids, len(ids)) if base is None else (base, kept)
         self.scope, self.ids, self.outline, self.worker, self.at_s = scope, ids, outline, worker, at_s
         self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
         """Generated, once that is known."""
-        self.bytes = 0
-        """Besides its base."""
+        self.bytes = PROMPT_BYTES + 4 * len(ids)
+        if outline is not None:
+            self.bytes += OUTLINE_BYTES + len(outline.messages) + len(outline.tools)
 
     @property
     def messages(self) -> int:
@@ -76,8 +71,6 @@ class TurnBook:
         self._sessions: dict[str, list[Past]] = {}
         """The last first."""
         self._keys: dict[int, Past] = {}
-        self._bases: dict[int, list[Past]] = {}
-        """id of a base -> prompts that share it."""
         self.used_bytes = 0
         self.shorts = 0
         """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
@@ -122,16 +115,10 @@ class TurnBook:
         """It was computed; `instead` of the one it goes on from."""
         if instead is not None and instead.session == past.session:
             self._drop(instead)
-        past.bytes = PROMPT_BYTES + 4 * (len(past.ids) - past.kept)
-        if past.outline is not None:
-            past.bytes += OUTLINE_BYTES + len(past.outline.numbers) + len(past.outline.tools)
-        if past.bytes + 4 * len(past.base) > self._bytes_max:
+        if past.bytes > self._bytes_max:
             return
         self._pasts[id(past)] = past
         self.used_bytes += past.bytes
-        if id(past.base) not in self._bases:
-            self.used_bytes += 4 * len(past.base)
-        self._bases.setdefault(id(past.base), []).append(past)
         self.shorts += past.is_short
         for key in past.keys:
             self._keys[key] = past
@@ -156,11 +143,6 @@ class TurnBook:
                 return
             self._drop(past)
 
-    def outlined(self, session: str | None) -> int:
-        """Messages of the session's last prompt: the next one will most likely have the same."""
-        branches = self._sessions.get(session, ()) if session is not None else ()
-        return branches[0].outline.total if branches and branches[0].outline is not None else 0
-
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
         if session is None:
             found, known = list[Past](), self._keys
@@ -177,11 +159,6 @@ class TurnBook:
         if self._pasts.pop(id(past), None) is None:
             return
         self.used_bytes -= past.bytes
-        sharing = self._bases[id(past.base)]
-        sharing.remove(past)
-        if not sharing:
-            del self._bases[id(past.base)]
-            self.used_bytes -= 4 * len(past.base)
         self.shorts -= past.is_short
         for key in past.keys:
             if self._keys.get(key) is past:
@@ -193,25 +170,12 @@ class TurnBook:
                 del self._sessions[past.session]
 
     def check_invariants(self) -> None:
-        bases = {id(past.base): len(past.base) for past in self._pasts.values()}
-        bytes_ = sum(past.bytes for past in self._pasts.values()) + 4 * sum(bases.values())
-        assert self.used_bytes == bytes_ <= self._bytes_max
-        assert set(bases) == set(self._bases)
+        assert self.used_bytes == sum(past.bytes for past in self._pasts.values()) <= self._bytes_max
         assert self.shorts == sum(past.is_short for past in self._pasts.values())
         named = [past for branches in self._sessions.values() for past in branches]
         assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
         assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._sessions.values())
         assert {id(past) for past in self._keys.values()} <= set(self._pasts)
-
-
-def marks(keys: Sequence[int]) -> tuple[int, ...]:
-    """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
-    count, found = len(keys), list[int]()
-    while count:
-        found.append(keys[count - 1])
-        count //= 2
-    found.reverse()
-    return tuple(found)
 
 
 def _have_common(outline: Outline | None, past: Past, session: str | None) -> bool:

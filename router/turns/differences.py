@@ -1,4 +1,4 @@
-"""How a conversation differs from the one before: what router/turns/native/outline.hpp says, in Python."""
+"""How the messages of a conversation differ from those of the prompt before. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from itertools import compress
 from typing import Literal
 
-from router.prompting.outline import BILLED, CALLS, THINKS
-from router.prompting.outlined import WORDS, Outline
+from router.prompting.outlined import BILLED, CALLS, ROLE, THINKS, WORDS, Outline
 
-_ROLE = 7
-_ROLES_OF = bytes([kind & _ROLE for kind in range(256)])
+_ROLES_OF = bytes([kind & ROLE for kind in range(256)])
 _TAIL = 0.1
 """A message may begin so much of the prompt earlier or later than its characters say."""
 
@@ -21,17 +19,9 @@ How = Literal[
 ]  # fmt: skip
 
 
-def extended(known: Outline, new: Outline) -> Outline:
-    """`known` with the messages of `new` behind its own, unless those are all."""
-    if new.after == 0:
-        return new
-    assert new.after == known.total
-    return Outline(0, known.numbers + new.messages, known.tools, new.flags)
-
-
 def numbers(outline: Outline) -> array[int]:
     """WORDS of each message."""
-    return array("I", outline.numbers)
+    return array("I", outline.messages)
 
 
 def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
@@ -44,12 +34,12 @@ def contents(outline: Outline, *, said: bool = False) -> Iterable[int]:
 
 def is_said(kind: int) -> bool:
     """Whether a message of this kind is no system prompt."""
-    return kind & _ROLE != 0
+    return kind & ROLE != 0
 
 
 def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | None]:
     """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
-    one's. Both are whole. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
+    one's. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
     thought, or another encoding was chosen."""
     before, now = numbers(old), numbers(new)
     count = min(len(before), len(now)) // WORDS
@@ -64,7 +54,7 @@ def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | Non
     if old.flags != new.flags:
         return "template_flag", None
     kinds = before[3::WORDS]
-    asked = max((i for i, kind in enumerate(kinds) if kind & _ROLE == 1), default=-1)
+    asked = max((i for i, kind in enumerate(kinds) if kind & ROLE == 1), default=-1)
     thought = next((i for i, kind in enumerate(kinds) if i > asked and kind & THINKS), None)
     return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
 
@@ -90,7 +80,7 @@ def _of_message(before: array[int], now: array[int], first: int) -> How:
     at = first * WORDS
     if now[at] in before[at + WORDS :: WORDS] or len(now) < len(before):
         return "truncated"
-    kind, role = before[at + 3] | now[at + 3], now[at + 3] & _ROLE
+    kind, role = before[at + 3] | now[at + 3], now[at + 3] & ROLE
     same = before[at + 2] == now[at + 2]
     if kind & BILLED and same:
         return "billing_line"
@@ -105,7 +95,7 @@ def answered(outline: Outline, message: int) -> How | None:
     """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
     stands there."""
     words, at = numbers(outline), message * WORDS + 3
-    if at >= len(words) or words[at] & _ROLE != 2:
+    if at >= len(words) or words[at] & ROLE != 2:
         return None
     kind = words[at]
     return "thinking_dropped" if kind & THINKS else "tool_arguments" if kind & CALLS else "re_encoded"

@@ -1,0 +1,42 @@
+"""Conversations that somebody asked to have compared, beside the share of all. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+FOLLOWED_MAX: Final = 1024
+"""Conversations; of more the longest unused is forgotten."""
+
+
+class Followed:
+    """Conversations by their key, each with the time of its last prompt that was kept."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._kept_s: OrderedDict[int, float | None] = OrderedDict()
+        """key -> when a prompt was last kept; None where none was yet."""
+
+    def __len__(self) -> int:
+        return len(self._kept_s)
+
+    def add(self, key: int) -> None:
+        """Follow a conversation from its next request on."""
+        self._kept_s.setdefault(key, None)
+        self._kept_s.move_to_end(key)
+        if len(self._kept_s) > FOLLOWED_MAX:
+            self._kept_s.popitem(last=False)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._kept_s
+
+    def has_prompt(self, key: int, now: float) -> bool:
+        """Whether a prompt of that conversation was kept, not too long ago."""
+        kept_s = self._kept_s.get(key)
+        return kept_s is not None and now - kept_s < self._keep_s
+
+    def keep(self, key: int, now: float) -> None:
+        """Note that a prompt of that conversation is kept, where it is followed."""
+        if key in self._kept_s:
+            self._kept_s[key] = now
+            self._kept_s.move_to_end(key)
