@@ -29,7 +29,6 @@ ELSEWHERE = {
     "router/fleet/answers.py:KEPT_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/answers.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
-    "router/app/hand_over.py:WILL_BYTES_MAX": "of a socket that only our own user can open",
     "router/commands/check.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/commands/client.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",

@@ -76,9 +76,6 @@ class ProcessConfig:
     ] = field(default=None, repr=False)
     admin_hosts: Annotated[tuple[HostName, ...], Flag("--admin-host", metavar="NAME"),
         "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated."] = ()
-    hand_over: Annotated[str | None, Flag(metavar="PATH"),
-        "A Unix socket. A router that is started with the PATH of one that runs takes its ports, workers and knowledge "
-        "over, and the other one ends what it has. [default: no]"] = None
     tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
         "Tokenizer files for every model. [default: where each worker has them]"] = None
     chat_template: Annotated[str | None, Flag(metavar="FILE"), "Instead of the model's own, as the workers do."] = None
@@ -180,8 +177,8 @@ class EppConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
-        if self.reuse_port or self.hand_over is not None:
-            raise ConfigError("--reuse-port, --hand-over: not for `router epp`: start several, with --peer each")
+        if self.reuse_port:
+            raise ConfigError("--reuse-port: not for `router epp`: start several, with --peer each")
         if self.picker.self_signed and self.tls_cert is not None:
             raise ConfigError("--self-signed: not with --tls-cert")
 
@@ -199,8 +196,8 @@ class ShadowProcessConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
-        if self.reuse_port or self.hand_over is not None:
-            raise ConfigError("--reuse-port, --hand-over: not for `router shadow`, which decides nothing")
+        if self.reuse_port:
+            raise ConfigError("--reuse-port: not for `router shadow`, which decides nothing")
         if self.shadow.balancer is not None and self.shadow.log is not None:
             raise ConfigError("--pass-to and --log: expected one of them")
         if self.core.queue.fair:

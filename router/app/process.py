@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
@@ -32,7 +32,6 @@ from router.app.admin import Admin
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, anybody
-from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
 from router.app.system import Heap, collect_old, files_short, naming, raise_file_limit, settle_heap
@@ -41,7 +40,6 @@ from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
-from router.decide.workers import WorkerState
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
@@ -69,14 +67,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
-LOAD_S_MAX: Final = 1.5
-"""For the router that is taken over from to say what it has in flight; it says all of it every half second."""
 FIRST_LOOK_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
 OTHERS_S: Final = 1.0
 """For the others once one has."""
-"""Between two writes of what API keys used: what a router that is killed forgets."""
-PREDECESSOR: Final = "http://predecessor"
 
 
 class RouterProcess:
@@ -92,13 +86,8 @@ class RouterProcess:
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
         self._heap = Heap(self._executor)
-        self._predecessor = None if config.hand_over is None else Predecessor.find(Path(config.hand_over))
-        self._taken_over = False
         self._admin_key = config.admin_api_key or self._new_key()
-        asked = () if self._predecessor is not None else config.snapshot_from
-        seed, self._snapshot_urls = ask_seed(asked, self._admin_key)
-        if self._predecessor is not None:
-            seed = self._predecessor.will.seed
+        seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
@@ -153,14 +142,11 @@ class RouterProcess:
         endpoint = config.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
-        self._others: PeerClient
         self._admin: Admin
         self._dashboard: Dashboard
 
     def _new_key(self) -> str:
-        """Of the admin routes, where none was given: the predecessor's, or a new one, which is printed."""
-        if self._predecessor is not None:
-            return self._predecessor.will.admin_key
+        """Make and print a key of the admin routes, where none was given."""
         key = secrets.token_urlsafe(24)
         print(f"router admin key: {key}", flush=True)
         return key
@@ -183,24 +169,15 @@ class RouterProcess:
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             self._assemble(session)
             stack.push_async_callback(self._fleet.close)
-            if self._predecessor is None:
-                self._start_fleet()
-                await self._first_look()
-                port = await self._addresses.open(None)
-            else:
-                await self._inherit(self._predecessor, stack)
-                port = await self._addresses.open(self._predecessor)
+            self._start_fleet()
+            await self._first_look()
+            port = await self._addresses.open()
             self._peers = self._meet_peers()
             stack.callback(lambda: None if self._peers is None else self._peers.close())
             beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
             if isinstance(self._config, EppConfig):
                 await self._start_picker(self._config)
-            if self._predecessor is not None:
-                await self._hear_former(self._predecessor)
-                await self._predecessor.take()
-            if self._config.hand_over is not None:
-                stack.callback((await self._offer(Path(self._config.hand_over))).close)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -226,7 +203,7 @@ class RouterProcess:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         prober = Prober(session, headers=headers)
         self._prompts.remote = RemoteTokenizer(session, headers)
-        others = self._others = PeerClient(session, self._snapshot_urls, self._admin_key)
+        others = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
         )
@@ -303,75 +280,6 @@ class RouterProcess:
             serves=not isinstance(self._config, EppConfig),
         )
 
-    # Taking over, and being taken over from ------------------------------------------------------------------------
-
-    async def _inherit(self, predecessor: Predecessor, stack: contextlib.AsyncExitStack) -> None:
-        """Know what the router that runs knows, before the first request comes here."""
-        will = predecessor.will
-        path = http_path(Path(self._config.hand_over or ""))
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))))
-        self._others.ask_first(session, PREDECESSOR)
-        self._start_fleet()
-        for flag in will.workers:
-            self._fleet.watch(flag, origin="operator")
-        deadline_s = self._now() + self._config.edge.ready_s
-        while (reason := self._admin.not_ready()) is not None and self._now() < deadline_s:
-            await asyncio.sleep(0.02)
-        await self._drain_again(will.drained)
-        self._others.forget(PREDECESSOR)
-        log.info("taking over%s", f"; {reason}" if reason else ": every cache is known")
-
-    async def _drain_again(self, drained: list[str]) -> None:
-        for worker_id in drained:
-            if worker_id in self._core.workers:
-                await self._fleet.drain(worker_id, on=True)
-            else:
-                log.warning("worker %s was drained and is not found: it will get work once it comes", worker_id)
-
-    async def _hear_former(self, predecessor: Predecessor) -> None:
-        """Know what the router that runs has in flight, as it goes on with that."""
-        end_s = self._now() + LOAD_S_MAX
-        while predecessor.will.loads and self._now() < end_s:
-            if self._peers is None or self._peers.heard:
-                return
-            await asyncio.sleep(0.01)
-
-    def _tell_heir(self) -> list[str]:
-        """Where it hears of the requests that go on here; the sockets are opened for the first heir."""
-        if self._peers is None:
-            self._peers = self._peer_sockets()
-        if self._peers.address is None:
-            self._peers.bind(f"ipc://{self._config.hand_over}.load-{os.getpid()}")
-        assert self._peers.address is not None
-        return [self._peers.address, *self._config.peers]
-
-    async def _offer(self, path: Path) -> HandOver:
-        """Let another router take over. Raises OSError."""
-        with naming("--hand-over", str(path)):
-            offer = HandOver(path, self._will, self._left)
-            await self._addresses.open_to_heirs(path)
-            offer.start()
-        return offer
-
-    def _will(self) -> tuple[Will, list[Any]]:
-        """What an heir is told, and the sockets that it is given."""
-        offered, workers = self._addresses.offered(), self._core.workers.values()
-        will = Will(
-            VERSION,
-            self._index.seed,
-            self._admin_key,
-            [name for name, _ in offered],
-            self._fleet.named(),
-            [worker.worker_id for worker in workers if worker.state is WorkerState.DRAINING],
-            self._tell_heir(),
-        )
-        return will, [sock for _, sock in offered]
-
-    def _left(self) -> None:
-        log.info("another router has taken over")
-        self._taken_over = True
-        self._stop.set()
-
     def _start_fleet(self) -> None:
         for flag in self._config.worker_flags:
             self._fleet.watch(flag, origin="operator")
@@ -391,18 +299,11 @@ class RouterProcess:
                 end_s = min(end_s, self._now() + OTHERS_S)
             await asyncio.sleep(0.01)
 
-    def _peer_sockets(self) -> PeerSockets:
-        return PeerSockets(PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
-
     def _meet_peers(self) -> PeerSockets | None:
-        """Share load with other routers where the operator named any, and hear the one that is taken over from. Raises
-        OSError."""
-        former = [] if self._predecessor is None else self._predecessor.will.loads
-        if not self._config.peers and self._config.peer_bind is None and not former:
+        """Share load with other routers where the operator named any. Raises OSError."""
+        if not self._config.peers and self._config.peer_bind is None:
             return None
-        sockets = self._peer_sockets()
-        for endpoint in former:
-            sockets.connect(endpoint)
+        sockets = PeerSockets(PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
         if self._config.peer_bind is not None:
             with naming("--peer-bind", self._config.peer_bind):
                 sockets.bind(self._config.peer_bind)
@@ -516,20 +417,15 @@ class RouterProcess:
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
-        `shutdown_s` to end. Where another router has taken over, connections end in their own time."""
-        if self._taken_over:
-            self._addresses.each(Listener.retire)
-        else:
-            await self._leave_rotation()
-            self._addresses.each(Listener.stop_listening)
+        `shutdown_s` to end."""
+        await self._leave_rotation()
+        self._addresses.each(Listener.stop_listening)
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker = self._picker
         ending = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
-        while (self._addresses.connected if self._taken_over else self._addresses.busy) or (
-            ending is not None and self._proxy.exchanges
-        ):
+        while self._addresses.busy or (ending is not None and self._proxy.exchanges):
             if self._now() > deadline_s or self._hurry.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break

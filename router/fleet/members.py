@@ -186,10 +186,6 @@ class Fleet:
     async def drain(self, worker_id: str, *, on: bool) -> None:
         self._perform(self._core.drain(worker_id, self._now(), on=on))
 
-    def named(self) -> list[WorkerFlag]:
-        """The workers that operators named one by one."""
-        return [member.flag for member in self._members.values() if member.origin == "operator"]
-
     def suspect(self, worker_id: str) -> None:
         """Traffic to this worker failed: check it now."""
         member = self._members.get(worker_id)

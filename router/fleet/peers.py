@@ -250,11 +250,6 @@ class PeerSockets:
         assert isinstance(bound, bytes)
         self.address = bound.rstrip(b"\0").decode()
 
-    @property
-    def heard(self) -> bool:
-        """Somebody has told its load."""
-        return bool(self._loads.peers)
-
     def connect(self, endpoint: str) -> None:
         """Hear a peer's messages from there. Raises zmq.ZMQError."""
         if endpoint not in self._followed:

@@ -124,18 +124,12 @@ class PeerClient:
         self.outcomes: Counter[str] = Counter()
         """snapshot_taken, snapshot_older, snapshot_malformed, snapshot_unanswered (also too large)."""
         self._headers = _key_header(key)
-        self._peers = [(session, url) for url in urls]
+        self._session = session
+        self._urls = list(urls)
 
     @property
     def any(self) -> bool:
-        return bool(self._peers)
-
-    def ask_first(self, session: aiohttp.ClientSession, url: str) -> None:
-        """A router of the same seed that is reached in its own way."""
-        self._peers.insert(0, (session, url))
-
-    def forget(self, url: str) -> None:
-        self._peers = [peer for peer in self._peers if peer[1] != url]
+        return bool(self._urls)
 
     async def snapshots(
         self, worker_id: str, sources: Iterable[EventSource], below: Mapping[int, int] | None = None
@@ -148,8 +142,8 @@ class PeerClient:
         for rank, source in enumerate(sources):
             if source.snapshot or source.replay_endpoint is None or (below is not None and rank not in below):
                 continue
-            for session, url in list(self._peers):
-                body = await self._get(session, f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
+            for url in self._urls:
+                body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
                 try:
                     told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -168,10 +162,10 @@ class PeerClient:
                     break
         return found
 
-    async def _get(self, session: aiohttp.ClientSession, url: str) -> bytes | None:
+    async def _get(self, url: str) -> bytes | None:
         try:
             status, body = await ask(
-                session, url, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
+                self._session, url, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
             )
         except Unanswered as error:
             log.info("peer router: %s", error)

@@ -24,8 +24,6 @@ from router.http.turns import LoopTurns
 
 WRITE_BUFFER_BYTES: Final = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
-RETIRED_S: Final = 5.0
-"""A connection that is to end is closed after so long without a request."""
 LINGER_S: Final = 2.0
 """How long an early error stays readable while the client is still sending."""
 AHEAD_BYTES_MAX: Final = 64 * 1024
@@ -98,7 +96,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_stepping", "_transport",
+        "_path", "_paused_reading", "_registry", "_since_s", "_stepping", "_transport",
         "_unread", "_waiting", "answering", "peer", "tls", "work",
     )  # fmt: skip
 
@@ -127,7 +125,6 @@ class ClientConnection(asyncio.Protocol):
         """Of the current request: its API says what an error looks like."""
         self._stepping = False
         self._keep_alive = True
-        self._retiring = False
         self._paused_reading = False
         self._unread = False
         """The client may still be sending what will not be read."""
@@ -281,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
             if waited > timeouts.request_s:
                 message = f"the request was not complete within {timeouts.request_s:g} s"
                 self._reject(RequestError(message, param=None, code="bad_http", status=408))
-        elif waited > (RETIRED_S if self._retiring else timeouts.keep_alive_s):
+        elif waited > timeouts.keep_alive_s:
             self._transport.close()
 
     def close_when_idle(self) -> None:
@@ -289,11 +286,6 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = False
         if not self._busy and self._transport is not None:
             self._transport.close()
-
-    def retire(self) -> None:
-        """Somebody else takes new connections: the next answer is told to be the last, and nobody who begins a request
-        now is cut off."""
-        self._retiring = True
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -350,8 +342,6 @@ class ClientConnection(asyncio.Protocol):
         self._busy = True
         self.answering = False
         self._head_only, self._path = request.method == "HEAD", request.path
-        if self._retiring:
-            request.keep_alive = False  # so that its answer says so
         if not request.keep_alive:
             self._keep_alive = False
         self._body_bytes = request.body_bytes + len(request.headers.raw)

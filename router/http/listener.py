@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from router.http.config import ClientTimeouts
@@ -22,7 +19,7 @@ class Listener:
         self._app = app
         self._timeouts = timeouts
         self._connections_max = connections_max
-        self._servers: list[Any] = []
+        self._server: Any = None
         self.connections: set[ClientConnection] = set()
         self.handshakes: set[asyncio.Task[None]] = set()
         """Connections that are not yet: their clients have to prove first that they speak TLS."""
@@ -34,9 +31,8 @@ class Listener:
         tls: ssl.SSLContext | None,
         *,
         reuse_port: bool = False,
-        inherited: Sequence[socket.socket] = (),
     ) -> int:
-        """Listen, on sockets that are `inherited` where there are any; returns the port. Raises OSError."""
+        """Listen and return the port. `reuse_port`: others may listen on it too. Raises OSError."""
 
         def connected() -> asyncio.Protocol:
             full = len(self.connections) + len(self.handshakes) >= self._connections_max
@@ -45,25 +41,8 @@ class Listener:
             return _Full() if full else ClientConnection(self._app, self.connections)
 
         loop = asyncio.get_running_loop()
-        if inherited:
-            self._servers = [await loop.create_server(connected, sock=sock, backlog=2048) for sock in inherited]
-        else:
-            reuse = reuse_port or None
-            self._servers = [await loop.create_server(connected, host, port, backlog=2048, reuse_port=reuse)]
-        return int(self.sockets[0].getsockname()[1])
-
-    @property
-    def sockets(self) -> list[Any]:
-        """On which it listens."""
-        return [sock for server in self._servers for sock in server.sockets]
-
-    async def start_unix(self, path: Path) -> None:
-        """Listen on a Unix socket. Raises OSError."""
-        path.unlink(missing_ok=True)
-        loop = asyncio.get_running_loop()
-        self._servers = [
-            await loop.create_unix_server(lambda: ClientConnection(self._app, self.connections), str(path))
-        ]
+        self._server = await loop.create_server(connected, host, port, backlog=2048, reuse_port=reuse_port or None)
+        return int(self._server.sockets[0].getsockname()[1])
 
     def shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
         """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""
@@ -98,19 +77,12 @@ class Listener:
 
     def stop_listening(self) -> None:
         """No new connections, no new requests on those that are open."""
-        for server in self._servers:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         for task in list(self.handshakes):
             task.cancel()
         for connection in list(self.connections):
             connection.close_when_idle()
-
-    def retire(self) -> None:
-        """Another process accepts on these sockets: what has come here is answered here, one more request on each."""
-        for server in self._servers:
-            server.close()
-        for connection in list(self.connections):
-            connection.retire()
 
     def abort(self) -> None:
         for connection in list(self.connections):
