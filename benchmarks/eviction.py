@@ -5,7 +5,7 @@
 Only names of blocks of 512 tokens (of 2,048 characters where a trace has text), full ones, one request at a time; all
 sessions of a trace begin at once. A cache's size is a share of the trace's distinct blocks; a block is found with all
 those before it. The first tenth of the requests is served and not counted. `ours` is the engine's own order
-(`engine.cache.eviction`), `ours alone` the same without its duel against LRU; Belady knows the future. Traces: Mooncake
+(`engine.cache.eviction`); Belady knows the future. Traces: Mooncake
 (kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
 (LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
 
@@ -83,11 +83,11 @@ class Node:
 class Ours:
     """The engine's order, asked as the engine's pool asks it: one block at a time."""
 
-    def __init__(self, capacity: int, *, duel: bool = True) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.evicted = 0
         self.nodes: dict[int, Node] = {}
-        self.order: Adaptive[Node] = Adaptive(capacity, BLOCK, duel=duel)
+        self.order: Adaptive[Node] = Adaptive(capacity, BLOCK)
 
     def serve(self, names: list[int]) -> int:
         found, turn = self.take(names)
@@ -110,7 +110,7 @@ class Ours:
         return found, turn
 
     def leave(self, names: list[int], turn: Turn) -> None:
-        self.order.end(turn, names)
+        self.order.end(turn)
         self.order.cached(self.nodes[names[-1]])
 
     def trim(self) -> None:
@@ -128,10 +128,7 @@ class Ours:
         self.evicted += 1
 
 
-ORDERS: dict[str, Callable[[int], Cache]] = {
-    "LRU": Lru, "ours": Ours,
-    "ours alone": lambda capacity: Ours(capacity, duel=False),
-}  # fmt: skip
+ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": Ours}
 
 
 # ---------------------------------------------------------------------- the traces

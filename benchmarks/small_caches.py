@@ -70,8 +70,8 @@ class Held:
 class Adaptive(Ours):
     """The engine's order, over what does not run."""
 
-    def __init__(self, capacity: int, *, duel: bool = True) -> None:
-        super().__init__(capacity, duel=duel)
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
         self.turns: dict[int, Turn] = {}
         """Of the running requests, by their last block."""
 
@@ -85,9 +85,7 @@ class Adaptive(Ours):
         self.trim()
 
 
-ORDERS: dict[str, Callable[[int], Held | Adaptive]] = {
-    "LRU": Held, "ours": Adaptive, "ours alone": lambda capacity: Adaptive(capacity, duel=False),
-}  # fmt: skip
+ORDERS: dict[str, Callable[[int], Held | Adaptive]] = {"LRU": Held, "ours": Adaptive}
 
 
 def play(make: Callable[[int], Held | Adaptive], seed: int, turns: int, at_once: int) -> tuple[int, int, int]:

@@ -1,16 +1,10 @@
-"""Which cached prefix goes first: what `Habits` has learned, or the present order where that finds more.
-
-The order is that of `Leaves`. Both are played beside it on a sample of the blocks, each in a cache as much smaller, and
-the present one, LRU, is followed while it found more lately (`Duel`). So the price of being wrong is what it takes to
-find out. Where there are recurrent states the present order is GreedyDual, which the pool itself keeps.
-"""
+"""Which cached prefix goes first, on the device and in host memory: the order of `Leaves`, learned by `Habits`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Generic
 
-from engine.cache.duel import Duel
 from engine.cache.habits import Habits, Turn
 from engine.cache.leaves import Leaves, PlaceT, States
 
@@ -21,13 +15,8 @@ class Adaptive(Generic[PlaceT]):
     Invariant: the places that are cached, and that nothing hangs from, are those that it can choose.
     """
 
-    def __init__(
-        self, capacity: int, block_tokens: int, *, states: States[PlaceT] | None = None, duel: bool = True
-    ) -> None:
-        """Without `duel` what was learned is always followed. With `states` the present order is the pool's own."""
+    def __init__(self, capacity: int, block_tokens: int, *, states: States[PlaceT] | None = None) -> None:
         self._habits = Habits(capacity, block_tokens)
-        self._states = states
-        self._duel = Duel(capacity, self._habits, 0 if states is None else states.room) if duel else None
         self._leaves: Leaves[PlaceT] = Leaves(self._habits, states)
         self._below: Leaves[PlaceT] = Leaves(self._habits, states)
         """Of host memory: what the cache evicts goes there, where that is kept."""
@@ -37,11 +26,9 @@ class Adaptive(Generic[PlaceT]):
         """A request starts whose prompt has the blocks `names`, of which `hit` were found."""
         return self._habits.begin(names, hit)
 
-    def end(self, turn: Turn, names: Sequence[int]) -> None:
-        """It is over, and the path of `names` is about to be cached."""
+    def end(self, turn: Turn) -> None:
+        """It is over, and its path is about to be cached."""
         self._habits.end(turn)
-        if self._duel is not None:
-            self._duel.serve(names, turn)
         if turn.before is not None:
             self._leaves.leave_behind(turn.before)
             self._below.leave_behind(turn.before)
@@ -92,30 +79,21 @@ class Adaptive(Generic[PlaceT]):
 
     state_gone = state_used
 
-    @property
-    def learned(self) -> bool:
-        """Whether what was learned is followed."""
-        return self._duel is None or self._duel.learned
-
     def victim(self) -> PlaceT | None:
-        """The end of a path that goes next; None where nothing is cached, or the pool is to say."""
-        return self._of(self._leaves)
+        """The end of a path that goes next; None where nothing is cached."""
+        return self._leaves.choose()
 
     def victim_below(self) -> PlaceT | None:
         """The same of host memory."""
-        return self._of(self._below)
+        return self._below.choose()
 
     def victim_state(self) -> PlaceT | None:
-        """Whose state goes next, and nothing else; None: the end of a path, or the pool is to say."""
-        return self._leaves.choose_state() if self.learned else None
+        """Whose state goes next, and nothing else; None: the end of a path."""
+        return self._leaves.choose_state()
 
     def victim_state_below(self) -> PlaceT | None:
         """The same of host memory."""
-        return self._below.choose_state() if self.learned else None
-
-    def _of(self, leaves: Leaves[PlaceT]) -> PlaceT | None:
-        learned = self.learned
-        return leaves.choose(learned=learned) if learned or self._states is None else None
+        return self._below.choose_state()
 
     def check_states(self, cached: set[PlaceT], below: set[PlaceT]) -> None:
         """Of the places whose states are cached here and there, some are superseded."""

@@ -1,4 +1,4 @@
-"""Which cached prefix goes first: learned from when conversations come back, with LRU as the fallback.
+"""Which cached prefix goes first: learned from when conversations come back.
 
 A **conversation** is a path of the prefix tree that requests continue: a prompt that begins with (nearly) the whole
 prompt of an earlier one is its next turn. A turn is of a **class**: how many turns it has, how much the last one added,

@@ -369,7 +369,7 @@ class KVCache:
         if self._checkpoints is not None:
             self._checkpoints.release(seq)
         if self._order is not None:
-            self._order.end(self._turns.pop(seq), [node.hash for node in chain.nodes])
+            self._order.end(self._turns.pop(seq))
         chain.release(self.pool)
         seq.block_tables = []
         seq.computed = 0

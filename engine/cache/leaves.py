@@ -1,4 +1,4 @@
-"""The ends of cached paths in the order of eviction: by what `Habits` has learned of conversations, or by age.
+"""The ends of cached paths in the order of eviction: by what `Habits` has learned of conversations.
 
 A turn that was left at `age` is worth `share / max(gap, age)`, hits a block per unit of time: it is kept while it is
 due; when it is overdue it loses worth as in LRU; and of turns that are equally far from being due the youngest goes,
@@ -58,26 +58,23 @@ class States(Generic[PlaceT]):
 class Entry(Generic[PlaceT]):
     """A path that can be shortened at `leaf`, kept for the sake of `turn`."""
 
-    __slots__ = ("leaf", "queue", "stamp", "turn")
+    __slots__ = ("leaf", "queue", "turn")
 
     def __init__(self, leaf: PlaceT, turn: Turn) -> None:
         self.leaf = leaf
         self.turn = turn
         self.queue: tuple[object, int, int] | None = None
         """None: left behind, by a conversation that went on elsewhere."""
-        self.stamp = 0
-        """Its age by another order, as whoever added it said."""
 
 
 class Leaves(Generic[PlaceT]):
-    """Every cached place that nothing hangs from, in the order of eviction: by worth, or the oldest first."""
+    """Every cached place that nothing hangs from, in the order of eviction."""
 
     def __init__(self, habits: Habits, states: States[PlaceT] | None = None) -> None:
         self._habits = habits
         self._states = states
         self._at: dict[PlaceT, Entry[PlaceT]] = {}
         self._of: dict[Turn, Entry[PlaceT]] = {}
-        self._oldest: OrderedDict[Entry[PlaceT], None] = OrderedDict()
         self._left: OrderedDict[Entry[PlaceT], None] = OrderedDict()
         self._superseded: OrderedDict[PlaceT, tuple[float, int]] = OrderedDict()
         """States that go by themselves: what each is worth, and since when."""
@@ -87,13 +84,11 @@ class Leaves(Generic[PlaceT]):
     def __len__(self) -> int:
         return len(self._at)
 
-    def add(self, leaf: PlaceT, turn: Turn, stamp: int = 0) -> None:
+    def add(self, leaf: PlaceT, turn: Turn) -> None:
         """`leaf` is the end of the path that `turn` has left."""
         self._superseded.pop(leaf, None)
         entry = self._at[leaf] = Entry(leaf, turn)
-        entry.stamp = stamp
         self._of[turn] = entry
-        self._oldest[entry] = None
         self._enqueue(entry)
         self._chosen = None
 
@@ -102,13 +97,8 @@ class Leaves(Generic[PlaceT]):
         entry = self._at.pop(leaf, None)
         if entry is not None:
             self._dequeue(entry)
-            del self._oldest[entry]
             if self._of.get(entry.turn) is entry:
                 del self._of[entry.turn]
-
-    def oldest(self) -> Entry[PlaceT] | None:
-        """The path that was added first."""
-        return next(iter(self._oldest), None)
 
     def turn_of(self, leaf: PlaceT) -> Turn | None:
         """Who left the path that ends there; None if it is not the end of one."""
@@ -167,16 +157,13 @@ class Leaves(Generic[PlaceT]):
             entry.queue = None
             self._left[entry] = None
 
-    def choose(self, *, learned: bool) -> PlaceT | None:
-        """The end of the path that is to be shortened next, by worth or by age; None without any."""
-        if not learned:
-            oldest = self.oldest()
-            return None if oldest is None else oldest.leaf
+    def choose(self) -> PlaceT | None:
+        """The end of the path that is to be shortened next; None without any."""
         entry = self._choose()
         return None if entry is None else entry.leaf
 
     def clear(self) -> None:
-        for entries in (self._at, self._of, self._oldest, self._left, self._queues, self._superseded):
+        for entries in (self._at, self._of, self._left, self._queues, self._superseded):
             entries.clear()
         self._chosen = None
 
@@ -184,7 +171,6 @@ class Leaves(Generic[PlaceT]):
         entries = set(self._at.values())
         assert set(self._at) == leaves
         assert all(entry.leaf is leaf for leaf, entry in self._at.items())
-        assert set(self._oldest) == entries
         queued = [entry for queue in (self._left, *self._queues.values()) for entry in queue]
         assert set(queued) == entries
         assert len(queued) == len(entries)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.duel import Duel
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Habits, Turn
 from engine.cache.leaves import Leaves
@@ -26,11 +25,11 @@ class Place:
 class Cache:
     """Names of blocks, evicted in the adaptive order one at a time."""
 
-    def __init__(self, capacity: int, *, duel: bool = True) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.served = 0
         self.places: dict[int, Place] = {}
-        self.order: Adaptive[Place] = Adaptive(capacity, 16, duel=duel)
+        self.order: Adaptive[Place] = Adaptive(capacity, 16)
 
     def serve(self, names: list[int]) -> int:
         last, found = None, 0
@@ -44,7 +43,7 @@ class Cache:
             if last is not None:
                 last.branches += 1
             last = place
-        self.order.end(turn, names)
+        self.order.end(turn)
         assert last is not None
         self.order.cached(last)
         while len(self.places) > self.capacity:
@@ -74,8 +73,8 @@ def lru(trace: list[list[int]], capacity: int) -> list[int]:
     return found
 
 
-def adaptive(trace: list[list[int]], capacity: int, *, duel: bool = True) -> list[int]:
-    cache = Cache(capacity, duel=duel)
+def adaptive(trace: list[list[int]], capacity: int) -> list[int]:
+    cache = Cache(capacity)
     return [cache.serve(names) for names in trace]
 
 
@@ -91,24 +90,6 @@ def test_of_a_cycle_that_is_larger_than_the_cache_a_part_stays() -> None:
     assert sum(adaptive(trace, 200)[400:]) > 400 * 10 * 0.35  # half of the cycle fits
 
 
-def test_who_learns_what_is_wrong_is_stopped_by_the_duel() -> None:
-    """Conversations come back at once after a long gap, and late after a short one."""
-    rng = random.Random(0)
-    waiting = [(300 * rng.random(), 0, chain(rng, 20)) for _ in range(300)]
-    trace = []
-    for _ in range(3000):
-        at, turn, names = min(waiting)
-        waiting.remove((at, turn, names))
-        trace.append(names)
-        gap = rng.uniform(400, 900) if turn % 2 else rng.uniform(1, 8)
-        waiting.append((at + gap, turn + 1, [*names, rng.getrandbits(63)] if len(names) < 40 else chain(rng, 20)))
-    asked = sum(map(len, trace))
-    by_age, followed, alone = (sum(found) / asked for found in (
-        lru(trace, 700), adaptive(trace, 700), adaptive(trace, 700, duel=False)))  # fmt: skip
-    assert alone < by_age / 2
-    assert followed > by_age - 0.02
-
-
 def test_a_conversation_is_known_again_after_all_of_it_was_evicted() -> None:
     habits = Habits(100, 16)
     first = habits.begin([1, 2, 3, 4], 0)
@@ -121,7 +102,7 @@ def test_a_conversation_is_known_again_after_all_of_it_was_evicted() -> None:
 
 
 def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
-    cache = Cache(9, duel=False)
+    cache = Cache(9)
     cache.serve([1, 2, 3, 4, 5, 6])
     cache.serve([1, 2, 3, 4, 5, 7, 8])  # the conversation goes on; block 6 was dropped from it
     cache.serve([21, 22])
@@ -141,10 +122,10 @@ def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -
         ends.append(Place(first + 1, 1, parent))
         leaves.add(ends[-1], turn)
         if first == 10:  # all that nobody holds, when a request needs room
-            assert leaves.choose(learned=True) is ends[0]
+            assert leaves.choose() is ends[0]
             leaves.shorten(ends[0], parent)
-            assert leaves.choose(learned=True) is parent
-    assert leaves.choose(learned=True) is ends[1]
+            assert leaves.choose() is parent
+    assert leaves.choose() is ends[1]
 
 
 def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
@@ -169,24 +150,6 @@ def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
     for _ in range(1000):  # nothing of it can be known again
         habits.end(habits.begin([], 0))
     assert len(habits._waiting) < 20
-
-
-def test_the_duel_follows_what_is_learned_until_lru_found_more() -> None:
-    habits = Habits(8, 16)
-    duel = Duel(8, habits)
-    assert duel.learned
-    chains = [[k, k + 1, k + 2] for k in range(0, 40, 10)]
-    for names in (*chains, chains[-1]):  # the youngest comes back: LRU has all of it, what is learned evicted it
-        turn = habits.begin(names, 0)
-        habits.end(turn)
-        duel.serve(names, turn)
-    assert not duel.learned
-    for _ in range(3):
-        for names in chains:  # a cycle larger than the cache
-            turn = habits.begin(names, 0)
-            habits.end(turn)
-            duel.serve(names, turn)
-    assert duel.learned
 
 
 class Naive:
@@ -226,7 +189,7 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
         leaves.add(place, turn)
         naive.entries.append((place, turn, (habits.kind(turn), round(habits.due(turn) * 2))))
         if rng.random() < 0.4:
-            chosen = leaves.choose(learned=True)
+            chosen = leaves.choose()
             found = next(entry for entry in naive.entries if entry[0] is chosen)
             key = found[2]
             assert isinstance(key, tuple)

@@ -1,4 +1,4 @@
-"""The adaptive order where recurrent states are kept: what a path with a state is worth, and beside GreedyDual."""
+"""The adaptive order where recurrent states are kept: what a path with a state is worth, and how much is found."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from engine.cache.duel import Duel
-from engine.cache.eviction import Adaptive
 from engine.cache.habits import Habits
 from engine.cache.leaves import Leaves, States
 
@@ -74,7 +72,7 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
     nothing = path(9000, 600)
     left(habits, leaves, nothing)
     gone = []
-    while (leaf := leaves.choose(learned=True)) is not None:
+    while (leaf := leaves.choose()) is not None:
         gone.append(leaf)
         leaves.remove(leaf)
     assert gone == [nothing[-1], *(ends[saved] for saved in sorted(saves))]
@@ -84,13 +82,13 @@ def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(habits: Ha
     places, other = path(0, 12, 8, 12), path(100, 1, 1)
     left(habits, leaves, places)
     left(habits, leaves, other)
-    assert leaves.choose(learned=True) is other[-1]
+    assert leaves.choose() is other[-1]
     for place in reversed(places[8:]):
         leaves.shorten(place, place.parent or place)
         place.state = False
-    assert leaves.choose(learned=True) is other[-1]  # saves 1 and takes 5; the first 8 save 8 and take 12
+    assert leaves.choose() is other[-1]  # saves 1 and takes 5; the first 8 save 8 and take 12
     leaves.shorten(places[7], places[6])  # nothing resumes there any more
-    assert leaves.choose(learned=True) is places[6]
+    assert leaves.choose() is places[6]
     leaves.check_invariants({places[6], other[-1]})
 
 
@@ -98,10 +96,10 @@ def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(habits: Habits, l
     places, other = path(0, 300, 300), path(500, 3, 3)
     left(habits, leaves, places)
     left(habits, leaves, other)
-    assert leaves.choose(learned=True) is other[-1]
+    assert leaves.choose() is other[-1]
     places[-1].state = False
     leaves.weigh(places[-1])
-    assert leaves.choose(learned=True) is places[-1]
+    assert leaves.choose() is places[-1]
 
 
 def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
@@ -148,22 +146,12 @@ def conversations(rng: random.Random, requests: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_where_the_present_order_is_followed_it_is_greedy_dual(
-    seed: int, hybrid: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Block for block, state for state: it is the pool's own order, whatever the other one has been told meanwhile."""
-    monkeypatch.setattr(Duel, "learned", False)
-    present, adaptive = (hybrid(60, 512, 3, adaptive=adaptive) for adaptive in (False, True))
+def test_every_path_and_state_that_is_cached_can_be_chosen(seed: int, hybrid: Any) -> None:
+    cache = hybrid(60, 512, 3, adaptive=True)
     found = 0
     for names in conversations(random.Random(seed), 300):
-        found += (hit := present.serve(names))
-        assert adaptive.serve(names) == hit
-        there = [
-            {(node.hash, kind) for node in own.cache.tree.nodes() for kind in (0, 1) if node.has(kind)}
-            for own in (present, adaptive)
-        ]
-        assert there[0] == there[1]
-        adaptive.cache.check_invariants()
+        found += cache.serve(names)
+        cache.cache.check_invariants()
     assert found
 
 
@@ -176,17 +164,3 @@ def test_of_a_cycle_that_is_larger_than_the_cache_states_of_a_part_stay(hybrid: 
     )
     assert present == 0
     assert adaptive > 400 * 10 * 0.35  # half of the cycle fits, with a state of three blocks' room for each ten
-
-
-def test_who_learns_what_is_wrong_is_stopped_by_the_duel(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = importlib.import_module("eviction").contrary(2500)
-    asked = sum(map(len, trace))
-
-    def found(*, adaptive: bool) -> float:
-        cache = hybrid(900, 512, 3, adaptive=adaptive)
-        return sum(cache.serve(names) for names in trace) / asked
-
-    present, followed = found(adaptive=False), found(adaptive=True)
-    monkeypatch.setattr(Adaptive, "learned", True)
-    assert found(adaptive=True) < present / 2
-    assert followed > present - 0.02
