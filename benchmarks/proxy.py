@@ -38,7 +38,7 @@ from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.prompting.turn import beginning, is_drawn
+from router.prompting.turn import digest_beginning
 from router.turns.config import TurnsConfig
 
 CHUNKS = 64
@@ -97,9 +97,9 @@ class Gateway:
 
 
 def is_reasoned(messages: list[Message]) -> bool:
-    """Whether a router as it is by default looks for why turns of this conversation miss."""
+    """Whether a router as it is by default compares the turns of this conversation to say why they miss."""
     parsed = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
-    return is_drawn(beginning(parsed), TurnsConfig().share)
+    return digest_beginning(parsed) < TurnsConfig().share * 2**32
 
 
 def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:
