@@ -18,6 +18,7 @@ EVENT_BYTES_MAX: Final = 4 << 20
 IDS_MAX: Final = 2 << 20
 """Ids noted of an answer, and of its prompt; no worker goes on with a longer one."""
 
+_EVENT = re.compile(rb"(?s:.*?)\n\r?\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
 _KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
@@ -71,17 +72,15 @@ class Tokens:
             return self._event(content)
         pending = self._pending
         pending += content
-        passed, start = [], 0
-        while not self.failed:
-            found = _BLANK_LINE.search(pending, max(start, self._searched))
-            if found is None:
-                break
-            event = bytes(pending[start : found.end()])
-            self.failed = event.startswith(_FAILURE)
-            if not self.failed:
+        passed, taken = [], 0
+        if not self.failed and _BLANK_LINE.search(pending, self._searched):
+            for event in _EVENT.findall(pending):
+                if event.startswith(_FAILURE):
+                    self.failed = True
+                    break
                 passed.append(self._event(event))
-                start, self._searched = found.end(), 0
-        del pending[:start]
+                taken += len(event)
+            del pending[:taken]
         self._searched = max(len(pending) - _BLANK_LINE_BYTES, 0)
         if len(pending) > EVENT_BYTES_MAX:
             self.odd = True
@@ -116,6 +115,9 @@ class Tokens:
 
     def _event(self, event: bytes) -> bytes:
         """Note what an event says; return what is passed on of it."""
+        self.events += 1
+        if b'"' not in event:
+            return event  # a comment, or [DONE]
         before = len(self.answer)
         at = event.find(b'token_ids"')
         if at >= 0:
@@ -137,7 +139,6 @@ class Tokens:
                 self.odd = True
         if b'"choices":[{' in event:
             self.last = event
-        self.events += 1
         return event
 
     def _take(self, found: re.Match[bytes]) -> bytes:
