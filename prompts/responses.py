@@ -127,8 +127,6 @@ def parse_response(data: bytes) -> ResponsesRequest:
     if request.conversation is not None:
         message = "conversation: none is kept here; expected previous_response_id, or all of it in input"
         raise RequestError(message, param="conversation")
-    if request.background and request.store is False:
-        raise RequestError("background: expected only where store is true", param="background")
     choice = request.tool_choice
     if not request.tools and (isinstance(choice, dict) or choice == "required"):
         raise RequestError(f"tool_choice: got {_shown(choice)}, expected only together with tools", param="tool_choice")

@@ -94,8 +94,9 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
     """A body of `/v1/responses`, as the chat that it stands for. `before`: the messages of the response that it goes on
     from, as JSON. Raises RequestError."""
     request = parse_response(data)
-    if request.background and request.stream:
-        raise RequestError("background: not supported together with stream", param="background")
+    if request.background:
+        message = "background: not supported, expected false: a response is computed while its client waits"
+        raise RequestError(message, param="background")
     earlier = None if before is None else msgspec.json.decode(before)
     body = ChatRequest(**response_as_chat(request, earlier))
     check_messages(body.messages)
@@ -103,7 +104,6 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
         messages=msgspec.json.encode(body.messages),
         shown=_shown(request),
         stores=request.store is not False,
-        background=bool(request.background),
         previous=request.previous_response_id,
     )
     return msgspec.structs.replace(_chat(body, tokenizer, limits), asked=asked)

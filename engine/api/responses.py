@@ -30,7 +30,6 @@ class AskedResponse(Struct, frozen=True):
     shown: bytes
     """Fields that the answer repeats: an object, as JSON."""
     stores: bool
-    background: bool
     previous: str | None
 
 
@@ -223,7 +222,7 @@ class ResponsesAnswer:
         shown: dict[str, Any] = _shown.decode(asked.shown)
         return ResponseAnswer(
             id=generation.id, created_at=generation.created, status=status, model=generation.model,
-            background=asked.background, store=asked.stores, previous_response_id=asked.previous,
+            store=asked.stores, previous_response_id=asked.previous,
             error=None if error is None else ResponseError("server_error", error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
             output=[self._item(block, "incomplete" if status == "failed" else "completed") for block in blocks],

@@ -15,7 +15,6 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from engine.api.answers import ChatAnswer, CompletionAnswer
@@ -86,8 +85,6 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str, brought:
         else:
             answer = CompletionAnswer(generation, body, state.factory, reading.texts)
         stream = state.submit(generation.requests)
-    if isinstance(answer, ResponsesAnswer) and answer.asked.background:
-        return _begin_apart(state, generation, stream, answer)
     return await _serve(state, request, generation, stream, answer)
 
 
@@ -139,36 +136,6 @@ async def _serve(
 def _store(state: ServerState, answer: Answer) -> None:
     if isinstance(answer, ResponsesAnswer) and answer.asked.stores:
         state.stored.put(Stored(answer.done(), answer.messages()))
-
-
-def _begin_apart(
-    state: ServerState, generation: Generation, stream: OutputStream, answer: ResponsesAnswer
-) -> web.Response:
-    """Answer at once, and follow what was submitted without its client, who asks for it by its name."""
-    entry = Stored(answer.response("in_progress", []), b"[]")
-    entry.task = asyncio.get_running_loop().create_task(_follow_apart(state, generation, stream, answer, entry))
-    state.stored.put(entry)
-    return web.Response(body=msgspec.json.encode(entry.response), content_type="application/json")
-
-
-async def _follow_apart(
-    state: ServerState, generation: Generation, stream: OutputStream, answer: ResponsesAnswer, entry: Stored
-) -> None:
-    state.enter()
-    try:
-        state.metrics.prompt_tokens += sum(map(len, generation.prompts))
-        async for _ in PieceStream(state, generation, stream):
-            pass
-        answer.whole()
-        if state.stored.holds(entry):
-            _store(state, answer)
-    except (RequestError, EngineDead) as error:
-        failed = not_running(error) if isinstance(error, EngineDead) else error
-        entry.response, entry.task = answer.response("failed", [], failed), None
-    finally:
-        state.metrics.finished["abort"] += generation.choices[0].finish_reason is None
-        stream.close()
-        state.leave()
 
 
 def _too_late(limit_s: float) -> RequestError:

@@ -57,20 +57,6 @@ async def delete_response(request: web.Request) -> web.Response:
     return json_response(DeletedResponse(name))
 
 
-async def cancel_response(request: web.Request) -> web.Response:
-    """End one that runs in the background; what it has said is dropped."""
-    stored = request.app[STATE].stored.get(request.match_info["response_id"], "response_id")
-    if stored.task is None:
-        raise RequestError(
-            f"response_id: its status is {stored.response.status}; only background responses that run can be cancelled",
-            param="response_id",
-        )
-    stored.task.cancel()
-    stored.task = None
-    stored.response = msgspec.structs.replace(stored.response, status="cancelled")
-    return json_response(stored.response)
-
-
 async def health(request: web.Request) -> web.Response:
     """200 while new requests are taken. `x-core-silent-seconds`: since when the step loop owes an answer."""
     state = request.app[STATE]

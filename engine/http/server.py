@@ -24,7 +24,6 @@ from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import weights
 from engine.http.generate import STATE, chat_completions, completions, messages, responses
 from engine.http.routes import (
-    cancel_response,
     count_tokens,
     delete_response,
     detokenize,
@@ -67,7 +66,6 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_post("/v1/responses", responses)
     app.router.add_get("/v1/responses/{response_id}", response)
     app.router.add_delete("/v1/responses/{response_id}", delete_response)
-    app.router.add_post("/v1/responses/{response_id}/cancel", cancel_response)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{model:.+}", model)
     app.router.add_get("/health", health)

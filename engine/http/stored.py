@@ -1,12 +1,10 @@
-"""Responses that clients may go on from, show, cancel or delete: those that were made here and are stored.
+"""Responses that clients may go on from, show or delete: those that were made here and are stored.
 
-Owns them, within `STORED_BYTES_MAX`: those that were not used for the longest go first. Of one
-that still runs in the background it has the task.
+Owns them, within `STORED_BYTES_MAX`: those that were not used for the longest go first.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -24,8 +22,6 @@ class Stored:
     response: ResponseAnswer
     messages: bytes
     """With what was said, as JSON."""
-    task: asyncio.Task[None] | None = None
-    """Of one in the background."""
     size: int = 0
 
 
@@ -37,18 +33,13 @@ class StoredResponses:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self.bytes = 0
 
-    def holds(self, stored: Stored) -> bool:
-        """Whether it was neither deleted nor displaced meanwhile."""
-        return self._stored.get(stored.response.id) is stored
-
     def put(self, stored: Stored) -> None:
-        """Keep it under its name, in place of what stood there. Who has to make room ends, if it still runs."""
-        self._drop(stored.response.id)
+        """Keep it; what was not used for the longest makes room."""
         stored.size = len(stored.messages) + len(msgspec.json.encode(stored.response))
         self._stored[stored.response.id] = stored
         self.bytes += stored.size
         while self._stored and (self.bytes > self._bytes_max or len(self._stored) > STORED_MAX):
-            self._end(next(iter(self._stored)))
+            self._drop(next(iter(self._stored)))
 
     def get(self, name: str, param: str) -> Stored:
         """Raises RequestError 404."""
@@ -65,18 +56,10 @@ class StoredResponses:
     def delete(self, name: str) -> None:
         """Raises RequestError 404."""
         self.get(name, "response_id")
-        self._end(name)
+        self._drop(name)
 
-    def _end(self, name: str) -> None:
-        stored = self._drop(name)
-        if stored is not None and stored.task is not None:
-            stored.task.cancel()
-
-    def _drop(self, name: str) -> Stored | None:
-        stored = self._stored.pop(name, None)
-        if stored is not None:
-            self.bytes -= stored.size
-        return stored
+    def _drop(self, name: str) -> None:
+        self.bytes -= self._stored.pop(name).size
 
     def check_invariants(self) -> None:
         assert self.bytes == sum(stored.size for stored in self._stored.values())

@@ -96,7 +96,6 @@ def test_other_fields() -> None:
         ({"prompt": {"id": "p"}}, "prompt: templates"),
         ({"conversation": "conv_1"}, "conversation: none is kept here"),
         ({"conversation": {"id": "conv_1"}}, "conversation: none is kept here"),
-        ({"background": True, "store": False}, "background"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"name": "x"}]}, "tools[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens: got 0"),
