@@ -311,6 +311,8 @@ def test_a_request_with_the_header_is_compared(
         assert (await other.send(None))["compared"] is False
         assert not edge.metrics.turns, "what was asked for would bias the share"
         assert nothing_is_left(edge)
+        (upstream,) = edge.upstreams
+        assert not any(received.all(b"x-blockcast-explain") for received in upstream.received)
         for value in (b"yes", b"2", b"-1"):
             answer = await edge.exchange(make_post(talk.body(), headers=[b"x-blockcast-explain: " + value]))
             assert answer.startswith(b"HTTP/1.1 400")
