@@ -11,7 +11,7 @@ import _path  # noqa: F401
 import torch
 from throughput_shapes import SHAPES
 
-from engine.dry_run import PROMPTS, Pages
+from engine.cache.spec import CacheSpec
 from engine.models import HfConfig, build_model
 
 BLOCK = 16
@@ -23,24 +23,20 @@ ROWS = {
 }
 
 
-def pages_of(row: str) -> Pages:
-    config = HfConfig(SHAPES[ROWS[row]], row)
-    return Pages.of(config, build_model(config), BLOCK, torch.bfloat16)
+def spec_of(row: str) -> CacheSpec:
+    return build_model(HfConfig(SHAPES[ROWS[row]], row)).cache_spec(BLOCK, torch.bfloat16)
 
 
 def page_table() -> str:
     """In Markdown."""
-    head = ["model", "KV / token", "state", "unit", "blocks / unit", "padding", "vLLM block"]
-    head += [f"waste at {tokens:,} (vLLM, ours)" for tokens in PROMPTS]
+    head = ["model", "KV / token", "state", "unit", "blocks / unit", "padding"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in ROWS:
-        pages = pages_of(row)
-        spec = pages.spec
+        spec = spec_of(row)
         blocks = " + ".join(str(spec.blocks_per_unit(g)) for g in range(len(spec.groups)))
         cells = [row, f"{sum(group.token_bytes for group in spec.groups):,} B"]
         cells += [f"{spec.state.state_bytes / 1e6:.1f} MB" if spec.state else "-", f"{spec.unit_bytes / 1e6:.2f} MB"]
-        cells += [blocks, f"{spec.padding:.2%}", str(pages.vllm_block)]
-        cells += ["{:.1%}, {:.1%}".format(*pages.waste(tokens)) if spec.state else "-" for tokens in PROMPTS]
+        cells += [blocks, f"{spec.padding:.2%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

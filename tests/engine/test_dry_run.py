@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 
+from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
-from engine.dry_run import Pages, describe_cache
+from engine.dry_run import describe_cache
 from engine.models import HfConfig, ModelError, build_model
 from engine.tiny.model import Recipe, cached_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs" / "hybrid-cache.md").read_text()
 
-# KV bytes of a token, state bytes, blocks a unit, vLLM's block: by hand from the published configs, state in fp32.
+# KV bytes of a token, state bytes, blocks a unit: by hand from the published configs, state in fp32.
 BY_HAND = {
-    "Qwen3.5-4B": (8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2), [98], 528),
-    "Nemotron-H-8B": (4 * 2 * 8 * 128 * 2, 24 * (128 * 64 * 128 * 4 + 10240 * 3 * 2), [390], 1040),
-    "Bamba-9B": (3 * 2 * 8 * 128 * 2, 29 * (128 * 64 * 128 * 4 + 8448 * 3 * 2), [626], 528),
-    "Gemma-3-4B": (34 * 2 * 4 * 256 * 2, 0, [29, 5], 16),
+    "Qwen3.5-4B": (8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2), [98]),
+    "Nemotron-H-8B": (4 * 2 * 8 * 128 * 2, 24 * (128 * 64 * 128 * 4 + 10240 * 3 * 2), [390]),
+    "Bamba-9B": (3 * 2 * 8 * 128 * 2, 29 * (128 * 64 * 128 * 4 + 8448 * 3 * 2), [626]),
+    "Gemma-3-4B": (34 * 2 * 4 * 256 * 2, 0, [29, 5]),
 }
 
 
@@ -42,23 +43,16 @@ def benchmark() -> Iterator[ModuleType]:
 def test_the_page_table_of_the_docs_is_what_the_models_say(benchmark: ModuleType) -> None:
     table: str = benchmark.page_table()
     assert f"\n\n{table}\n\n" in DOCS, f"docs/hybrid-cache.md: expected\n{table}"
-    assert f"{benchmark.pages_of('Qwen3.5-4B').vllm_block} tokens for Qwen3.5-4B" in DOCS
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_the_numbers_are_those_of_the_published_configs(benchmark: ModuleType, name: str) -> None:
-    token_bytes, state_bytes, blocks, vllm_block = BY_HAND[name]
-    pages: Pages = benchmark.pages_of(name)
-    spec = pages.spec
+    token_bytes, state_bytes, blocks = BY_HAND[name]
+    spec: CacheSpec = benchmark.spec_of(name)
     assert sum(group.token_bytes for group in spec.groups) == token_bytes
     assert (spec.state.state_bytes if spec.state else 0) == state_bytes
     assert [spec.blocks_per_unit(g) for g in range(len(spec.groups))] == blocks
-    assert pages.vllm_block == vllm_block
     assert spec.padding < 0.003
-    if spec.state:
-        theirs, ours = pages.waste(100)
-        assert 0.08 < theirs < 0.24
-        assert 0 <= ours < 0.01
 
 
 NEMOTRON: dict[str, Any] = {
@@ -69,24 +63,15 @@ NEMOTRON: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("says", "itemsize"),
-    [({}, 4), ({"mamba_ssm_cache_dtype": "bfloat16"}, 2), ({"mamba_ssm_cache_dtype": "float32"}, 4)],
-)
-def test_vllm_keeps_state_as_the_config_says(says: dict[str, str], itemsize: int) -> None:
-    config = HfConfig(NEMOTRON | says)
-    pages = Pages.of(config, build_model(config), 16, torch.bfloat16)
-    assert pages.vllm_state_bytes == 4 * 32 * 128 * itemsize + 3 * (128 + 2 * 128) * 2
-    assert pages.spec.state is not None
-    assert pages.spec.state.state_bytes == 4 * 32 * 128 * 4 + 3 * (128 + 2 * 128) * 2  # ours is fp32 always
+@pytest.mark.parametrize("says", [{}, {"mamba_ssm_cache_dtype": "bfloat16"}, {"mamba_ssm_cache_dtype": "float32"}])
+def test_state_is_kept_in_fp32_whatever_the_config_says(says: dict[str, str]) -> None:
+    spec = build_model(HfConfig(NEMOTRON | says)).cache_spec(16, torch.bfloat16)
+    assert spec.state is not None
+    assert spec.state.state_bytes == 4 * 32 * 128 * 4 + 3 * (128 + 2 * 128) * 2
 
 
-def test_a_dense_model_has_no_state_and_vllms_plain_block() -> None:
-    config = HfConfig.read(cached_model(Recipe()))
-    pages = Pages.of(config, build_model(config), 16, torch.float32)
-    assert (pages.vllm_state_bytes, pages.vllm_block) == (0, 16)
-    assert pages.waste(16) == (0, 0)
-    assert pages.waste(8) == (0.5, 0.5)
+def test_a_dense_model_has_no_state() -> None:
+    assert build_model(HfConfig.read(cached_model(Recipe()))).cache_spec(16, torch.float32).state is None
 
 
 def test_a_model_without_attention_is_refused_with_its_name() -> None:
@@ -101,4 +86,4 @@ def test_a_dry_run_tells_the_layout_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | {"dtype": "bfloat16"}))
     told = describe_cache(EngineConfig(model=str(tmp_path), num_gpu_blocks_override=10))
     assert "state: 1 layers, 67,840 bytes, 1 a unit" in told
-    assert "inflate its attention block to 544 tokens" in told
+    assert "padding: at most" in told
