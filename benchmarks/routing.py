@@ -54,10 +54,10 @@ from routing_sim.runs import (
     relative,
     run,
 )
-from routing_sim.workload import Chat, Workload, chat, read_trace, synthetic
 
-from options.steps import StepTimes
-from router.shadow.engine import EngineLimits
+from simulation.engine import EngineLimits
+from simulation.steps import StepTimes
+from simulation.traces import Chat, Workload, chat, read_trace, synthetic
 
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
     ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),

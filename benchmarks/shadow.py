@@ -23,15 +23,15 @@ from pathlib import Path
 import _path  # noqa: F401
 from harness.figures import in_words, machine, markdown, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
-from routing_sim.workload import Chat, chat, read_trace, synthetic
 from shadow_live import Traffic, measure
 
 from router.decide.config import CoreConfig
-from router.shadow.cluster import Result
-from router.shadow.engine import EngineLimits
 from router.shadow.seen import Links, Seen
 from router.shadow.what_if import Engine, compare
-from router.shadow.workload import SimRequest, Workload
+from simulation.cluster import Result
+from simulation.engine import EngineLimits
+from simulation.traces import Chat, chat, read_trace, synthetic
+from simulation.workload import SimRequest, Workload
 
 COLUMNS = {
     "predicted": ("predicted", "{:,.0f}"), "measured": ("measured", "{:,.0f}"), "error": ("error", "{:+.1%}"),

@@ -10,7 +10,7 @@ def main() -> None:
         from options.entry import enter
     except ImportError as error:
         sys.exit(f"engine: the package `options` is missing or another's: {error}; install blockcast[engine] by itself")
-    enter("engine", "engine.cli", ("options", "events", "prompts", "kernels"))
+    enter("engine", "engine.cli", ("options", "events", "prompts", "kernels", "simulation"))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def serve_command(dry_run: bool, **given: Any) -> None:
 def describe(config: EngineConfig) -> str:
     """What --dry-run prints. Raises ValueError."""
     if config.simulate is not None:
-        from engine.simulation.spec import read_spec
+        from simulation.spec import read_spec
 
         return msgspec.json.format(msgspec.json.encode(read_spec(config.simulate))).decode()
     from engine.dry_run import describe_cache

@@ -10,7 +10,7 @@ def main() -> None:
         from options.entry import enter
     except ImportError as error:
         sys.exit(f"router: the package `options` is missing or another's: {error}; install blockcast[router] by itself")
-    enter("router", "router.app.cli", ("options", "events", "prompts"))
+    enter("router", "router.app.cli", ("options", "events", "prompts", "simulation"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("engine", "router", "fleet", "events", "kernels", "options", "prompts")
+PACKAGES = ("engine", "router", "fleet", "events", "kernels", "options", "prompts", "simulation")
 FILES_MAX = 20
 SOURCES = {".py", ".pyi", ".cpp", ".hpp"}
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from options.steps import StepTimes
-from router.shadow.engine import EngineLimits
 from routing_sim.runs import CHAT_POLICIES, Options, Setting, run
-from routing_sim.workload import Chat, chat
+from simulation.engine import EngineLimits
+from simulation.steps import StepTimes
+from simulation.traces import Chat, chat
 
 OURS, BASE = "blockcast", "oracle"
 SERVICE = StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)

@@ -13,9 +13,9 @@ from collections.abc import Container, Sequence
 
 import xxhash
 
-from router.shadow.cluster import Cluster, Router
-from router.shadow.engine import Job, SimWorker
-from router.shadow.workload import SimRequest
+from simulation.cluster import Cluster, Router
+from simulation.engine import Job, SimWorker
+from simulation.workload import SimRequest
 
 
 class Residency(Router):

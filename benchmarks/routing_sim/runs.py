@@ -13,18 +13,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
-from options.steps import StepTimes
 from router.decide.ahead import CacheAhead
 from router.decide.books import CacheBook
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSetConfig
 from router.decide.lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.policy import KvCost
 from router.decide.target import Target
-from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
-from router.shadow.engine import EngineLimits
 from router.shadow.ours import Ours
 from routing_sim import peers
-from routing_sim.workload import Workload
+from simulation.cluster import Cluster, ClusterConfig, Result, Router
+from simulation.engine import EngineLimits
+from simulation.steps import StepTimes
+from simulation.traces import Workload
 
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""

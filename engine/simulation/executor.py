@@ -12,10 +12,10 @@ from engine.core import Executor, Runner
 from engine.grammars import Grammars
 from engine.model_files import locate
 from engine.simulation.runner import Answers, SimulatedRunner
-from engine.simulation.spec import SimulationSpec, read_spec
 from engine.tiny.tokenizer import cached_tokenizer
 from options import ConfigError
 from prompts import Tokenizer
+from simulation.spec import SimulationSpec, read_spec
 
 WORDS = 256
 _WORD = re.compile(r" [a-z]{3,12}")

@@ -14,7 +14,7 @@ from zlib import crc32
 from engine.core import Lateness
 from engine.types import Chunk, StepPlan, StepResult, TokenLogprobs, Way
 from engine.types import Sequence as Running
-from options.steps import StepTimes
+from simulation.steps import StepTimes
 
 REPORT_S = 10.0
 FORGIVEN_S = 1.0

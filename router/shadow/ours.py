@@ -19,8 +19,8 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
-from router.shadow.cluster import Cluster, Router
-from router.shadow.workload import SimRequest
+from simulation.cluster import Cluster, Router
+from simulation.workload import SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5

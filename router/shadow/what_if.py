@@ -1,7 +1,7 @@
 """What another placement would have given: the requests that were seen are played again, once where they went and once
 where `router run` would have sent them. Pure.
 
-Owns the comparison. Both plays have the same engines (router/shadow/engine.py, whose steps take what the seen answers
+Owns the comparison. Both plays have the same engines (simulation/engine.py, whose steps take what the seen answers
 took) and the same caches, so what the model has wrong is wrong in both; what was measured is then scaled by the ratio
 of the two. Today's requests come when they came; before our router, one that goes on from another's answer comes so
 long after that answer as it did.
@@ -15,15 +15,15 @@ from itertools import count
 
 import msgspec
 
-from options.steps import StepTimes
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
-from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
-from router.shadow.engine import EngineLimits
 from router.shadow.ours import Ours
 from router.shadow.seen import Seen, waited_for
-from router.shadow.workload import SimRequest, Workload
+from simulation.cluster import Cluster, ClusterConfig, Result, Router
+from simulation.engine import EngineLimits
+from simulation.steps import StepTimes
+from simulation.workload import SimRequest, Workload
 
 FITS, FIT = 3, 0.01
 """Plays of today after which steps are not fitted any more to how long answers took, and how well they fit then."""

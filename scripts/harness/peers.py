@@ -38,7 +38,7 @@ def peer_program(name: str) -> Path:
 def our_program() -> Path:
     """`pip install .[router]`, again when the sources have changed."""
     digest = hashlib.sha256()
-    for name in ("router", "prompts", "events", "options"):
+    for name in ("router", "prompts", "events", "options", "simulation"):
         for path in sorted((ROOT / name).rglob("*.[ch]pp")) + sorted((ROOT / name).rglob("*.py")):
             digest.update(path.read_bytes())
     digest.update((ROOT / "CMakeLists.txt").read_bytes())

@@ -22,14 +22,14 @@ from engine.core import EngineCore
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.simulation.executor import some_words
 from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
-from engine.simulation.spec import PRESETS, read_spec
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.turns import PrefillOrder
 from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
-from options.steps import StepTimes
 from prompts import Tokenizer, TokenizerError
+from simulation.spec import PRESETS, read_spec
+from simulation.steps import StepTimes
 
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.01, "decode_request_s": 5e-5, "kv_tokens": 4096}
 CACHE = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0,), 1, 128, 2),))
@@ -148,14 +148,14 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
 def test_it_takes_the_time_of_the_offline_simulator(
     arrivals: list[tuple[float, int, int]], order: PrefillOrder, seats: int
 ) -> None:
-    """The engine's own scheduler over sleeping steps, and router/shadow: two step loops, one service model."""
+    """The engine's own scheduler over sleeping steps, and simulation/: two step loops, one service model."""
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     if folder not in sys.path:
         sys.path.append(folder)
     from routing_sim import peers
 
-    from router.shadow import cluster, workload
-    from router.shadow.engine import EngineLimits
+    from simulation import cluster, workload
+    from simulation.engine import EngineLimits
 
     requests, block = [], 0
     for i, (at, length, out) in enumerate(arrivals):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from options.steps import StepTimes
+from simulation.steps import StepTimes
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ sys.path.insert(0, WHEEL)
 """
 
 USE_TRANSFORMERS = """
-import engine, events, kernels, options, prompts, router
+import engine, events, kernels, options, prompts, router, simulation
 from pathlib import Path
-homes = {Path(module.__file__).parent.parent for module in (engine, events, kernels, options, prompts, router)}
+modules = (engine, events, kernels, options, prompts, router, simulation)
+homes = {Path(module.__file__).parent.parent for module in modules}
 assert homes == {Path(WHEEL)}, homes
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -51,7 +52,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_ships_what_runs_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         names = content.namelist()
-    assert {"engine", "events", "kernels", "options", "prompts", "router"} <= {name.split("/")[0] for name in names}
+    packages = {"engine", "events", "kernels", "options", "prompts", "router", "simulation"}
+    assert packages <= {name.split("/")[0] for name in names}
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "benchmarks/"))]
     assert "engine/tiny/data/tiny_merges.txt" in names
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))

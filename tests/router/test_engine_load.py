@@ -199,7 +199,7 @@ LIES: dict[str, Say] = {
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)
-    parts = ("routing_sim.runs", "routing_sim.workload", *(f"router.shadow.{n}" for n in ("cluster", "engine", "ours")))
+    parts = ("routing_sim.runs", "router.shadow.ours", *(f"simulation.{n}" for n in ("cluster", "engine", "traces")))
     found = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
     found.play = functools.partial(play, found)
     found.silent = functools.cache(functools.partial(play, found, None))
@@ -212,7 +212,7 @@ def play(
 ) -> tuple[float, float]:
     """Eight workers of 32 seats; the first two get `direct` of the requests from elsewhere. (TTFT, end to end), mean
     seconds of the others after the first fifth. `say`: what worker i says in place of the truth, every 4 s."""
-    workload = sim.workload.chat("told", sim.workload.Chat(4, 1000, 50, 200, rate, 0, count, 32), seed=1)
+    workload = sim.traces.chat("told", sim.traces.Chat(4, 1000, 50, 200, rate, 0, count, 32), seed=1)
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 

@@ -16,15 +16,19 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from options.steps import StepTimes
 from router.decide.config import CoreConfig, QueueConfig
+from simulation.steps import StepTimes
 
 
 @pytest.fixture(scope="module")
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
-    rooms = {"router.shadow": ("engine", "cluster", "ours"), "routing_sim": ("workload", "peers", "runs", "grid")}
+    rooms = {
+        "simulation": ("engine", "cluster", "traces", "workload"),
+        "router.shadow": ("ours",),
+        "routing_sim": ("peers", "runs", "grid"),
+    }
     found = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
     yield SimpleNamespace(**found)
     sys.path.remove(folder)
@@ -91,9 +95,9 @@ def naive_times(arrivals: list[tuple[float, int, int]], service: Any) -> tuple[d
 def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> None:
     """Jumping over decode stretches in closed form gives the same times as stepping through them."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    cluster = importlib.import_module("router.shadow.cluster")
+    cluster = importlib.import_module("simulation.cluster")
     peers = importlib.import_module("routing_sim.peers")
-    workload = importlib.import_module("routing_sim.workload")
+    workload = importlib.import_module("simulation.workload")
     requests, block = [], 0
     for i, (at, length, out) in enumerate(arrivals):
         blocks = -(-length // 512)
@@ -271,7 +275,7 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
     first = request(sim, 0, [1, 2], out=600)
     second = request(sim, 1, [1, 2, 3, 4], at=10.0)
     other = request(sim, 2, [1, 2, 9], at=11.0)
-    workload = sim.workload.finish(sim.workload.Workload("t", [first, second, other], ""))
+    workload = sim.traces.finish(sim.workload.Workload("t", [first, second, other], ""))
     assert first.final_ids == [1, 2, 3], "1,024 + 600 tokens fill one more block"
     assert second.session == first.session
     assert other.final_ids == [1, 2, 9]
@@ -280,7 +284,7 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
 
 @pytest.mark.parametrize("queue", [False, True])
 def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
-    workload = sim.workload.synthetic("t", seed=3, requests_max=300)
+    workload = sim.traces.synthetic("t", seed=3, requests_max=300)
     config = CoreConfig(queue=QueueConfig(fair=queue, requests_max=1_000_000, wait_s_max=1e6))
     made: list[Any] = []
 
@@ -430,8 +434,8 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
 def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     """`--ablate`: every term can be taken away, it matters to some request here, and comes back."""
     assert set(sim.runs.ABLATIONS) <= set(sim.runs.EXTRA)
-    chat = sim.workload.Chat(40, 1000, 50, 100, 30.0, 0, 300, 32)
-    workload = sim.workload.chat("terms", chat, seed=3)
+    chat = sim.traces.Chat(40, 1000, 50, 100, 30.0, 0, 300, 32)
+    workload = sim.traces.chat("terms", chat, seed=3)
     options = sim.runs.Options(sim.grid.SERVICE, sim.engine.EngineLimits(8, preempts=True), skip=0, cache_blocks=250)
     setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
     whole = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]

@@ -21,8 +21,8 @@ from router.fleet.answers import read_shortest_first
 from router.fleet.discovery import WorkerFacts, parse_worker_flag, worker_spec
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
-from router.shadow.engine import AGEING, Cache, EngineLimits, Job, SimWorker
-from router.shadow.workload import SimRequest
+from simulation.engine import AGEING, Cache, EngineLimits, Job, SimWorker
+from simulation.workload import SimRequest
 
 
 def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Target]]:
@@ -207,7 +207,7 @@ def served(
 ) -> dict[int, float]:
     """Seconds at which each of (arrival, tokens) has its first token; prompts have nothing in common. `came`: takes
     what had been computed when each arrived."""
-    from options.steps import StepTimes
+    from simulation.steps import StepTimes
 
     worker = SimWorker(0, StepTimes(0.001, 1e12, 0.0, 0.0, 0.0, 64), Cache(capacity), limits, 16)
     todo = sorted(enumerate(arrivals), key=lambda pair: pair[1][0])

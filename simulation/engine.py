@@ -1,4 +1,4 @@
-"""The simulated engine: a step loop (options/steps.py says what a step takes) and a block cache with leaf-first LRU.
+"""The simulated engine: a step loop (simulation/steps.py says what a step takes) and a block cache with leaf-first LRU.
 
 Chunks are filled up to the step's token budget, decoding requests take one token of it each: first come first served,
 or of who has the least left first, as our engine does. There what came later counts a tenth of what was
@@ -19,8 +19,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from options.steps import StepTimes
-from router.shadow.workload import SimRequest
+from simulation.steps import StepTimes
+from simulation.workload import SimRequest
 
 AGEING = 0.1
 """Of a prompt token computed before a request came, in what it has left; the engine's figure."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from options.steps import StepTimes
-from router.shadow.engine import Cache, EngineLimits, Job, SimWorker
-from router.shadow.workload import SimRequest, Workload
+from simulation.engine import Cache, EngineLimits, Job, SimWorker
+from simulation.steps import StepTimes
+from simulation.workload import SimRequest, Workload
 
 
 class Router:

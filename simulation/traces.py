@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router.shadow.workload import BLOCK, SimRequest, Workload
+from simulation.workload import BLOCK, SimRequest, Workload
 
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from options import ConfigError
-from options.steps import StepTimes
 from prompts.errors import RequestError
 from prompts.schemas import decode_json
+from simulation.steps import StepTimes
 
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
