@@ -22,7 +22,6 @@ BOUNDS = re.compile(
 ELSEWHERE = {
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/returning.py:NEW_BYTES_MAX": "what is longer is read as any other body",
-    "router/http/headers.py:TEMPLATE_BYTES_MAX": "ours: of what is kept of a head that comes again",
     "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",
     "events/frames.py:ASKED_BYTES_MAX": "of who follows an engine: its connection ends",

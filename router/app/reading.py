@@ -46,7 +46,7 @@ _NOTHING_READ = RoutingRequest(kind="other")
 
 
 class HeadFields:
-    """What a head asks for: once for all requests of a connection whose heads are alike."""
+    """What the headers of a request ask for."""
 
     __slots__ = ("deadline_ms", "explains", "priority", "role", "session", "ttft_ms", "worker")
 
@@ -141,9 +141,7 @@ class RequestReading:
 
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
         holder = self.stored.holder(request, parsed.stored)
-        said: HeadFields | None = request.headers.told
-        if said is None:
-            said = request.headers.told = HeadFields(request, self._names)
+        said = HeadFields(request, self._names)
         name = parsed.model
         if self.names is not None and name is not None:
             name = self._renamed(self.names, name, parsed, said, holder)

@@ -24,8 +24,7 @@ from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
 from router.http.connection import Client, ClientConnection
-from router.http.headers import Heads
-from router.http.request import HttpRequest, RequestHead
+from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
@@ -79,7 +78,6 @@ class RouterApp:
         self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
-        self.heads: Heads[RequestHead] = Heads()
         self.turns = proxy.turns
         self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
         self._proxy = proxy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
-from router.http.headers import HOP_BY_HOP, Dropping
+from router.http.headers import HOP_BY_HOP
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
@@ -22,12 +22,18 @@ _NOT_FORWARDED = (
 )
 _KEYS = (b"authorization", b"x-api-key")
 _DROPPED = [
-    Dropping((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
+    frozenset((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
     for keyed in (False, True)
     for traced in (False, True)
 ]
 """By whether the client's key (2), and its `traceparent` (1), are replaced."""
-_NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
+_NOT_RETURNED = frozenset((
+    *HOP_BY_HOP,
+    b"content-length",
+    b"x-request-id",
+    b"x-blockcast-worker",
+    b"x-blockcast-predicted-cached-tokens",
+))  # fmt: skip
 
 
 def request_head(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from router.http.headers import Heads
-from router.http.response import HeadParser, ResponseHead
+from router.http.response import HeadParser
 from router.http.turns import LoopTurns
 
 JOIN_BYTES_MAX: Final = 64 * 1024
@@ -85,7 +84,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.user: UpstreamUser | None = None
-        self.heads = HeadParser(pool.heads)
+        self.heads = HeadParser()
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
         self._rest = b""
@@ -236,7 +235,6 @@ class UpstreamPool:
         self.opened = 0
         """Connections made since the start."""
         self.turns = LoopTurns()
-        self.heads: Heads[ResponseHead] = Heads()
 
     def take(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""

@@ -18,8 +18,7 @@ from prompts.errors import RequestError
 from router.http.answers import JSON, Header, answer_head, error_headers, refusal
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.headers import Heads
-from router.http.request import BadRequest, HttpRequest, RequestHead, RequestParser
+from router.http.request import BadRequest, HttpRequest, RequestParser
 from router.http.turns import LoopTurns
 
 WRITE_BUFFER_BYTES: Final = 256 * 1024
@@ -72,7 +71,6 @@ class Client(Protocol):
 class Application(Protocol):
     limits: HttpLimits
     budget: Budget
-    heads: Heads[RequestHead]
     turns: LoopTurns
     """Of what is long."""
     arrivals: LoopTurns
@@ -103,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
         self._app = app
         self._registry = registry
-        self._parser = RequestParser(app.limits, app.heads)
+        self._parser = RequestParser(app.limits)
         self._transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.work: Work | None = None

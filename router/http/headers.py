@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final, Generic, TypeVar
+from typing import Final
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -33,19 +33,12 @@ _NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"autho
 
 
 class HeaderBlock:
-    """Headers as they were sent, names in any case. Immutable; what was looked up once is remembered."""
+    """Headers as they were sent, names in any case. Immutable."""
 
-    __slots__ = ("_dropped", "_kept", "_left", "_lower", "_values", "raw", "told")
+    __slots__ = ("_lower", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._values: dict[bytes, bytes | None] = {}
-        self._kept: dict[Dropping, bytes] = {}
-        self._dropped: Dropping | None = None
-        self._left = b""
-        """What `_dropped`, the last that was asked for, leaves."""
-        self.told: Any = None
-        """What its first reader made of it: heads are repeated, and so is what they ask for."""
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
 
     @classmethod
@@ -58,16 +51,11 @@ class HeaderBlock:
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), without the white space around it; None where there is none."""
-        values = self._values
-        if name in values:
-            return values[name]
-        value = None
         at = self._lower.find(b"\n" + name + b":")
-        if at >= 0:
-            start = at + len(name) + 1
-            value = self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
-        values[name] = value
-        return value
+        if at < 0:
+            return None
+        start = at + len(name) + 1
+        return self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
 
     def all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
@@ -80,18 +68,8 @@ class HeaderBlock:
             at = self._lower.find(start_of_line, start)
         return found
 
-    def without(self, dropped: Dropping) -> bytes:
-        """The lines that `dropped` does not name, nor a `Connection` header here."""
-        if dropped is self._dropped:
-            return self._left
-        known = self._kept.get(dropped)
-        if known is None:
-            known = self._kept[dropped] = self._without(dropped)
-        self._dropped, self._left = dropped, known
-        return known
-
-    def _without(self, dropped: Dropping) -> bytes:
-        names = dropped.names
+    def without(self, names: frozenset[bytes]) -> bytes:
+        """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
         connection = self.get(b"connection")
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
             values = b",".join(self.all(b"connection")).lower().split(b",")
@@ -100,25 +78,9 @@ class HeaderBlock:
         return b"".join([line for line in lines if line.partition(b":")[0].lower() not in names])
 
 
-class Dropping:
-    """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each, by
-    the object."""
-
-    __slots__ = ("names",)
-
-    def __init__(self, names: Iterable[bytes]) -> None:
-        self.names = frozenset(names)
-
-
 DIGITS_MAX: Final = 15
-"""Of a content-length. Every place that reads one goes by this bound: two bounds are two lengths of one message."""
-CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,%d})[ \t]*\r\n" % DIGITS_MAX)
-_DIGITS = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
-TEMPLATE_BYTES_MAX: Final = 4096
-"""A longer head is not remembered: connections are many, and most of them idle."""
-HEADS_MAX: Final = 8
-"""Heads that are known on every connection."""
-T = TypeVar("T")
+"""Of a content-length."""
+_LENGTH = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
 
 
 class ProtocolError(Exception):
@@ -138,84 +100,6 @@ def framing(headers: HeaderBlock) -> tuple[bool, int | None]:
         return True, None
     if not lengths:
         return False, None
-    if len(lengths) != 1 or not _DIGITS.match(lengths[0]):
+    if len(lengths) != 1 or not _LENGTH.match(lengths[0]):
         raise ProtocolError(f"bad content-length {lengths[0][:40]!r}")
     return False, int(lengths[0])
-
-
-class Template(Generic[T]):
-    """A head and what was read from it, to recognise the next one at sight.
-
-    Clients and workers repeat their heads but for the content-length. Two heads that are equal, digits of that length
-    aside, mean the same.
-    """
-
-    __slots__ = ("_prefix", "_suffix", "value")
-
-    def __init__(self, head: bytes, value: T, length: int | None) -> None:
-        """`head` runs to its empty line, and `framing` read `length` in it."""
-        self._prefix, self.value = head, value
-        self._suffix: bytes | None = None
-        if length is not None:
-            start = head.lower().index(b"\ncontent-length:") + 16
-            while head[start] in b" \t":
-                start += 1
-            end, found = number_at(head, start)
-            assert found == length
-            self._prefix, self._suffix = head[:start], head[end:]
-
-    def match(self, data: bytes, start: int = 0) -> tuple[int, int | None] | None:
-        """(where the head at `start` ends, its content-length) if it is the same head, else None."""
-        prefix, suffix = self._prefix, self._suffix
-        at = start + len(prefix)
-        if data[start:at] != prefix:  # `startswith` takes its arguments from a tuple, four times a request
-            return None
-        if suffix is None:
-            return at, None
-        end, length = number_at(data, at)
-        after = end + len(suffix)
-        if end == at or data[end:after] != suffix:
-            return None
-        return after, length
-
-
-class Heads(Generic[T]):
-    """The last heads of all connections, the newest first: who comes again by another connection sends the same one."""
-
-    __slots__ = ("_kept",)
-
-    def __init__(self) -> None:
-        self._kept: list[Template[T]] = []
-
-    def find(self, data: bytes, start: int = 0) -> Template[T] | None:
-        """The one that `data` has at `start`."""
-        kept = self._kept
-        for i, template in enumerate(kept):
-            if template.match(data, start) is not None:
-                if i:
-                    del kept[i]
-                    kept.insert(0, template)
-                return template
-        return None
-
-    def keep(self, head: bytes, value: T, length: int | None) -> Template[T] | None:
-        """See Template; None where it is too long to be remembered."""
-        if len(head) > TEMPLATE_BYTES_MAX:
-            return None
-        template = Template(head, value, length)
-        self._kept.insert(0, template)
-        del self._kept[HEADS_MAX:]
-        return template
-
-
-def number_at(data: bytes, at: int) -> tuple[int, int]:
-    """(where it ends, its value) of the decimal number of up to `DIGITS_MAX` digits at `at`; (at, 0) without one."""
-    end, value = at, 0
-    stop = min(len(data), at + DIGITS_MAX)
-    while end < stop:
-        digit = data[end] - 48
-        if digit < 0 or digit > 9:
-            break
-        value = value * 10 + digit
-        end += 1
-    return end, value

@@ -19,7 +19,7 @@ from typing import Final
 
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
-from router.http.headers import LINES, TOKEN, HeaderBlock, Heads, ProtocolError, Template, framing
+from router.http.headers import LINES, TOKEN, HeaderBlock, ProtocolError, framing
 
 _HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
 _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
@@ -53,7 +53,6 @@ class HttpRequest:
         """Path and query as sent; what is forwarded."""
         self.path = path
         self.headers = headers
-        """The length in them may be another request's: what counts is `body_bytes`."""
         self.pieces: tuple[bytes, ...] = (b"",)
         """The body."""
         self.has_body = False
@@ -76,13 +75,15 @@ class HttpRequest:
 
 
 class RequestHead:
-    """What a head says. One that repeats the last but for its length is recognised at sight, see `Template`."""
+    """What a head says: a request without its body, and how that is framed."""
 
-    __slots__ = ("chunked", "expects_continue", "request")
+    __slots__ = ("chunked", "expects_continue", "length", "request")
 
-    def __init__(self, request: HttpRequest, chunked: bool, expects_continue: bool) -> None:
+    def __init__(self, request: HttpRequest, chunked: bool, length: int | None, expects_continue: bool) -> None:
         self.request = request
         self.chunked = chunked
+        self.length = length
+        """The content-length."""
         self.expects_continue = expects_continue
 
 
@@ -90,14 +91,12 @@ class RequestParser:
     """Feed bytes, take requests one by one. One instance a connection."""
 
     __slots__ = (
-        "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_heads", "_left", "_limits",
-        "_new", "_pieces", "_read", "_read_bytes", "_request", "_template",
+        "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_left", "_limits",
+        "_new", "_pieces", "_read", "_read_bytes", "_request",
     )  # fmt: skip
 
-    def __init__(self, limits: HttpLimits, heads: Heads[RequestHead] | None = None) -> None:
-        """`heads`: of all connections with these limits."""
+    def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
-        self._heads: Heads[RequestHead] = Heads() if heads is None else heads
         self._data = b""
         self._at = 0
         """[_at, end) of `_data` was fed and not looked at: what follows a request that was taken."""
@@ -105,8 +104,6 @@ class RequestParser:
         """Nothing more is read: the client asked to close after a request, or sent what is none."""
         self._head = bytearray()
         """Of a head that is not whole yet."""
-        self._template: Template[RequestHead] | None = None
-        """Of the last head here."""
         self._request: HttpRequest | None = None
         """Its head was read, its body is to come."""
         self._new = False
@@ -213,35 +210,19 @@ class RequestParser:
 
     def _read_head(self) -> HttpRequest | None:
         """Read a head, or keep what there is of it. The request, if all of its body is here too."""
-        data = self._data
-        template = self._template
-        found = template.match(data, self._at) if template is not None and not self._head else None
-        if found is None and not self._head:
-            template = self._template = self._heads.find(data, self._at)
-            found = None if template is None else template.match(data, self._at)
-        if template is None or found is None:
-            whole = self._whole_head()
-            if whole is None:
-                return None
-            head, length = self._parse(whole)
-            end = self._at
-            self._template = self._heads.keep(whole, head, length)
-        else:
-            head = template.value
-            end, length = found
-        size = length or 0
+        whole = self._whole_head()
+        if whole is None:
+            return None
+        head, data = self._parse(whole), self._data
+        request, size = head.request, head.length or 0
         if size > self._limits.body_bytes_max:
             raise self._too_large()
-        known = head.request
-        request = HttpRequest(known.method, known.target, known.path, known.headers)
-        request.keep_alive, request.http_1_0 = known.keep_alive, known.http_1_0
         request.has_body = size > 0 or head.chunked
-        after = end + size
+        after = self._at + size
         if not head.chunked and after <= len(data):
-            request.pieces = (data[end:after],)
+            request.pieces = (data[self._at : after],)
             self._at = after
             return request
-        self._at = end
         self._request, self._new, self._expects_continue = request, True, head.expects_continue
         self._left = size
         self._chunks = ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if head.chunked else None
@@ -271,8 +252,8 @@ class RequestParser:
         self._at = len(data)
         return None
 
-    def _parse(self, whole: bytes) -> tuple[RequestHead, int | None]:
-        """(what a head says, the content-length in it)."""
+    def _parse(self, whole: bytes) -> RequestHead:
+        """Read a whole head. Raises BadRequest or ProtocolError."""
         found = _HEAD.fullmatch(whole)
         if found is None:
             raise BadRequest(400, f"malformed HTTP request: {whole[:80]!r}")
@@ -297,7 +278,7 @@ class RequestParser:
         expected = headers.all(b"expect") if b"expect" in headers else []
         if any(value.lower() != b"100-continue" for value in expected):
             raise BadRequest(417, "expect: only 100-continue is understood")
-        return RequestHead(request, chunked, bool(expected) and not request.http_1_0), length
+        return RequestHead(request, chunked, length, bool(expected) and not request.http_1_0)
 
     # Bodies -------------------------------------------------------------------------------------------------------
 

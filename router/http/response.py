@@ -11,7 +11,7 @@ import re
 from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import CONTENT_LENGTH, LINES, HeaderBlock, Heads, ProtocolError, Template, framing
+from router.http.headers import LINES, HeaderBlock, ProtocolError, framing
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 INTERIM_MAX: Final = 32
@@ -86,7 +86,6 @@ class ResponseHead:
         self.reason_line = reason_line
         """`200 OK`, as sent."""
         self.headers = headers
-        """Without the content-length."""
         self.length: int | None = None
         """The content-length, which the answer to HEAD has without a body."""
         self.body: Body = LengthBody(0)
@@ -97,12 +96,9 @@ class ResponseHead:
 class HeadParser:
     """Reads the heads of the answers on one connection."""
 
-    __slots__ = ("_heads", "_interim", "_template")
+    __slots__ = ("_interim",)
 
-    def __init__(self, heads: Heads[ResponseHead] | None = None) -> None:
-        """`heads`: of all connections."""
-        self._heads: Heads[ResponseHead] = Heads() if heads is None else heads
-        self._template: Template[ResponseHead] | None = None
+    def __init__(self) -> None:
         self._interim = 0
         """Since the last answer."""
 
@@ -111,23 +107,10 @@ class HeadParser:
 
         Raises `ProtocolError`.
         """
-        template = self._template
-        matched = template.match(data) if template is not None else None
-        if matched is None:
-            template = self._template = self._heads.find(data)
-            matched = None if template is None else template.match(data)
-        if template is not None and matched is not None:
-            known = template.value
-            end, length = matched
-        else:
-            parsed = _parse(data)
-            if parsed is None:
-                return None
-            known, end = parsed
-            length = known.length
-            self._template = self._heads.keep(data[:end], known, length)
-        head = ResponseHead(known.status, known.reason_line, known.headers)
-        head.keep_alive, head.chunked, head.length = known.keep_alive, known.chunked, length
+        parsed = _parse(data)
+        if parsed is None:
+            return None
+        head, end = parsed
         self._interim = self._interim + 1 if head.status < 200 else 0
         if self._interim > INTERIM_MAX:
             raise ProtocolError(f"more than {INTERIM_MAX} interim answers")
@@ -159,6 +142,4 @@ def _parse(data: bytes) -> tuple[ResponseHead, int] | None:
     options = b",".join(headers.all(b"connection")).lower()
     head.keep_alive = b"close" not in options and (found[1] == b"1" or b"keep-alive" in options)
     head.chunked, head.length = framing(headers)
-    if head.length is not None:
-        head.headers = HeaderBlock(CONTENT_LENGTH.sub(b"", headers.raw))
     return head, end

@@ -25,8 +25,7 @@ from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamC
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
-from router.http.headers import Heads
-from router.http.request import PIECE_BYTES, RequestHead
+from router.http.request import PIECE_BYTES
 from router.http.turns import AT_ONCE, REQUESTS_AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
@@ -551,7 +550,6 @@ class App:
     def __init__(self) -> None:
         self.limits, self.budget, self.turns = HttpLimits(), Budget(HttpLimits(), Metrics()), LoopTurns()
         self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
-        self.heads: Heads[RequestHead] = Heads()
         self.taken: list[int] = []
 
     def admit(self, connection: Any, request: Any) -> str:

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http.config import HttpLimits
-from router.http.headers import Heads
-from router.http.request import BadRequest, HttpRequest, RequestHead, RequestParser
+from router.http.request import BadRequest, HttpRequest, RequestParser
 
 _spec = importlib.util.spec_from_file_location("raw_requests", Path(__file__).with_name("raw_requests.py"))
 assert _spec is not None
@@ -37,13 +36,9 @@ def view(request: HttpRequest) -> Read:
     return request.method, request.target, tuple(h if h[0] != length[0] else length for h in headers), request.body
 
 
-HEADS: Heads[RequestHead] = Heads()
-"""Of all streams below: what one connection sent must change nothing for another."""
-
-
-def read(pieces: list[bytes], heads: Heads[RequestHead] | None = None) -> tuple[list[Read], bool, bool]:
-    """(requests, whether the stream was refused, whether more of a request is awaited). `heads`: HEADS."""
-    parser = RequestParser(LIMITS, HEADS if heads is None else heads)
+def read(pieces: list[bytes]) -> tuple[list[Read], bool, bool]:
+    """(requests, whether the stream was refused, whether more of a request is awaited)."""
+    parser = RequestParser(LIMITS)
     found = []
     try:
         for piece in pieces:
@@ -118,7 +113,7 @@ def test_there_are_hundreds_of_variants_of_every_fate() -> None:
 @pytest.mark.parametrize("number", range(0, len(VARIANTS), 20))
 def test_no_variant_means_another_thing_when_it_is_cut(number: int) -> None:
     for data in VARIANTS[number : number + 20]:
-        whole = read([data], Heads())
+        whole = read([data])
         assert read([data[i : i + 1] for i in range(len(data))]) == whole, data
         for at in range(1, len(data)):
             assert read([data[:at], data[at:]]) == whole, (data, at)
@@ -174,7 +169,7 @@ def streams(draw: st.DrawFn) -> bytes:
 @settings(max_examples=examples(600), deadline=None)
 def test_any_cut_of_any_stream_is_read_as_the_whole(data: bytes, more: Any) -> None:
     cuts = more.draw(st.lists(st.integers(0, len(data)), max_size=8))
-    assert read(cut(data, cuts)) == read([data], Heads())
+    assert read(cut(data, cuts)) == read([data])
     agree(data)
 
 
