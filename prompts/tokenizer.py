@@ -58,9 +58,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
         self.special_ids = frozenset(i for i, t in hf.get_added_tokens_decoder().items() if t.special)
-        plan = plan_segments(hf) if cache_bytes > 0 else "it was not asked for"
-        self.no_cache_reason = plan if isinstance(plan, str) else None
-        """Why this tokenizer has no segment cache; None where it has one."""
+        plan = plan_segments(hf) if cache_bytes > 0 else None
         self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
 
     @classmethod

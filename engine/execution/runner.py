@@ -151,8 +151,6 @@ class ModelRunner:
         """Have a pool again, in which nothing is. Raises RuntimeError where there is no memory for it."""
         self._buffer.untyped_storage().resize_(self._buffer.numel())
 
-    _wanted_rows = staticmethod(wanted_rows)
-
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLost where none can be done any more."""
         return self.submit(plan)()
@@ -207,7 +205,7 @@ class ModelRunner:
         wanted, starts = None, batch.query_starts
         drawn: Order = range(len(chunks))
         if follows is None:
-            wanted, starts = self._wanted_rows(chunks, batch.query_starts, scored)
+            wanted, starts = wanted_rows(chunks, batch.query_starts, scored)
             drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
         sequences, drawn_ends, drawn_rows = company.sequences, ends, company.row_list
         if len(drawn) < len(chunks):

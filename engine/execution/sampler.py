@@ -42,13 +42,8 @@ _AHEAD = 16
 """Steps whose random numbers are made at once."""
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position)."""
-    return uniforms_at(_mix(seeds + _GOLDEN), positions)
-
-
 def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """The same, of seeds that are mixed already: those of a request stay the same in all its steps."""
+    """One number in [0, 1) for each (mixed seed, position). A request's mixed seed is the same in all of its steps."""
     z = _mix(mixed + positions * _GOLDEN)
     z >>= _11
     return np.multiply(z, 2.0**-53, dtype=np.float64)

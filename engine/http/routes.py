@@ -19,7 +19,7 @@ from engine.http.generate import STATE
 from engine.http.state import ASLEEP, not_running, unavailable
 from events.sources import encode_sources
 from prompts import RequestError, Tokenizer, bad_value
-from prompts.schemas import Message, TokenIdField, decode_json, parse_chat
+from prompts.schemas import TokenIdField, decode_json, parse_chat
 
 _JSON = "application/json"
 
@@ -101,19 +101,6 @@ class TokenizePrompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     model: str | None = None
     add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class TokenizeChat(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of /tokenize with messages: what /v1/chat/completions would encode."""
-
-    messages: list[Message]
-    model: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    tools: list[Message] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -196,11 +196,6 @@ class Leader:
         """Rank 0's part of a model."""
         return Shard(0, self._size, add_up, gather)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Of the followers, by rank."""
-        return [follower.process.pid for follower in self._followers]
-
     def load(self, config: EngineConfig, folder: Path) -> None:
         """Have the followers load a model, while the caller loads its own part."""
         self.tell(Load(config, str(folder)))

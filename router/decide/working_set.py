@@ -74,10 +74,6 @@ class WorkingSets:
         self._recount()
 
     # What is sent ------------------------------------------------------------------------------------------------
-    def follows(self, target: str) -> bool:
-        """Whether `sent` counts for the target: its capacity is known."""
-        return target in self._needs
-
     def sent(
         self,
         target: str,
@@ -149,12 +145,6 @@ class WorkingSets:
             over = max(others + tokens - need.capacity, 0) / tokens
             found.append(min(over, 1.0 - cached_share))
         return found
-
-    def need_tokens(self, target: str, now: float) -> int | None:
-        """Tokens that live there and were used before; None where the capacity is not known."""
-        self._expire(now)
-        need = self._needs.get(target)
-        return None if need is None else need.count * self._chunk_tokens
 
     def check_invariants(self) -> None:
         """Counts agree with what they count; times are in order."""

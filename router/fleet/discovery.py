@@ -92,11 +92,6 @@ class WorkerFacts:
     host_tokens: int | None = None
     shortest_first: bool = False
 
-    @property
-    def epochs(self) -> tuple[str | None, ...]:
-        """One a source; a change means the publisher restarted."""
-        return tuple(source.epoch for source in self.sources)
-
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One part of a host's name; with underscores, as containers have them."""

@@ -97,18 +97,12 @@ class Tally(Protocol):
     """How many prompts have each of the keys that `PrefixIndex.chunk_keys` gives. As a key stands for all of the prompt
     before it, those of a prompt that others have too are its first ones."""
 
-    def more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
-        """One prompt more at this moment, with its keys from number `start` on; how many of those were there."""
-
-    def less(self, keys: Sequence[int], start: int = 0) -> int:
-        """One less; how many are still there. Raises IndexError where there was none."""
-
     def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
         """One prompt more runs somewhere: counted here, among those `there`, and where none of those had a key yet, as
         one place more that has it; how many of its keys were there."""
 
     def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
-        """It runs no longer; how many of its keys are still there. Raises IndexError as `less` does."""
+        """It runs no longer; how many of its keys are still there. Raises IndexError where there was none."""
 
     def count(self, key: int) -> int:
         """How many prompts have it."""

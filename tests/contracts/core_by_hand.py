@@ -12,6 +12,7 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 
 
@@ -121,3 +122,10 @@ def make(names: str = "ab", config: CoreConfig | None = None, **changes: object)
 def sent_to(result: object) -> str:
     assert isinstance(result, Forward), result
     return result.decision.worker
+
+
+def needed(sets: WorkingSets, target: str, now: float) -> int | None:
+    """Tokens that live at the target and were used before. None where its capacity is not known."""
+    sets._expire(now)
+    need = sets._needs.get(target)
+    return None if need is None else need.count * sets._chunk_tokens

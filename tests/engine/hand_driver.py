@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,13 @@ class Driver:
         forward = self.runner._forward
 
         def recording(step: Any) -> torch.Tensor:
-            hidden = forward(step)
-            self.hidden = [hidden[step.starts[i] : step.starts[i + 1]].clone() for i in range(len(step.chunks))]
+            hidden = forward(replace(step, wanted=None) if all_rows else step)
+            starts = step.batch.query_starts if all_rows else step.starts
+            self.hidden = [hidden[starts[i] : starts[i + 1]].clone() for i in range(len(step.chunks))]
             self.forwarded = step.chunks
-            return hidden
+            return hidden[step.wanted] if all_rows and step.wanted is not None else hidden
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
-        if all_rows:
-            self.runner._wanted_rows = lambda _, starts, scored: (None, starts)  # type: ignore[method-assign]
 
     def sequence(self, token_ids: list[int], params: SamplingParams | None = None, name: str = "r") -> Sequence:
         request = Request(request_id=name, token_ids=token_ids, params=params or SamplingParams(temperature=0.0))

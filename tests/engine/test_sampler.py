@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.execution.block_tables import Seats
 from engine.execution.logprobs import read_logprobs, token_logprobs
-from engine.execution.sampler import Sampler, uniforms
+from engine.execution.sampler import _GOLDEN, Sampler, _mix, uniforms_at
 from engine.types import Chunk, Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
@@ -169,7 +169,8 @@ def test_unseeded_requests_differ():
 
 
 def test_uniforms_are_uniform():
-    u = uniforms(np.repeat(np.arange(200, dtype=np.uint64), 500), np.tile(np.arange(500, dtype=np.uint64), 200))
+    seeds = _mix(np.repeat(np.arange(200, dtype=np.uint64), 500) + _GOLDEN)
+    u = uniforms_at(seeds, np.tile(np.arange(500, dtype=np.uint64), 200))
     assert u.min() >= 0
     assert u.max() < 1
     assert np.abs(np.histogram(u, 50, (0, 1))[0] / 2000 - 1).max() < 0.15

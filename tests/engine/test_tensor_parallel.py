@@ -338,7 +338,8 @@ def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
     core = two_ranks(leader, folder, engine_config(folder))
     told: list[str] = []
     leader.watch(told.append)
-    (pid,) = leader.process_ids
+    (follower,) = leader._followers
+    pid = follower.process.pid
     core.add(Request(request_id="late", token_ids=[1, 2, 3], params=SamplingParams()), now=0.0)
     os.kill(pid, signal.SIGSTOP)  # it cannot answer, but takes the plan
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()

@@ -178,7 +178,7 @@ def test_a_worker_with_sources_is_followed_by_events() -> None:
     )
     assert facts.alive
     assert [s.endpoint for s in facts.sources] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
-    assert facts.epochs == ("e", "e")
+    assert [s.epoch for s in facts.sources] == ["e", "e"]
     spec = worker_spec(parse_worker_flag(url), facts)
     assert (spec.ranks, spec.cache_view, spec.cache_tokens) == (2, CacheView.EVENTS, 1600)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_by_hand import needed
 
 from prompts.routing import RoutingRequest, parse_routing
 from router.decide.config import CoreConfig, WorkingSetConfig
@@ -123,14 +124,14 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
     core = core_with(working_set=WorkingSetConfig(chunk_tokens=64))
-    shared, need = [7] * 640, core.book.working_sets.need_tokens
+    shared, sets = [7] * 640, core.book.working_sets
     for turn, name in enumerate("xyxy"):
         tail = [ord(name)] * (1280 + 64 * turn)
         worker = send(core, f"r{turn}", shared + tail, float(turn), session=name, worker="a")
     assert worker == "a"
-    assert need("a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
+    assert needed(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
     send(core, "end", shared + [ord("x")] * 1600, 5.0, session="x", worker="a", final=True)
-    assert need("a", 6.0) == 640 + 1280, "y's, and what both began with"
+    assert needed(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
 
 
 def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:

@@ -17,22 +17,24 @@ Order = tuple[bool, int, int]
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 120)), max_size=60), st.integers(0, 3))
 def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     index = make_index(seed=1)
-    tally, naive = index.tally(), NaiveTally()
-    held: list[tuple[list[int], int]] = []
+    native, naive = [index.tally() for _ in range(3)], [NaiveTally() for _ in range(3)]
+    tally = native[0]
+    held: list[list[int]] = []
     for now_s, (adds, conversation, chunks) in enumerate(orders):
         if adds or not held:
             keys = [conversation * 1_000_003 + i for i in range(chunks)]
-            held.append((keys, min(conversation, chunks)))
-            assert tally.more(*held[-1], now_s) == naive.more(*held[-1], now_s)
+            held.append(keys)
+            assert tally.enter(keys, *native[1:], now_s) == naive[0].enter(keys, *naive[1:], now_s)
         else:
-            keys, start = held.pop(conversation % len(held))
-            assert tally.less(keys, start) == naive.less(keys, start)
-        assert tally.leading(keys, least) == naive.leading(keys, least)
-        assert tally.counts() == naive.counts()
-        assert [tally.since_s(key) for key in keys] == [naive.since_s(key) for key in keys]
-    for keys, start in held:
-        tally.less(keys, start)
-    assert tally.counts() == {}
+            keys = held.pop(conversation % len(held))
+            assert tally.leave(keys, *native[1:]) == naive[0].leave(keys, *naive[1:])
+        for one, other in zip(native, naive):
+            assert one.leading(keys, least) == other.leading(keys, least)
+            assert one.counts() == other.counts()
+        assert [tally.since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
+    for keys in held:
+        tally.leave(keys, *native[1:])
+    assert [one.counts() for one in native] == [{}, {}, {}]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -55,9 +57,10 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
 
 
 def test_what_was_never_counted_cannot_be_taken() -> None:
-    tally = make_index(seed=1).tally()
-    assert tally.more([2**64 - 1, 0]) == 0
+    index = make_index(seed=1)
+    tally, there, places = index.tally(), index.tally(), index.tally()
+    assert tally.enter([2**64 - 1, 0], there, places, 0.0) == 0
     with pytest.raises(IndexError):
-        tally.less([7])
-    assert tally.counts() == {2**64 - 1: 1, 0: 1}
+        tally.leave([7], there, places)
+    assert tally.counts() == there.counts() == places.counts() == {2**64 - 1: 1, 0: 1}
     assert tally.count(7) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from core_by_hand import needed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         ids = prompt(path, tail)
         keys = INDEX.chunk_keys(ids, SCOPE, CHUNK)
         naive.expire(now)
-        assert sets.need_tokens(target, now) == naive.need(target)
+        assert needed(sets, target, now) == naive.need(target)
         if what == "send":
             sets.sent(target, keys, len(ids), now, cached_share=0.5)
             naive.send(target, ids, now)
@@ -93,7 +94,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         sets.check_invariants()
     sets.set_capacity("a", None)
     sets.check_invariants()
-    assert sets.need_tokens("a", now) is None
+    assert needed(sets, "a", now) is None
     assert sets.overflows(["a"], [0.0], [], 100) == [0.0]
 
 
@@ -168,6 +169,6 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
     sessions(core)
     core.remove_worker("a", 30.0)
     core.book.working_sets.check_invariants()
-    assert core.book.working_sets.need_tokens("a", 30.0) is None
+    assert needed(core.book.working_sets, "a", 30.0) is None
     core.worker_down("b", 31.0, "gone")
-    assert core.book.working_sets.need_tokens("b", 31.0) == 0
+    assert needed(core.book.working_sets, "b", 31.0) == 0

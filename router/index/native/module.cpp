@@ -396,8 +396,6 @@ NB_MODULE(_native, module) {
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
     nb::class_<Tally>(module, "Tally")
-        .def("more", &Tally::more, nb::arg("keys"), nb::arg("start") = 0, nb::arg("now_s") = 0.0)
-        .def("less", &Tally::less, nb::arg("keys"), nb::arg("start") = 0)
         .def("enter", &Tally::enter, nb::arg("keys"), nb::arg("there"), nb::arg("places"), nb::arg("now_s"))
         .def("leave", &Tally::leave, nb::arg("keys"), nb::arg("there"), nb::arg("places"))
         .def("count", &Tally::count, nb::arg("key"))

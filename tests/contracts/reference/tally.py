@@ -6,37 +6,35 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from router.index.protocol import Tally
-
 
 class NaiveTally:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._since_s: dict[int, float] = {}
 
-    def more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
+    def _more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
         there = sum(key in self._counts for key in keys[start:])
         self._since_s.update((key, now_s) for key in keys[start:] if key not in self._counts)
         self._counts.update(keys[start:])
         return there
 
-    def less(self, keys: Sequence[int], start: int = 0) -> int:
+    def _less(self, keys: Sequence[int], start: int = 0) -> int:
         if any(key not in self._counts for key in keys[start:]):
             raise IndexError("no prompt has this key")
         self._counts.subtract(keys[start:])
         self._counts = +self._counts
         return sum(key in self._counts for key in keys[start:])
 
-    def enter(self, keys: Sequence[int], there: Tally, places: Tally, now_s: float) -> int:
-        self.more(keys, now_s=now_s)
-        before = there.more(keys)
-        places.more(keys, before)
+    def enter(self, keys: Sequence[int], there: NaiveTally, places: NaiveTally, now_s: float) -> int:
+        self._more(keys, now_s=now_s)
+        before = there._more(keys)
+        places._more(keys, before)
         return before
 
-    def leave(self, keys: Sequence[int], there: Tally, places: Tally) -> int:
-        self.less(keys)
-        left = there.less(keys)
-        places.less(keys, left)
+    def leave(self, keys: Sequence[int], there: NaiveTally, places: NaiveTally) -> int:
+        self._less(keys)
+        left = there._less(keys)
+        places._less(keys, left)
         return left
 
     def count(self, key: int) -> int:
