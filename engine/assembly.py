@@ -78,7 +78,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         eos_token_ids = tokenizer.eos_token_ids
         unconstrained = executor.unconstrained or why_not(tokenizer)
         if unconstrained is None:
-            grammars = Grammars(partial(Words, tokenizer, executor.vocab_size), ends_in_time=config.whole_answers)
+            grammars = Grammars(partial(Words, tokenizer, executor.vocab_size))
         spec = executor.spec
         cache = KVCache(
             spec,

@@ -75,9 +75,6 @@ class EngineConfig:
     )
     generation_config: Annotated[Literal["auto", "vllm"], Flag(),
         "Default sampling parameters: auto takes the model's generation_config.json, vllm none."] = "auto"
-    whole_answers: Annotated[bool, Flag("--whole-answers/--no-whole-answers"),
-        "End answers that must match something before max_tokens cuts them, where there is a way "
-        "(docs/structured-output.md)."] = True
     attention_backend: Annotated[Backend | None, Flag(), "Kernels. [default: auto]"] = None
     num_threads: Annotated[Count, Flag(), "CPU threads of the step loop."] = 1
     """One a worker keeps workers on one machine out of each other's way."""

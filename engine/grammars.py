@@ -85,9 +85,8 @@ class Words:
 class Grammars:
     """Of one core. `close` it."""
 
-    def __init__(self, load: Callable[[], Words], *, ends_in_time: bool = True) -> None:
-        """`load`: makes the words, on the thread of these. `ends_in_time`: answers end before they are cut."""
-        self.ends_in_time = ends_in_time
+    def __init__(self, load: Callable[[], Words]) -> None:
+        """`load`: makes the words, on the thread of these."""
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load = load

@@ -305,7 +305,7 @@ class Scheduler:
             if not entry.reported:
                 self._report_prompt(entry, output)
             if len(tokens) >= entry.length_max or token in entry.stops:
-                self._finish(entry, token, output, index in result.ended)
+                self._finish(entry, token, output)
             outputs.append(output)
             if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
@@ -556,11 +556,11 @@ class Scheduler:
         del self._entries[entry.name]
         return SequenceOutput(request_id=entry.name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
-    def _finish(self, entry: RequestEntry, token: int, output: SequenceOutput, was_ended: bool) -> None:
+    def _finish(self, entry: RequestEntry, token: int, output: SequenceOutput) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
         if token in entry.stops and entry.seq.output_len >= params.min_tokens:
-            output.finish_reason = FinishReason.ENDED if was_ended else FinishReason.STOP
+            output.finish_reason = FinishReason.STOP
             if params.ignore_eos or token not in self.config.eos_token_ids:
                 output.stop_token_id = token
         elif len(entry.seq.token_ids) >= entry.length_max:

@@ -70,15 +70,8 @@ class FinishReason(str, enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
-    ENDED = "ended"
-    """Brought to an end token before its tokens were used up: its client is told `length`."""
     ABORT = "abort"
     ERROR = "error"
-
-    @property
-    def told(self) -> str:
-        """What an answer says."""
-        return str((FinishReason.LENGTH if self is FinishReason.ENDED else self).value)
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -280,5 +273,3 @@ class StepResult:
     """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""
     failed: dict[int, str] = field(default_factory=dict)
     """Chunk index -> why its answer cannot go on; its token means nothing."""
-    ended: set[int] = field(default_factory=set)
-    """Chunk indices of answers that are being brought to their end."""

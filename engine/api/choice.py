@@ -102,7 +102,7 @@ class Choice:
             text = self.detokenizer.push(spoken)
             if reason is not None:
                 text += self.detokenizer.flush()
-            return Piece(text, ids, logprobs, None if reason is None else reason.told, output.stop_token_id)
+            return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
         said = Said()
         for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
             text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
@@ -117,7 +117,7 @@ class Choice:
             if not ids:
                 self.speech.push(self.detokenizer.flush(), said, stops=False)
             self.speech.finish(said)
-        return self._piece(said, ids, logprobs, None if reason is None else reason.told, output.stop_token_id)
+        return self._piece(said, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
 
     def _piece(
         self,
@@ -134,7 +134,7 @@ class Choice:
 
     def _spoken(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
-        stopped = output.finish_reason in (FinishReason.STOP, FinishReason.ENDED)
+        stopped = output.finish_reason is FinishReason.STOP
         if stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
         return output.token_ids

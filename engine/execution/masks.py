@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.endings import LEFT_MAX, Endings, spare
 from engine.grammars import GrammarError, Grammars, story
 from engine.types import Constraint, Sequence
 from kernels.transfer import to_device
@@ -47,10 +46,6 @@ class _Follower:
     read: int = 0
     """Tokens of the answer that it has seen."""
     failed: str | None = None
-    way: list[int] = field(default_factory=list)
-    """To the end of the answer, once it is taken."""
-    was_ended: bool = False
-    """Whether there was anything else to say on that way."""
     thinks: bool | None = None
     """None: its first token will say."""
 
@@ -68,10 +63,6 @@ class Wanted:
     """Tokens of the answer that the matcher has not seen."""
     fed: bool
     """One more comes from the step before."""
-    left: int
-    """Tokens that the answer may still have."""
-    spare: int
-    """How many of them are kept beside the way to its end; negative: it need not end."""
     banned: list[int]
     """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
 
@@ -105,8 +96,6 @@ class Allowed:
     cpu: OnCpu | None
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
-    ended: set[int]
-    """Places of the rows that are brought to their answer's end."""
 
 
 class Masks:
@@ -120,9 +109,6 @@ class Masks:
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
         self._named = _Named(vocab_size)
-        self._endings_thread = ThreadPoolExecutor(1, "endings")
-        self._endings: Future[Endings] | None = None
-        """A part of a second of work, begun with the first constrained answer."""
         self._followers: dict[int, _Follower] = {}
 
     def forget(self, rows: Rows[int] | None = None) -> None:
@@ -141,10 +127,7 @@ class Masks:
         known = min(end, len(seq.token_ids))
         new = seq.token_ids[seq.prompt_len + follower.read : known]
         follower.read += len(new) + (end - known)
-        params = seq.request.params
-        most = params.max_tokens or 0
-        kept = spare(most) if most and not params.ignore_eos and not banned else -1
-        return Wanted(place, row, follower, new, known < end, most - (end - seq.prompt_len), kept, banned)
+        return Wanted(place, row, follower, new, known < end, banned)
 
     def begin(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Future[Allowed]:
         """Make the masks. `drawn`: row -> the token that the step before drew there; it may wait."""
@@ -165,7 +148,6 @@ class Masks:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        self._endings_thread.shutdown(wait=False, cancel_futures=True)
 
     # On the thread --------------------------------------------------------------------------------------------------
 
@@ -179,7 +161,6 @@ class Masks:
         bits = np.full((len(masked), -(-self._grammars.words.count // 32)), 0xFFFFFFFF, np.uint32)
         self._fill([(one.follower.matcher, at) for at, one in enumerate(masked) if _lives(one.follower)], bits)
         failed: dict[int, str] = {}
-        ended: set[int] = set()
         for at, one in enumerate(masked):
             follower = one.follower
             if follower.failed is None and follower.matcher is not None and follower.matcher.is_error():
@@ -190,47 +171,11 @@ class Masks:
                 continue
             if one.banned:
                 _ban(bits[at], one.banned)
-            self._end_in_time(one, bits[at])
-            if follower.was_ended:
-                ended.add(one.place)
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
         places = [one.place for one in masked]
         cpu = self._named.on_cpu(places, bits) if self._device.type == "cpu" else None
-        return Allowed(places, bits, cpu, failed, ended)
-
-    def _end_in_time(self, one: Wanted, bits: Words) -> None:
-        """Where the way to the answer's end needs all that is left but what is spared, it is taken."""
-        follower = one.follower
-        if (
-            not self._grammars.ends_in_time
-            or one.spare < 0
-            or one.left > LEFT_MAX
-            or follower.matcher is None
-            or follower.matcher.is_stopped()
-        ):
-            return
-        if follower.thinks is None and follower.constraint.opens is not None:
-            return
-        if not follower.way:
-            assert self._endings is not None
-            way = self._endings.result().way(follower.matcher, one.left)
-            if way is None or one.left > len(way) + one.spare:
-                return
-            follower.way = way
-        token = follower.way.pop(0)
-        follower.was_ended = follower.was_ended or not self._must_come(follower.matcher, token, bits)
-        bits[:] = 0
-        _set(bits, token)
-
-    def _must_come(self, matcher: LLMatcher, token: int, bits: Words) -> bool:
-        """Whether the answer can say nothing but this, in whatever tokens."""
-        words = self._grammars.words
-        if token not in words.ends:
-            return matcher.compute_ff_bytes().startswith(words.tokens.decode_bytes([token]))
-        others = bits.copy()
-        _unset(others, words.ends)
-        return not others.any()
+        return Allowed(places, bits, cpu, failed)
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""
@@ -247,8 +192,6 @@ class Masks:
         if follower.matcher is None:
             try:
                 follower.matcher = self._grammars.matcher(constraint.lark)
-                if self._endings is None and self._grammars.ends_in_time:
-                    self._endings = self._endings_thread.submit(Endings, self._grammars.words)
             except GrammarError as error:
                 follower.failed = str(error)
                 return True

@@ -376,9 +376,7 @@ class ModelRunner:
             else:
                 for i, token in zip(step.drawn, tokens, strict=True):
                     result.sampled[order[i]] = token
-            failed, ended = self._sampler.told(step.draft)
-            result.failed = {order[step.drawn[i]]: why for i, why in failed.items()}
-            result.ended = {order[step.drawn[i]] for i in ended}
+            result.failed = {order[step.drawn[i]]: why for i, why in self._sampler.failed(step.draft).items()}
             if rows := step.draft.batch.logprobs:
                 entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
                 result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}

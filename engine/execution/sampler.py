@@ -196,12 +196,9 @@ class Sampler:
             assert self._masks is not None
             draft.allowed = self._masks.begin(draft.wanted, drawn)
 
-    def told(self, draft: Draft) -> tuple[dict[int, str], set[int]]:
-        """After `sample`: row -> why its answer cannot go on; rows whose answers are being brought to their end."""
-        if draft.allowed is None:
-            return {}, set()
-        allowed = draft.allowed.result()
-        return allowed.failed, allowed.ended
+    def failed(self, draft: Draft) -> dict[int, str]:
+        """After `sample`: row -> why its answer cannot go on."""
+        return {} if draft.allowed is None else draft.allowed.result().failed
 
     def sample(self, logits: Tensor, draft: Draft) -> tuple[Tensor, list[Tensor]]:
         """(the next token of each row, [rows] int64; `token_logprobs` of the rows `draft.batch.logprobs`).
