@@ -7,7 +7,7 @@ annotated with its type, its range and one line of help; what else is annotated 
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
     core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.beta_scale
 
-A field without help is not for users.
+Only a section may have no help: then it is set by its fields, not as a whole.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def check(config: Any, prefix: str = "") -> None:
         value = getattr(config, member.name)
         if member.is_section:
             check(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
-        elif member.help and value is not None:
+        elif value is not None:
             option = Option(prefix + member.name, member, None)
             option.read(option.label, value)
 

@@ -1,1 +1,1 @@
-"""The program `router run`: its routes, pages, processes and command line, built from the rooms below."""
+"""The program `router run`: its routes, pages, process and command line, built from the rooms below."""
