@@ -15,8 +15,7 @@ events; on a CPU what of a step is neither the model nor a draw.
 `--device meta` has tensors without data and an imagined device that takes `--device-ms` for a step, one after the
 other. All that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and
 copies; the parts are CPU time, exposed is a step's time less the device's. Operations whose shapes torch finds in
-Python code (50 us a call, where a GPU's dispatch is C++) are dispatched on one element of a CPU tensor. What comes
-after a step (`after`) is what two processes do with its tokens: encoding them for the socket, and making text of them.
+Python code (50 us a call, where a GPU's dispatch is C++) are dispatched on one element of a CPU tensor.
 """
 
 from __future__ import annotations
@@ -32,25 +31,19 @@ from collections.abc import Callable
 from typing import Any
 
 import _path  # noqa: F401
-import msgspec
 import torch
 from device_timing import machine, synchronize
 from harness.figures import write_json
-from throughput import Engine, engine_arguments
+from throughput import Engine, engine_arguments, pair
 from throughput_shapes import SHAPES
 
-from engine.api.choice import new_choice
-from engine.api.detokenizer import DetokenizerFactory
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution import runner as runner_module
 from engine.execution.decode_graphs import CudaCapture
-from engine.loading import model_folder
-from engine.messages import Outputs
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import DecodedTokens, Request, SamplingParams, SequenceOutput
+from engine.types import Request, SamplingParams
 from kernels.transfer import to_host
-from prompts import Tokenizer
 
 CASES = ("256x1024", "256x8192", "256x32768", "64x4096", "64x4096p", "256x1024p")
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -280,28 +273,6 @@ def requests(count: int, context: int, vocabulary: int, penalties: bool, block_s
     ]
 
 
-def after_ms(outputs: list[SequenceOutput], rounds: int) -> dict[str, float]:
-    """What is done with a step's tokens after it, in the core's process and in that of HTTP."""
-    tokenizer = Tokenizer.load(model_folder(None)[1])
-    factory, encoder = DetokenizerFactory(tokenizer.hf), msgspec.msgpack.Encoder()
-    known = tokenizer.hf.get_vocab_size()
-    decoded = DecodedTokens([o.request_id for o in outputs], [o.token_ids[0] for o in outputs])
-    outputs = [msgspec.structs.replace(o, token_ids=[t % known for t in o.token_ids]) for o in outputs]
-    params = SamplingParams(max_tokens=None)
-    choices = {o.request_id: new_choice(0, params, factory, keep=False) for o in outputs}
-    samples = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        encoder.encode(Outputs([], decoded=decoded))
-        encoded = time.perf_counter()
-        for output in outputs:
-            choices[output.request_id].push(output)
-        samples.append((encoded - start, time.perf_counter() - encoded))
-    return {
-        "encode": statistics.median(s[0] for s in samples) * 1e3, "text": statistics.median(s[1] for s in samples) * 1e3
-    }  # fmt: skip
-
-
 def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     penalties, (count, context) = case.endswith("p"), pair(case.removesuffix("p"))
     tokens = context + count * (options.rounds + WARM_UP_STEPS + 3 * options.block_size)
@@ -339,8 +310,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     gc.freeze()  # as the core's process does
     walls, exposed = timed(engine, core, options.rounds)
     parts = watch(engine, core)
-    outputs: list[SequenceOutput] = []
-    watched, _ = timed(engine, core, options.rounds, outputs, parts)
+    watched, _ = timed(engine, core, options.rounds, parts)
     gc.unfreeze()
     runner_module.to_host = to_host
     per_step = parts.medians_ms()
@@ -357,7 +327,6 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     return {
         "case": case, "step_ms": step_ms, "exposed_ms": statistics.median(exposed), "host_ms": sum(host.values()),
         "watched_step_ms": statistics.median(watched), "parts_ms": per_step,
-        "after_ms": after_ms(outputs[-count:], options.rounds),
     }  # fmt: skip
 
 
@@ -365,7 +334,6 @@ def timed(
     engine: HostEngine,
     core: EngineCore,
     rounds: int,
-    outputs: list[SequenceOutput] | None = None,
     parts: Parts | None = None,
 ) -> tuple[list[float], list[float]]:
     """(milliseconds of each step, of each of the device's gaps)."""
@@ -373,18 +341,11 @@ def timed(
     walls = []
     for _ in range(rounds):
         start = time.perf_counter()
-        found = core.step(0.0)
+        core.step(0.0)
         walls.append((time.perf_counter() - start) * 1e3)
-        if outputs is not None:
-            outputs += found
         if parts is not None:
             parts.step()
     return walls, engine.gaps.exposed_ms() if engine.device.type == "cuda" else []
-
-
-def pair(text: str) -> tuple[int, int]:
-    count, _, context = text.partition("x")
-    return int(count), int(context)
 
 
 def parse() -> argparse.Namespace:
@@ -408,9 +369,8 @@ def main() -> None:
         report["cases"].append(found)
         write_json(options.json, report)
         parts = " ".join(f"{name} {ms:.2f}" for name, ms in sorted(found["parts_ms"].items(), key=lambda p: -p[1]))
-        after = " ".join(f"{name} {ms:.2f}" for name, ms in found["after_ms"].items())
         print(f"{case:<12} step {found['step_ms']:8.2f} ms, exposed {found['exposed_ms']:7.2f}, host "
-              f"{found['host_ms']:6.2f}: {parts}; after: {after}", flush=True)  # fmt: skip
+              f"{found['host_ms']:6.2f}: {parts}", flush=True)  # fmt: skip
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
