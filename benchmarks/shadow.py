@@ -8,8 +8,8 @@ beside what the same fleet did under `router run`. The fleet's step times are no
     benchmarks/shadow.py                                  # generated tool use and chats, half a minute
     benchmarks/shadow.py --trace claude_code_agentic.jsonl.gz --limit 3000 --json shadow.json
 
-With `--live` four simulated engines (`engine serve --simulate`) stand behind a round robin balancer, `router shadow`
-before it; then the same clients ask `router run`.
+With `--live` three simulated engines (`engine serve --simulate`) stand behind a round robin balancer, and `router
+shadow` gets copies of its requests; then the same clients ask `router run`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--policy", action="append", help="of today (default: round_robin and least_requests)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--live", choices=["header", "events", "mirror"], help="a live simulated fleet, fed this way")
+    parser.add_argument("--live", action="store_true", help="a live simulated fleet instead")
     parser.add_argument("--closed", action="store_true", help="--live: ten users who hold six talks each")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
@@ -64,11 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     host = machine()
     print(in_words(host))
-    if arguments.live is None:
+    if not arguments.live:
         rows = simulated(arguments)
     else:
         closed = {"users": 10, "span_s": 2.0, "talks": 6} if arguments.closed else {}
-        rows = measure(Traffic(seed=arguments.seed, **closed), feed=arguments.live)
+        rows = measure(Traffic(seed=arguments.seed, **closed))
     print(markdown(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 

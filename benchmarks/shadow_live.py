@@ -1,4 +1,4 @@
-"""The live part of benchmarks/shadow.py: a simulated fleet under round robin, `router shadow` before it; then the same
+"""The live part of benchmarks/shadow.py: a simulated fleet under round robin, copies for `router shadow`; then the same
 clients before `router run`."""
 
 from __future__ import annotations
@@ -44,31 +44,25 @@ class Traffic:
     seed: int = 0
 
 
-def measure(traffic: Traffic, *, feed: str) -> dict[str, dict[str, Any]]:
-    """what -> predicted, measured, error. `feed`: `header` or `events` (how the worker is known that a request was
-    passed to), `mirror` (copies, as a balancer sends them)."""
+def measure(traffic: Traffic) -> dict[str, dict[str, Any]]:
+    """what -> predicted, measured, error."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = folder / "report.json"
-        with fleet(traffic, folder / "today") as urls:
-            hidden = ["--set", "cache_headers=false"] if feed != "header" else []
-            balancer = router(folder / "balancer.log", "run", "--policy", "round_robin", *hidden, *urls)
-            with balancer:
-                to = balancer.await_line()
-                more = [] if feed == "mirror" else ["--pass-to", to]
-                given = ["--report", str(report), "--warm-share", "0", *more, *urls]
-                shadow = router(folder / "shadow.log", "shadow", *given)
-                with shadow:
-                    at = shadow.await_line()
-                    await_up(at, traffic.workers)
-                    await_up(to, traffic.workers)
-                    if feed == "mirror":
-                        today = asyncio.run(play(to, traffic, copies=at))
-                    else:
-                        today = asyncio.run(play(at, traffic))
-                    asyncio.run(asyncio.sleep(2.0))
-                if not report.exists():
-                    raise RuntimeError(f"no report:\n{shadow.text()[-3000:]}")
+        with (
+            fleet(traffic, folder / "today") as urls,
+            router(folder / "balancer.log", "run", "--policy", "round_robin", *urls) as balancer,
+        ):
+            to = balancer.await_line()
+            shadow = router(folder / "shadow.log", "shadow", "--report", str(report), "--warm-share", "0", *urls)
+            with shadow:
+                at = shadow.await_line()
+                await_up(at, traffic.workers)
+                await_up(to, traffic.workers)
+                today = asyncio.run(play(to, traffic, copies=at))
+                asyncio.run(asyncio.sleep(5.0))  # what all had cached before is placed after some seconds
+            if not report.exists():
+                raise RuntimeError(f"no report:\n{shadow.text()[-3000:]}")
         with fleet(traffic, folder / "after") as urls, router(folder / "run.log", "run", *urls) as after:
             url = after.await_line()
             await_up(url, traffic.workers)

@@ -102,13 +102,13 @@ def epp(urls: tuple[str, ...], **given: Any) -> None:
 
 SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.
 
-Follows the workers' caches as `router run` does, and is fed in one of three ways: copies of requests (nginx' `mirror`,
-Envoy's `request_mirror_policies`), which get 204; all requests, with --pass-to, unchanged to the balancer and back;
-or a file of bodies, with --log. Says what was lost, by whose doing, and what `router run` would have given: on
-/shadow, /shadow/report, and as the file of --report. Takes the flags of `router run`.
+Follows the workers' caches as `router run` does, and is fed in one of two ways: copies of requests (nginx' `mirror`,
+Envoy's `request_mirror_policies`), which get 204; or a file of bodies, with --log. Says what was lost, by whose doing,
+and what `router run` would have given: on /shadow, /shadow/report, and as the file of --report. Takes the flags of
+`router run`.
 
 \b
-  router shadow http://gpu1:8000 http://gpu2:8000 --pass-to http://balancer --report shadow.html
+  router shadow http://gpu1:8000 http://gpu2:8000 --port 8090 --report shadow.html
   router shadow http://gpu1:8000 http://gpu2:8000 --log bodies.jsonl --report shadow.html
 """
 

@@ -198,8 +198,6 @@ class ShadowProcessConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         if self.reuse_port:
             raise ConfigError("--reuse-port: not for `router shadow`, which decides nothing")
-        if self.shadow.balancer is not None and self.shadow.log is not None:
-            raise ConfigError("--pass-to and --log: expected one of them")
         if self.core.queue.fair:
             raise ConfigError("--fair: not for `router shadow`, which holds nothing")
 

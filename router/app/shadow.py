@@ -30,11 +30,9 @@ from router.app.reading import Asked
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
 from router.edge.exchange import Exchange
-from router.edge.pass_through import Mirrored, Passed
-from router.edge.upstream import Endpoint
+from router.edge.mirrored import Mirrored
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
-from router.http.response import ResponseHead
 from router.http.routes import Answer
 from router.prompting.reader import PromptRead
 from router.shadow.log import read
@@ -44,7 +42,6 @@ from router.shadow.what_if import Comparison, compare
 
 log = logging.getLogger("router")
 
-WORKER_HEADERS = (b"x-blockcast-worker", b"x-upstream", b"x-served-by")
 SLICE_S: Final = 10.0
 """Of the report's course of time."""
 NEW_MIN: Final = 20
@@ -52,7 +49,7 @@ NEW_MIN: Final = 20
 
 
 class ShadowApp(RouterApp):
-    """Takes whatever the balancer may know what to do with."""
+    """Takes copies of whatever the balancer may know what to do with."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         return connection.peer if request.path.startswith("/v1/") else super().admit(connection, request)
@@ -68,19 +65,21 @@ class ShadowApp(RouterApp):
             except RequestError:
                 pass  # whoever answers it will say so
         work = connection.work
-        exchange = work if isinstance(work, Passed) else self._open(connection, request, connection.party)
-        assert isinstance(exchange, Passed)
-        exchange.pass_on()
+        exchange = work if isinstance(work, Mirrored) else self._open(connection, request, connection.party)
+        assert isinstance(exchange, Mirrored)
+        exchange.answer()
 
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
-        assert isinstance(exchange, Passed)
-        exchange.asked = asked
-        super()._place(exchange, tenant, asked, read)
+        assert isinstance(exchange, Mirrored)
+        self._metrics.tokenize_s.observe(read.seconds)
+        route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)
+        exchange.price(asked, route)
+        self._reading.keep(asked, read, route)
+        exchange.answer()
 
     def _reject(self, exchange: Exchange, error: RequestError) -> None:
-        assert isinstance(exchange, Passed)
-        if not exchange.done:
-            exchange.pass_on()
+        assert isinstance(exchange, Mirrored)
+        exchange.answer()
 
 
 class ShadowProcess(RouterProcess):
@@ -88,20 +87,13 @@ class ShadowProcess(RouterProcess):
 
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:
         self._would = config.core
-        """What `router run` would be told. Here nothing is learned as requests pass: the books follow them too late. It
-        is learned from the window instead."""
+        """What `router run` would be told. Here nothing is learned as requests pass: no answer comes by. It is learned
+        from the window instead."""
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
         super().__init__(replace(config, core=core, turns=replace(config.turns, share=1.0)), version)
         self._shadow = config.shadow
-        balancer = config.shadow.balancer
-        proxy = self._proxy
-        proxy.upstream = None if balancer is None else Endpoint.parse(balancer)
-        proxy.worker_authorization = None  # the client's is passed on
-        proxy.continues = proxy.tells_cache = False
-        self._headers = [name.lower().encode() for name in config.shadow.worker_headers] or list(WORKER_HEADERS)
-        proxy.served_by = self._served_by
         self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
-        proxy.on_end.append(self._recorder.ended)
+        self._proxy.on_end.append(self._recorder.ended)
         self._found: Comparison | None = None
         self._told: str | None = None
         """Why there is no comparison."""
@@ -125,10 +117,9 @@ class ShadowProcess(RouterProcess):
         self._write()
 
     def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
-        kind = Passed if self._shadow.balancer is not None else Mirrored
         return ShadowApp(
             self._proxy, self._reading, self._tenants, self._metrics, self._config.edge, self._admin.routes,
-            guard=guard, reasons=self._reasons, kind=kind,
+            guard=guard, reasons=self._reasons, kind=Mirrored,
         )  # fmt: skip
 
     def _start_fleet(self) -> None:
@@ -182,17 +173,6 @@ class ShadowProcess(RouterProcess):
         now = self._now()
         self._guarded("shadow", self._recorder.look, now)
         self._guarded("shadow", self._beat_shadow, now)
-
-    def _served_by(self, head: ResponseHead) -> str | None:
-        """A worker's id, or where it listens."""
-        for name in self._headers:
-            value = head.headers.get(name)
-            if value is None:
-                continue
-            found = self._named(value.decode("latin-1").rpartition(",")[2].strip())  # nginx names all that were tried
-            if found is not None:
-                return found
-        return None
 
     def _named(self, text: str) -> str | None:
         """Its id, from itself, HOST:PORT or a URL."""
@@ -259,13 +239,11 @@ class ShadowProcess(RouterProcess):
             version=self._version,
             since=self._since,
             until=time.time(),
-            balancer=self._shadow.balancer,
             requests=dict(self._recorder.counts),
             comparison=self._found,
             problem=self._told,
             tokens=dict(self._metrics.turn_tokens),
             turns=dict(self._metrics.turns),
-            reused=dict(self._metrics.reused_tokens),
             course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
             workers=self._recorder.engines(),
             seen=len(self._recorder.seen),

@@ -10,7 +10,6 @@ from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.upstream import Endpoint, UpstreamPool
-from router.http.response import ResponseHead
 
 log = logging.getLogger("router")
 
@@ -47,10 +46,6 @@ class Carrier:
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.continues = True
         """Streams whose worker dies go on at another one."""
-        self.upstream: Endpoint | None = None
-        """Where all requests go, whatever was decided: `router shadow`. None: to their workers."""
-        self.served_by: Callable[[ResponseHead], str | None] = lambda head: None
-        """The worker that an answer of the upstream names."""
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
         """Where a worker listens; None where it is known no more."""

@@ -119,8 +119,6 @@ class Proxy(Carrier):
                 self.metrics.crashed("listener", error)
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
-        if self.upstream is not None:
-            return self.upstream
         worker = self.core.workers.get(worker_id)
         if worker is None or not worker.spec.url:
             return None

@@ -138,15 +138,13 @@ class Reasons:
         block = self._block(decision)
         return shown(self.ledger.explain(prompt, decision, block, gone, self._facts, now, time.time()))
 
-    def note(
-        self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
-    ) -> None:
-        """A request that ended elsewhere, as it was priced at its arrival."""
+    def note(self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision) -> None:
+        """A request that went elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
         comparison = Comparison(read, Sampling(is_compared=True, is_sampled=True, unknown_before=False))
         gone = self._gone(route.token_ids, route, decision)
-        comparison.ended = usage, said, self._proxy.now(), False
+        comparison.ended = None, 0, self._proxy.now(), False
         self._compare(None, comparison, name, route, decision, gone)
 
     def _sampling(self, read: ReadTurn) -> Sampling:
@@ -168,7 +166,7 @@ class Reasons:
     def _first_byte(self, exchange: Exchange) -> None:
         route, decision, found = exchange.route, exchange.decision, exchange.looked
         if route is None or decision is None or not exchange.in_core or route.token_ids is None:
-            return  # its prompt was not read, or it was priced and placed by another (router/shadow)
+            return  # its prompt was not read, or the core has forgotten it
         try:
             prompt = self._core.book.asked(route.request_id)
             gone = self._gone(route.token_ids if prompt is None else prompt.ids, route, decision)

@@ -1,4 +1,4 @@
-"""What `router shadow` keeps of each request: blocks, times, who answered, as the answer told or a cache that grew.
+"""What `router shadow` keeps of each request: blocks, times, who answered, as a cache that grew tells.
 
 Owns the window of requests that are compared. Refuses to know where requests come from and what is made of them.
 Invariant: `seen` is in the order of arrival, each request with a worker; what could not be placed is counted.
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import msgspec
 import xxhash
 
 from prompts.segments import ID_TYPE
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, ReportedUsage, RouteRequest
-from router.edge.pass_through import MIRRORED, Passed, as_priced, nowhere
+from router.decide.messages import Decision, RouteRequest
+from router.edge.mirrored import MIRRORED, Mirrored
 from router.shadow.config import ShadowConfig
 from router.shadow.log import Line
 from router.shadow.seen import Links, Seen
@@ -34,7 +35,7 @@ LOOK_S, LOOK_SHARE = 0.02, 0.1
 SETTLED_S = 3.0
 """After which no cache will grow by a copied request's prompt that has not."""
 
-Note = Callable[[str, Any, RouteRequest, Decision, ReportedUsage | None, int], None]
+Note = Callable[[str, Any, RouteRequest, Decision], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,14 +45,12 @@ class Open:
     seen: Seen
     route: RouteRequest
     priced: Decision
-    exchange: Passed
+    exchange: Mirrored
     goal: int
     """Tokens that its worker's cache will have of it."""
     held: dict[str, int]
     """target -> tokens of it that it had at the arrival."""
     next_s: float
-    ended: bool
-    """Its answer came by here: what it says counts, not when the cache grew."""
 
 
 @dataclass(slots=True)
@@ -62,7 +61,7 @@ class Recorder:
     config: ShadowConfig
     now: Callable[[], float]
     note: Note
-    """Told of each request that was placed by events, as it was priced, for the reasons of its miss."""
+    """Told of each copy that was placed, as it was priced, for the reasons of its miss."""
     seen: list[Seen] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """placed, unplaced, unread, failed, dropped from the window."""
@@ -74,27 +73,23 @@ class Recorder:
     _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
     """serial -> (tokens, digest) of a prompt."""
 
-    def ended(self, exchange: Passed) -> None:
-        """Its answer is whole; or it was a copy."""
-        route, priced, outcome = exchange.route, exchange.priced, exchange.outcome
+    def ended(self, exchange: Mirrored) -> None:
+        """A copy was answered."""
+        route, priced = exchange.route, exchange.decision
         if route is None or route.token_ids is None or priced is None:
             self.counts["unread"] += 1
             return
-        if outcome not in ("status_200", MIRRORED):
+        if exchange.outcome != MIRRORED:
             self.counts["failed"] += 1
             return
-        seen = self._seen(exchange, route)
+        seen = self._asked(route, exchange.started_s)
         held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
         self._gone_on(seen.after, held)
-        decision = exchange.decision
-        if exchange.placed and decision is not None:
-            self._place(seen, decision, exchange.usage)
-        elif len(self._open) >= OPEN_MAX:
+        if len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
         else:
             goal = (route.prompt_tokens - 1) // self.block * self.block
-            ended = outcome != MIRRORED
-            self._open[seen.serial] = Open(seen, route, priced, exchange, goal, held, self.now(), ended)
+            self._open[seen.serial] = Open(seen, route, priced, exchange, goal, held, self.now())
 
     def look(self, now: float) -> None:
         """Find out where open requests went. Call every tick."""
@@ -104,7 +99,7 @@ class Recorder:
                 continue
             matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
             worker = self._grown(one, {name: matches.get(target.holder, 0) for name, target in targets.items()})
-            holder = self._holder(one) if not one.ended and now - one.seen.at_s > SETTLED_S else None
+            holder = self._holder(one) if now - one.seen.at_s > SETTLED_S else None
             if worker is not None:
                 self._found(one, worker, now)
             elif holder is not None:
@@ -156,15 +151,12 @@ class Recorder:
 
     def _grown(self, one: Open, held: Mapping[str, int]) -> str | None:
         """The worker whose cache has the whole prompt, `held` tokens of it, and had less; of several the one that grew
-        most. Where all was cached before: the one that had as much as the answer says."""
+        most."""
         found = []
-        usage = one.exchange.usage
         for target in self.core.tracker.targets.values():
             had, has = one.held.get(target.name, 0), min(held.get(target.name, 0), one.route.prompt_tokens)
             if one.goal and has >= one.goal > had:
                 found.append((has - had, target.worker_id))
-            elif had >= one.goal and usage is not None and usage.cached_tokens == had:
-                found.append((0, target.worker_id))
         if not found:
             return None
         most = max(grown for grown, _ in found)
@@ -180,23 +172,13 @@ class Recorder:
         return workers.pop() if len(workers) == 1 else None
 
     def _found(self, one: Open, worker: str, now: float) -> None:
-        decision = nowhere(one.route.request_id)
-        decision.worker, decision.prompt_tokens = worker, one.route.prompt_tokens
-        if not as_priced(decision, one.priced):
+        decision = decision_at(worker, one.priced)
+        if decision is None:
             self.counts["unplaced"] += 1
             return
-        seen, usage = one.seen, one.exchange.usage
-        if not one.ended:
-            seen.first_s = now
-        self._place(seen, decision, usage)
-        name = one.exchange.trace_id.decode("latin-1")
-        self.note(name, one.exchange.asked, one.route, decision, usage, seen.output_tokens or 0)
-
-    def _place(self, seen: Seen, decision: Decision, usage: ReportedUsage | None) -> None:
-        seen.worker = decision.worker
-        told = None if usage is None else usage.cached_tokens
-        seen.cached_tokens = decision.predicted_cached_tokens if told is None else told
-        self._keep(seen)
+        one.seen.worker, one.seen.first_s, one.seen.cached_tokens = worker, now, decision.predicted_cached_tokens
+        self._keep(one.seen)
+        self.note(one.exchange.trace_id.decode("latin-1"), one.exchange.asked, one.route, decision)
 
     def _keep(self, seen: Seen) -> None:
         insort(self.seen, seen, key=lambda one: one.at_s)
@@ -227,18 +209,27 @@ class Recorder:
             self._ends.popitem(last=False)
         return seen
 
-    def _seen(self, exchange: Passed, route: RouteRequest) -> Seen:
-        seen, usage = self._asked(route, exchange.started_s), exchange.usage
-        if exchange.outcome != MIRRORED:
-            seen.end_s = self.now()
-            seen.first_s = exchange.first_byte_s if route.stream else None
-            seen.output_tokens = None if usage is None else usage.completion_tokens
-            if seen.output_tokens is None and route.stream:
-                seen.output_tokens = exchange.progress.reads
-        return seen
-
     def _begins(self, tokens: array[int], earlier: int) -> bool:
         known = self._ends.get(earlier)
         if known is None or known[0] >= len(tokens):
             return False
         return xxhash.xxh3_64_intdigest(memoryview(tokens)[: known[0]].tobytes()) == known[1]
+
+
+def decision_at(worker: str, priced: Decision) -> Decision | None:
+    """Return the decision that sends a request to `worker` on the terms of its arrival; None where the worker was no
+    candidate. Of several ranks the one counts that has most of the prompt cached."""
+    own = [terms for terms in priced.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
+    if not own:
+        return None
+    terms, most = (max(some, key=lambda one: one.cached_tokens) for some in (own, priced.candidates))
+    return msgspec.structs.replace(
+        priced,
+        worker=worker,
+        rank=None,
+        attempt=0,
+        terms=terms,
+        predicted_cached_tokens=terms.cached_tokens,
+        predicted_ttft_s=terms.ttft_s,
+        best=most if most.cached_tokens > terms.cached_tokens else None,
+    )

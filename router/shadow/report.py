@@ -35,7 +35,6 @@ class Findings(msgspec.Struct):
     since: float
     """Wall clock."""
     until: float
-    balancer: str | None
     requests: dict[str, int]
     comparison: Comparison | None
     problem: str | None
@@ -43,8 +42,6 @@ class Findings(msgspec.Struct):
     tokens: dict[str, int]
     """reason -> prompt tokens that had to be computed."""
     turns: dict[str, int]
-    reused: dict[str, int]
-    """prompt, best, chosen, reported: tokens of the requests whose worker said what it reused."""
     course: list[tuple[float, dict[str, int]]]
     """(seconds, `tokens` by then)."""
     workers: list[Engine]
@@ -87,12 +84,11 @@ def page(report: Findings) -> bytes:
 
 def _head(report: Findings) -> str:
     clock = f"{_clock(report.since)} to {_clock(report.until)} UTC"
-    where = f"passed to {escape(report.balancer)}" if report.balancer else "copies"
     counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>router shadow</title><style>{STYLE}</style><h1>What today's placement loses</h1>"
-        f"<p>{clock}; {where}; requests: {counts or 'none yet'}. router {escape(report.version)}</p>"
+        f"<p>{clock}; requests: {counts or 'none yet'}. router {escape(report.version)}</p>"
     )
 
 
@@ -134,16 +130,9 @@ def _lost(report: Findings) -> str:
          f"{report.turns.get(reason, 0):,}")
         for reason, tokens in sorted(report.tokens.items(), key=lambda pair: -pair[1])
     ]  # fmt: skip
-    prompt = report.reused.get("prompt", 0)
-    reused = [
-        (name, f"{report.reused.get(key, 0):,}", f"{report.reused.get(key, 0) / prompt:.1%}")
-        for key, name in (("best", "the best worker had"), ("chosen", "its worker had"), ("reported", "was reused"))
-        if prompt
-    ]
     return (
         "<h2>Why prompts were computed</h2>" + ("" if report.tokens else PLAYED)
         + _table(("whose doing", "tokens", "prefill"), rows)
-        + (_table((f"of {prompt:,} prompt tokens", "tokens", "share"), reused) if reused else "")
         + (_table(("reason", "whose doing", "tokens", "requests"), reasons) if reasons else "")
     )  # fmt: skip
 

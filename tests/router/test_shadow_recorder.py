@@ -8,7 +8,7 @@ from typing import Any
 from core_by_hand import make, request
 
 from router.decide.messages import Decision
-from router.edge.pass_through import MIRRORED
+from router.edge.mirrored import MIRRORED
 from router.shadow.config import ShadowConfig
 from router.shadow.recorder import Recorder
 
@@ -26,8 +26,7 @@ class Copies:
         priced = self.core.explain(route, self.at)
         assert isinstance(priced, Decision)
         exchange: Any = SimpleNamespace(
-            route=route, priced=priced, outcome=MIRRORED, decision=None, placed=False, usage=None, asked=None,
-            started_s=self.at, trace_id=name.encode(),
+            route=route, decision=priced, outcome=MIRRORED, asked=None, started_s=self.at, trace_id=name.encode(),
         )  # fmt: skip
         self.recorder.ended(exchange)
 
