@@ -42,7 +42,8 @@ Trace = list[list[int]]
 
 
 class Cache(Protocol):
-    evicted: int
+    refused: int
+    """Prompts that were longer than the whole cache, where it refuses some."""
 
     def serve(self, names: list[int]) -> int:
         """Serve a prompt; how many of its leading blocks were found."""
@@ -56,7 +57,7 @@ class Lru:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.evicted = 0
+        self.refused = 0
         self.blocks: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, names: list[int]) -> int:
@@ -66,7 +67,6 @@ class Lru:
             self.blocks.move_to_end(name)
         while len(self.blocks) > self.capacity:
             self.blocks.popitem(last=False)
-            self.evicted += 1
         return found
 
 
@@ -85,7 +85,7 @@ class Ours:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.evicted = 0
+        self.refused = 0
         self.nodes: dict[int, Node] = {}
         self.order: Adaptive[Node] = Adaptive(capacity, BLOCK)
 
@@ -125,7 +125,6 @@ class Ours:
         if parent is not None:
             parent.branches -= 1
         self.order.gone(leaf, None if parent is None or parent.branches else parent)
-        self.evicted += 1
 
 
 ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": Ours}
@@ -203,42 +202,33 @@ def contrary(requests: int = 6000) -> Trace:
 # ---------------------------------------------------------------------- figures
 
 
-def play(trace: Trace, percents: Sequence[int], warm: int) -> dict[str, dict[str, float]]:
-    """Share of prompt blocks found, by size and order."""
+def play(
+    trace: Trace, percents: Sequence[int], warm: int, orders: dict[str, Callable[[int], Cache]], bound: str
+) -> dict[str, dict[str, float]]:
+    """Share of prompt blocks found, by size and order; `bound` names Belady's. The cache has the room of a share of the
+    distinct blocks."""
     distinct = len({name for names in trace for name in names})
     asked = sum(map(len, trace[warm:]))
     rows: dict[str, dict[str, float]] = {}
     for percent in percents:
         capacity = max(1, distinct * percent // 100)
         row = rows[f"{percent} %"] = {}
-        for order, make in ORDERS.items():
+        for order, make in orders.items():
             cache, start_s = make(capacity), time.process_time()
             found = [cache.serve(names) for names in trace]
             row[order] = sum(found[warm:]) / asked
             row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
-        row["Belady"] = sum(belady(trace, capacity)[warm:]) / asked
-        print(f"    {percent} %: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "," not in k), file=sys.stderr)
-    return rows
-
-
-def play_hybrid(trace: Trace, percents: Sequence[int], warm: int, state_blocks: int) -> dict[str, dict[str, float]]:
-    """Share of prompt blocks resumed from, by size; the cache has the room of a share of the distinct blocks."""
-    distinct = len({name for names in trace for name in names})
-    asked = sum(map(len, trace[warm:]))
-    rows: dict[str, dict[str, float]] = {}
-    for percent in percents:
-        capacity = max(1, distinct * percent // 100)
-        row = rows[f"{percent} %"] = {}
-        for order in ("present", "adaptive"):
-            cache = HybridCache(capacity, BLOCK, state_blocks, adaptive=order == "adaptive")
-            start_s = time.process_time()
-            found = [cache.serve(names) for names in trace]
-            row[order] = sum(found[warm:]) / asked
-            row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
             row[f"{order}, refused"] = cache.refused
-        row["Belady, no states"] = sum(belady(trace, capacity)[warm:]) / asked
-        print(f"    {percent} %: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), file=sys.stderr)
+        row[bound] = sum(belady(trace, capacity)[warm:]) / asked
+        print(f"    {percent} %: " + "  ".join(f"{k} {row[k]:.3f}" for k in (*orders, bound)), file=sys.stderr)
     return rows
+
+
+def hybrid_orders(state_blocks: int) -> dict[str, Callable[[int], Cache]]:
+    return {
+        order: lambda capacity, order=order: HybridCache(capacity, BLOCK, state_blocks, adaptive=order == "adaptive")
+        for order in ("present", "adaptive")
+    }
 
 
 def main() -> None:
@@ -261,12 +251,12 @@ def main() -> None:
         trace = contrary(args.requests) if path is None else read(path, args.requests)
         distinct, asked = len({n for names in trace for n in names}), sum(map(len, trace))
         print(f"{name}: {len(trace)} requests, {asked} blocks, {distinct} distinct", file=sys.stderr)
-        rows = play(trace, args.percents, len(trace) // 10)
+        rows = play(trace, args.percents, len(trace) // 10, ORDERS, "Belady")
         figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "rows": rows}
         columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
         print(f"\n{name}\n\n{markdown(rows, columns, 'cache')}\n")
         for blocks in args.state_blocks:
-            hybrid = play_hybrid(trace, args.percents, len(trace) // 10, blocks)
+            hybrid = play(trace, args.percents, len(trace) // 10, hybrid_orders(blocks), "Belady, no states")
             figures[name][f"a state as {blocks} blocks"] = hybrid
             columns = {title: (title, "{:.3f}") for title in ("present", "adaptive", "Belady, no states")}
             print(f"{name}, a state as {blocks} blocks\n\n{markdown(hybrid, columns, 'cache')}\n")
