@@ -7,9 +7,6 @@ beside what the same fleet did under `router run`. The fleet's step times are no
 
     benchmarks/shadow.py                                  # generated tool use and chats, half a minute
     benchmarks/shadow.py --trace claude_code_agentic.jsonl.gz --limit 3000 --json shadow.json
-
-With `--live` three simulated engines (`engine serve --simulate`) stand behind a round robin balancer, and `router
-shadow` gets copies of its requests; then the same clients ask `router run`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from pathlib import Path
 import _path  # noqa: F401
 from harness.figures import in_words, machine, markdown, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
-from shadow_live import Traffic, measure
 
 from router.decide.config import CoreConfig
 from router.shadow.seen import Links, Seen
@@ -52,8 +48,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--policy", action="append", help="of today (default: round_robin and least_requests)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--live", action="store_true", help="a live simulated fleet instead")
-    parser.add_argument("--closed", action="store_true", help="--live: ten users who hold six talks each")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     return parser
@@ -64,11 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     host = machine()
     print(in_words(host))
-    if not arguments.live:
-        rows = simulated(arguments)
-    else:
-        closed = {"users": 10, "span_s": 2.0, "talks": 6} if arguments.closed else {}
-        rows = measure(Traffic(seed=arguments.seed, **closed))
+    rows = simulated(arguments)
     print(markdown(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 
