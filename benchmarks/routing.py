@@ -22,7 +22,7 @@ to: what is in it is not played again, but for policies that are named.
 
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
-The service model is assumed, not measured: see --help for its parameters and docs/routing.md for what it leaves out.
+The service model is assumed, not measured: --help has its parameters, docs/measurements/routing.md what it leaves out.
 """
 
 from __future__ import annotations

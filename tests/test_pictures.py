@@ -1,4 +1,4 @@
-"""The README's plot is what its command draws of the table in docs/routing.md."""
+"""The README's plot is what its command draws of the first table of docs/measurements/routing.md."""
 
 from __future__ import annotations
 

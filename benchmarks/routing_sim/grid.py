@@ -85,7 +85,7 @@ HEAD = [
     Point(16, 16, 4000, 500, rate=30.0),
     Point(8, 200, 6000, 60, rate=10.0, cache_tokens=120_000),
 ]
-"""The settings of docs/routing.md: in every sample."""
+"""The settings where decoding binds that docs/measurements/routing.md began with: in every sample."""
 
 
 def points(sample: int | None) -> list[Point]:

@@ -31,7 +31,7 @@ from harness.programs import free_ports
 from real_envoy import CONFIGURATION, configuration, envoy_program, start_envoy
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/measurements").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
     r"(\w+=\S+ )*(engine|router|fleet|ray|kv_subscriber|curl|envoy|kubectl|pip|pytest|python3?|vllm|"
@@ -263,7 +263,7 @@ def _ready_line(log: str) -> str:
     return next((line for line in log.splitlines() if re.search(r"\b(ready|listening)\b", line)), "")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")

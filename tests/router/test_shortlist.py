@@ -162,7 +162,7 @@ def work(core: RouterCore, requests: list[RouteRequest]) -> float:
 
 @pytest.mark.parametrize("cached_by", [0, 20, 500])
 def test_a_decision_before_500_takes_at_most_twice_the_work_of_one_before_8(cached_by: int) -> None:
-    """The index's part is native; callgrind's count of both is in docs/routing.md."""
+    """The index's part is native, and not counted."""
     counts = []
     for workers in (8, 500):
         core, rng = fleet(workers, cached_by=min(cached_by, workers))
