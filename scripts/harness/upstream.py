@@ -23,6 +23,9 @@ def whole(body: bytes, head: bytes = HEAD) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
+NOT_FOUND: Steps = (whole(b"{}", b"HTTP/1.1 404 Not Found\r\n"),)
+
+
 def model_card(name: str, **more: Any) -> dict[str, Any]:
     return {"id": name, "object": "model", "owned_by": "vllm", "root": name, "max_model_len": 8192, **more}
 
@@ -49,18 +52,35 @@ class Upstream:
         """CLOSE or RESET: what becomes of every connection."""
         self.any_page: bytes | None = None
         """The body for every path that has no page."""
-        self._port = port
+        self.port = port
         self.url = ""
+        self._open: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        """Connections, by who serves them."""
 
     async def __aenter__(self) -> Upstream:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, limit=2**26)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=2**26)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        for writer in self._open.values():
+            writer.transport.abort()
+        if self._open:
+            await asyncio.wait(self._open, timeout=5.0)
+
+    def respond(self, method: str, path: str, body: bytes) -> Steps:
+        """What becomes of a request."""
+        page = self.pages.get(path, self.any_page)
+        if page is not None:
+            return (page if page.startswith(b"HTTP/") else whole(page),)
+        return self.steps() if method != "GET" else NOT_FOUND
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = writer
         try:
             if self.at_accept:
                 await self._play(reader, writer, (self.at_accept,))
@@ -69,17 +89,14 @@ class Upstream:
                 head = await reader.readuntil(b"\r\n\r\n")
                 method, path, _ = head.split(b" ", 2)
                 at = head.lower().find(b"content-length:")
-                await reader.readexactly(int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0)
-                page = self.pages.get(path.decode("latin-1").partition("?")[0], self.any_page)
-                if page is not None:
-                    writer.write(page if page.startswith(b"HTTP/") else whole(page))
-                elif method == b"GET":
-                    writer.write(whole(b"{}", b"HTTP/1.1 404 Not Found\r\n"))
-                else:
-                    if await self._play(reader, writer, self.steps()):
-                        return
+                body = await reader.readexactly(int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0)
+                steps = self.respond(method.decode("latin-1"), path.decode("latin-1").partition("?")[0], body)
+                if await self._play(reader, writer, steps):
+                    return
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
+        finally:
+            del self._open[task]
 
     async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps) -> bool:
         """Whether the connection has ended with it."""

@@ -7,18 +7,17 @@ publisher does.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import struct
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import zmq
 from msgspec.msgpack import encode as pack
 
-from harness.upstream import model_card
+from harness.upstream import NOT_FOUND, Steps, Upstream, model_card, whole
 
 BLOCK = 16
 END_SEQ = 2**64 - 1
@@ -167,16 +166,20 @@ class FakeWorker:
         self._serve()
 
     def _serve(self) -> None:
-        worker = self
+        """Until `die`, on a loop of its own."""
+        ready = threading.Event()
 
-        class Handler(_Handler):
-            owner = worker
+        async def run() -> None:
+            self._loop, self._dead = asyncio.get_running_loop(), asyncio.Event()
+            async with _Http(self) as http:
+                self.port = http.port
+                ready.set()
+                await self._dead.wait()
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._http.daemon_threads = True
-        self.port = self._http.server_address[1]
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+        self._thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
         self._thread.start()
+        if not ready.wait(BIND_S_MAX):
+            raise RuntimeError(f"nothing listens on {self.port}")
         self._alive = True
 
     @property
@@ -186,11 +189,7 @@ class FakeWorker:
     def die(self) -> None:
         """The process is gone: nobody listens, open connections end."""
         self._alive = False
-        self._http.shutdown()
-        self._http.server_close()
-        for connection in list(_Handler.open_connections.get(id(self), ())):
-            with contextlib.suppress(OSError):
-                connection.shutdown(2)
+        self._loop.call_soon_threadsafe(self._dead.set)
         self._thread.join()
         self.publisher.close_sockets()
 
@@ -242,39 +241,14 @@ class FakeWorker:
                 "choices": [choice], "usage": usage}  # fmt: skip
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    owner: FakeWorker
-    open_connections: dict[int, set[Any]] = {}
+class _Http(Upstream):
+    """The HTTP side of a worker."""
 
-    def setup(self) -> None:
-        super().setup()
-        self.open_connections.setdefault(id(self.owner), set()).add(self.connection)
+    def __init__(self, owner: FakeWorker) -> None:
+        super().__init__({}, port=owner.port)
+        self._owner = owner
 
-    def finish(self) -> None:
-        self.open_connections[id(self.owner)].discard(self.connection)
-        with contextlib.suppress(OSError):
-            super().finish()
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):
-            super().handle()
-
-    def do_GET(self) -> None:
-        self._reply(self.owner.page(self.path.partition("?")[0]))
-
-    def do_POST(self) -> None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self._reply(self.owner.answer(self.path.partition("?")[0], json.loads(raw or b"{}")))
-
-    def _reply(self, answer: Any) -> None:
-        self.owner.calls.append(f"{self.command} {self.path}")
-        body = json.dumps(answer if answer is not None else {"error": "not found"}).encode()
-        self.send_response(200 if answer is not None else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+    def respond(self, method: str, path: str, body: bytes) -> Steps:
+        self._owner.calls.append(f"{method} {path}")
+        answer = self._owner.page(path) if method == "GET" else self._owner.answer(path, json.loads(body or b"{}"))
+        return NOT_FOUND if answer is None else (whole(json.dumps(answer).encode()),)
