@@ -38,8 +38,6 @@ class Shape:
     dim: int = 128
     decode: tuple[tuple[int, int], ...] = ((1, 8192), (1, 32768), (32, 4096), (256, 1024))
     """(sequences, context)."""
-    shared: tuple[tuple[int, int, int], ...] = ((16, 8192, 4096), (64, 8192, 4096), (256, 2048, 1024))
-    """(sequences, context, of which all begin with)."""
     prefill: tuple[tuple[int, int, int], ...] = ((1, 8192, 0), (8, 1024, 0), (1, 2048, 16384))
     """(sequences, queries, context before them)."""
     rows: tuple[int, ...] = (1, 256, 8192)
@@ -55,7 +53,7 @@ class Shape:
 
 
 TINY = Shape(
-    hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)), shared=((18, 1100, 1024),),
+    hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
     prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
     vocab=300, counted=20,
 )  # fmt: skip
@@ -75,9 +73,6 @@ class Bench:
         s = self.shape
         for count, context in s.decode:
             yield f"decode {count} x {context}", lambda ops, c=count, n=context: self.attention(ops, c, 1, n - 1)
-        for count, context, shared in s.shared:
-            name = f"decode {count} x {context}, {shared} shared"
-            yield name, lambda ops, c=count, n=context, k=shared: self.attention(ops, c, 1, n - 1, k)
         for count, queries, before in s.prefill:
             name = f"prefill {count} x {queries}" + (f" after {before}" if before else "")
             yield name, lambda ops, c=count, q=queries, b=before: self.attention(ops, c, q, b)
@@ -98,19 +93,18 @@ class Bench:
             yield f"penalise {rows} x {s.counted}", lambda ops, n=rows: self.penalise(ops, n)
             yield f"count_drawn {rows} x {s.counted}", lambda ops, n=rows: self.count_drawn(ops, n)
 
-    def attention(self, ops: Kernels, count: int, queries: int, before: int, shared: int = 0) -> Prepared:
+    def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
         s, context = self.shape, queries + before
         blocks = -(-context // BLOCK_SIZE)
         unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
         kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
         table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
-        table[:, : shared // BLOCK_SIZE] = table[0, : shared // BLOCK_SIZE]
         batch = Ragged.of([before] * count, [context] * count)
         plan = ops.plan_attention(batch, table, kv, None)
         q = self.random(count * queries, s.heads, s.dim)
         k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
         pairs = count * (queries * before + queries * (queries + 1) / 2)
-        moved = 2 * (count * context - (count - 1) * shared) * s.kv_heads * s.dim + 2 * q.numel()
+        moved = 2 * count * context * s.kv_heads * s.dim + 2 * q.numel()
 
         def call() -> torch.Tensor:
             return ops.attention(q, k, v, kv, 0, plan, s.dim**-0.5)

@@ -167,7 +167,7 @@ class ImaginaryDevice:
         from kernels.triton.backend import TritonKernels
 
         ops = TritonKernels.__new__(TritonKernels)
-        ops.device, ops._processors, ops._finders = torch.device("meta"), 132, {}
+        ops.device, ops._processors = torch.device("meta"), 132
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
         ops.penalise = ops.count_drawn = lambda *given: None  # type: ignore[method-assign, assignment]
         return ops

@@ -24,7 +24,7 @@ Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", title="DEVICE", examples=["auto", "cpu", "cuda:0"])]
 CallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "granite"]
 ThoughtParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "granite"]
-Backend = Literal["auto", "triton", "flash-attn", "flashinfer", "fla", "torch", "cpu", "reference"]
+Backend = Literal["auto", "triton", "flash-attn", "torch", "cpu", "reference"]
 
 EVENTS_HELP = (
     "JSON of vLLM's keys: enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, "

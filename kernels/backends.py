@@ -10,10 +10,9 @@ import torch
 from kernels.cpu.packed import HAS_NATIVE
 from kernels.interface import Kernels
 
-BACKENDS = ("auto", "triton", "flash-attn", "flashinfer", "fla", "torch", "cpu", "reference")
-"""What `select` knows. `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn`
-(FlashAttention-3 where it is installed, else 2) and `flashinfer` are `triton` with the attention of prompts from these
-packages; `fla` is what `auto` takes, with the gated delta rule of prompts from fla-core."""
+BACKENDS = ("auto", "triton", "flash-attn", "torch", "cpu", "reference")
+"""What `select` knows. `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` is
+`triton` with the attention of prompts from FlashAttention, version 3 where it is installed, else 2."""
 
 HOPPER = 9
 """FlashAttention-3 is made for this generation."""
@@ -62,15 +61,13 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
         raise ValueError(
             f"attention backend {backend!r}: the package triton must be installed, 'blockcast[gpu]' ({error})"
         ) from error
-    from kernels.optional import BorrowingKernels, FlashAttention3, FlashInfer, flash_attention
-    from kernels.triton.backend import TritonKernels
-
     if backend == "triton":
+        from kernels.triton.backend import TritonKernels
+
         return TritonKernels(device)
-    if backend == "fla":
-        flash = device.type == "cuda" and _fastest(device) == "flash-attn"
-        return BorrowingKernels(device, "fla", FlashAttention3() if flash else None, delta=True)
-    return BorrowingKernels(device, backend, flash_attention(device) if backend == "flash-attn" else FlashInfer(device))
+    from kernels.optional import BorrowingKernels, flash_attention
+
+    return BorrowingKernels(device, flash_attention(device))
 
 
 def _fastest(device: torch.device) -> str:

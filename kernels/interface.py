@@ -156,8 +156,6 @@ class KeptTable:
     needs of a table made for longer sequences lies in one piece."""
     rows: IntArray
     """[sequences]: the row of each of the step's sequences."""
-    version: int | None = None
-    """Changes when a row is written anew; what rows gain does not count. None: nobody counts."""
 
     @staticmethod
     def of(block_table: IntArray, kv: PagedKV, device: torch.device) -> KeptTable:
@@ -317,17 +315,8 @@ class FixedPlans(Protocol):
         """As `plan_attention`."""
         ...
 
-    def shares(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> bool:
-        """Whether decoding sequences of the batch begin alike for so long that a plan for that pays."""
-        ...
-
-    def fixed_decode_plan(
-        self, sequences: int, blocks: int, kv: PagedKV, window: int | None, *, shared: bool = False
-    ) -> Any:
-        """A plan for `attention` of up to so many decoding sequences of up to so many blocks.
-
-        `shared`: what they begin with alike is attended to once.
-        """
+    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
+        """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
         ...
 
     def refill_decode_plan(self, plan: Any, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:

@@ -1,10 +1,9 @@
-"""The Triton backend with an operation borrowed from a package made for it: the attention of prompts from
-FlashAttention or FlashInfer, their gated delta rule from fla-core.
+"""The Triton backend with the attention of prompts borrowed from FlashAttention.
 
-The packages are optional and imported when a backend is made. Nothing is copied for FlashAttention-3 and FlashInfer:
-`pages` shows them the pool as pages that begin at every token row, so that our block tables, which hold such rows, are
-their page tables. FlashAttention-2, whose pages have 256 tokens at least, is given a copy of the context. Decoding
-stays with Triton, whose launches are recorded; so do tensors and blocks that a package does not take.
+The package is optional and imported when the backend is made. Nothing is copied for FlashAttention-3: `pages` shows it
+the pool as pages that begin at every token row, so that our block tables, which hold such rows, are its page tables.
+FlashAttention-2, whose pages have 256 tokens at least, is given a copy of the context. Decoding stays with Triton,
+whose launches are recorded; so do tensors and blocks that the package does not take.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -12,7 +11,6 @@ stays with Triton, whose launches are recorded; so do tensors and blocks that a 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,16 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
+from kernels.interface import KeptTable, PagedKV, Ragged
 from kernels.transfer import to_device
 from kernels.triton.backend import TritonKernels
-from kernels.triton.plan import AttentionPlan, RecurrentPlan
-from kernels.triton.recurrent import gated_delta
+from kernels.triton.plan import AttentionPlan
 
 PAGE_MAX = 32
 """Tokens of a block. FlashAttention-3 may load larger ones whole: what lies past a context would be multiplied."""
 HEAD_DIM_MAX = 256
-FLASHINFER_WORKSPACE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ class FlashAttention3:
     """Raises ValueError where it is not installed."""
 
     def __init__(self) -> None:
-        self._attend = _function("flash-attn", "flash_attn_interface", "flash_attn_with_kvcache")
+        self._attend = _function("flash_attn_interface", "flash_attn_with_kvcache")
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
         k, v = pages(kv, layer)
@@ -112,7 +108,7 @@ class FlashAttention2:
     """Raises ValueError where it is not installed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._attend = _function("flash-attn", "flash_attn", "flash_attn_varlen_func")
+        self._attend = _function("flash_attn", "flash_attn_varlen_func")
         self._device = device
         self._gathered: dict[int, Gathered] = {}
         """By group: of the last step."""
@@ -155,85 +151,19 @@ def flash_attention(device: torch.device) -> PromptAttention:
         return FlashAttention2(device)
 
 
-class FlashInfer:
-    """Raises ValueError where it is not installed. Of each group two wrappers take turns: the memory from which one
-    sends its plan must not be written while the step before has not read it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._wrapper = _function("flashinfer", "flashinfer", "BatchPrefillWithPagedKVCacheWrapper")
-        self._workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._device = device
-        self._planned: dict[int, tuple[Prompts | None, Any, Any]] = {}
-        """By group: (what the first wrapper is planned for, it, the other one)."""
-
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
-        if id(kv) not in self._planned:
-            self._planned[id(kv)] = (None, *(self._wrapper(self._workspace, "NHD") for _ in range(2)))
-        known, wrapper, other = self._planned[id(kv)]
-        if known is not prompts:
-            self._plan(other, q, kv, prompts, scale)
-            self._planned[id(kv)] = (prompts, other, wrapper)
-            wrapper = other
-        out: Tensor = wrapper.run(q, pages(kv, layer))
-        return out
-
-    def _plan(self, wrapper: Any, q: Tensor, kv: PagedKV, prompts: Prompts, scale: float) -> None:
-        batch, table, first = prompts.batch, prompts.table, prompts.batch.decode_count
-        lens = batch.context_lens[first:]
-        counts = -(-lens // kv.block_size)
-        here = kv.block_rows(table.here[table.rows[first:], : counts.max()])
-        used = here[np.arange(here.shape[1]) < counts[:, None]]
-        starts = batch.query_starts[first:] - batch.query_starts[first]
-        page_starts = np.concatenate(([0], np.cumsum(counts)))
-        wrapper.plan(
-            _ints(starts),
-            _ints(page_starts),
-            to_device(used.astype(np.int32), self._device),
-            _ints((lens - 1) % kv.block_size + 1),
-            q.shape[1],
-            kv.num_kv_heads,
-            kv.head_dim,
-            kv.block_size,
-            causal=True,
-            sm_scale=scale,
-            window_left=-1 if prompts.window is None else prompts.window - 1,
-            q_data_type=q.dtype,
-            kv_data_type=kv.buffer.dtype,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaPrompts:
-    """What fla-core wants to know of the prompts, once a step."""
-
-    decode: RecurrentPlan
-    units: Tensor
-    """[prompts] int64."""
-    starts_there: Tensor
-    starts_here: Tensor
-    """[prompts + 1] int64 each, from 0; on the device and on the host."""
-
-
 class BorrowingKernels(TritonKernels):
-    """The Triton backend with prompts' attention, or their gated delta rule, from elsewhere."""
+    """The Triton backend with prompts' attention from elsewhere."""
 
-    def __init__(
-        self, device: torch.device, name: str, attend: PromptAttention | None = None, *, delta: bool = False
-    ) -> None:
-        """Raises ValueError for `delta` where fla-core is not installed, or is too old."""
+    name = "flash-attn"
+
+    def __init__(self, device: torch.device, attend: PromptAttention) -> None:
         super().__init__(device)
-        self.name = name
         self._attend = attend
-        self._chunked: Callable[..., Any] | None = None
-        if delta:
-            self._chunked = _function("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
-            if "state_v_first" not in inspect.signature(self._chunked).parameters:
-                raise ValueError("attention backend 'fla': expected fla-core 0.6 or newer")
 
     def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
         plan = super().plan_kept(batch, table, kv, window)
         first = batch.decode_count
-        if self._attend is None or first == len(batch.context_lens) or not _takes(kv):
+        if first == len(batch.context_lens) or not _takes(kv):
             return plan
         prompts = Prompts(
             first_token=int(batch.query_starts[first]),
@@ -251,54 +181,16 @@ class BorrowingKernels(TritonKernels):
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
         prompts: Prompts | None = plan.borrowed
-        if prompts is None or self._attend is None:
+        if prompts is None:
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
         first = prompts.first_token
         out[first:] = self._attend(q[first:], kv, layer, prompts, scale)
         return out
 
-    def plan_state(self, batch: Ragged, units: IntArray) -> RecurrentPlan:
-        plan, first = super().plan_state(batch, units), batch.decode_count
-        if self._chunked is None or first == len(units):
-            return plan
-        starts = batch.query_starts[first:] - batch.query_starts[first]
-        prompts = DeltaPrompts(
-            decode=RecurrentPlan(plan.starts, plan.units, plan.tile_seq, plan.tile_token, first, first),
-            units=plan.units[first:].long(),
-            starts_there=to_device(starts, self.device),
-            starts_here=torch.from_numpy(starts),
-        )
-        return replace(plan, borrowed=prompts)
-
-    def gated_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
-    ) -> Tensor:
-        prompts: DeltaPrompts | None = plan.borrowed
-        if prompts is None or self._chunked is None:
-            return gated_delta(q, k, v, log_decay, rate, states, plan)
-        count, out = plan.decode_count, torch.empty_like(v)
-        if count:
-            out[:count] = gated_delta(
-                q[:count], k[:count], v[:count], log_decay[:count], rate[:count], states, prompts.decode
-            )
-        found, last = self._chunked(
-            *(x[count:][None] for x in (q, k, v)),
-            g=log_decay[count:][None],
-            beta=rate[count:][None],
-            initial_state=states[prompts.units].float(),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=prompts.starts_there,
-            cu_seqlens_cpu=prompts.starts_here,
-        )
-        out[count:] = found[0]
-        states[prompts.units] = last.to(states.dtype)
-        return out
-
 
 def _takes(kv: PagedKV) -> bool:
-    """Whether the packages take such a pool."""
+    """Whether FlashAttention takes such a pool."""
     return (
         kv.buffer.dtype in (torch.bfloat16, torch.float16)
         and kv.block_size <= PAGE_MAX
@@ -307,15 +199,10 @@ def _takes(kv: PagedKV) -> bool:
     )
 
 
-def _ints(array: IntArray) -> Tensor:
-    """On the host, as int32."""
-    return torch.from_numpy(array.astype(np.int32))
-
-
-def _function(backend: str, module: str, name: str) -> Callable[..., Any]:
+def _function(module: str, name: str) -> Callable[..., Any]:
     """Raises ValueError where it is not installed."""
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"attention backend {backend!r}: {name} of {module} is not installed ({error})") from error
+        raise ValueError(f"attention backend 'flash-attn': {name} of {module} is not installed ({error})") from error
     return found

@@ -71,7 +71,6 @@ class BlockTables:
         self._there = None if device is None else torch.zeros(blocks_max, ROWS, dtype=torch.int32, device=device)
         self._known = np.zeros((2, ROWS), np.int64)
         """Of the sequence in each row when its table was written: its `table_changes`, its blocks."""
-        self._version = 0
         self._changes: int | None = None
 
     def update(
@@ -93,9 +92,7 @@ class BlockTables:
         lengths = self._known[1, rows]
         if new or changes is None or changes != self._changes:
             now = np.array([chunk.seq.table_changes for chunk in chunks])
-            anew = self._known[0, rows] != now
-            lengths[anew] = 0
-            self._version += bool(new) or bool(anew.any())
+            lengths[self._known[0, rows] != now] = 0
             self._known[0, rows] = now
             self._changes = changes
         behind = (lengths * self._kv.block_size < ends).nonzero()[0]
@@ -125,7 +122,7 @@ class BlockTables:
     def kept(self, rows: IntArray) -> KeptTable:
         """The tables in these rows, for kernels that read them on the device."""
         assert self._there is not None
-        return KeptTable(self._here, self._there, rows, self._version)
+        return KeptTable(self._here, self._there, rows)
 
     def array(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""

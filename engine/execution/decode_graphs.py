@@ -30,10 +30,6 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
 """Batch sizes that are recorded: padding costs less than one step in eight, but for the smallest."""
 
-SHARED_SIZE_MIN = 8
-"""Batches from this size on have a second recording, for sequences that begin alike, made ahead; smaller ones one that
-is made when it is first needed: what they save is little."""
-
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Records a computation: (what repeats it, its result, which every repetition writes anew)."""
@@ -97,8 +93,7 @@ class DecodeGraphs:
         self._kv, self._states, self._ropes = kv, states, ropes
         self._blocks_max = blocks_max
         self._capture = capture
-        self._recorded: dict[tuple[int, bool], _Recorded | None] = {}
-        """By size, and whether what the sequences begin with alike is attended to once."""
+        self._recorded: dict[int, _Recorded | None] = {}
 
     def forward(
         self,
@@ -112,11 +107,9 @@ class DecodeGraphs:
         if count > SIZES[-1] or count != len(batch.context_lens):
             return None
         size = SIZES[bisect_left(SIZES, count)]
-        plans, windows = self._plans, self._model.windows
-        shared = any(plans.shares(batch, *given) for given in zip(tables, self._kv, windows, strict=True))
-        if (size, shared) not in self._recorded:
-            self._recorded[size, shared] = self._record(size, shared=shared)
-        recorded = self._recorded[size, shared]
+        if size not in self._recorded:
+            self._recorded[size] = self._record(size)
+        recorded = self._recorded[size]
         if recorded is None:
             return None
         recorded.inputs[0, :count].copy_(token_ids)
@@ -131,11 +124,10 @@ class DecodeGraphs:
     def record(self, count_max: int) -> None:
         """Record now what batches of up to so many sequences will need. Largest first: the others share its memory."""
         for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
-            for shared in (False, True) if size >= SHARED_SIZE_MIN else (False,):
-                if (size, shared) not in self._recorded:
-                    self._recorded[size, shared] = self._record(size, shared=shared)
+            if size not in self._recorded:
+                self._recorded[size] = self._record(size)
 
-    def _record(self, size: int, *, shared: bool = False) -> _Recorded | None:
+    def _record(self, size: int) -> _Recorded | None:
         device = self._ops.device
         inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
         token_ids, positions = inputs
@@ -145,7 +137,7 @@ class DecodeGraphs:
             rotary=[],
             kv=self._kv,
             plans=[
-                self._plans.fixed_decode_plan(size, self._blocks_max, kv, window, shared=shared)
+                self._plans.fixed_decode_plan(size, self._blocks_max, kv, window)
                 for kv, window in zip(self._kv, windows, strict=True)
             ],
             states=self._states,

@@ -84,20 +84,18 @@ def attend_tile(
     return acc, total, new_peak
 
 
-@triton.jit(do_not_specialize=["table_block", "layer_row", "parts"])
+@triton.jit(do_not_specialize=["table_block", "layer_row"])
 def decode_attention(
-    q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, skips_ptr, q_token, q_head, table_block,
-    layer_row, parts, scale,
+    q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, q_token, q_head, table_block,
+    layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, kv heads, splits): the query heads of one KV head over one part of a sequence's context.
 
-    Without SPLIT the result goes to out [sequences, heads, dim], else to part [sequences, heads, parts, dim] and its
-    log2 of the softmax's sum to part_scale [sequences, heads, parts], for `join_splits`. With SHARED the first
-    skips[sequence] keys are those of `shared_attention`, which writes the parts behind these; where there are none,
-    those parts get no weight here.
+    Without SPLIT the result goes to out [sequences, heads, dim], else to part [sequences, heads, splits, dim] and its
+    log2 of the softmax's sum to part_scale [sequences, heads, splits], for `join_splits`.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -107,22 +105,15 @@ def decode_attention(
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
     splits = tl.num_programs(2)
-    if SHARED:
-        first = tl.load(skips_ptr + seq)
     share = tl.cdiv(tl.cdiv(context - first, splits), BLOCK_N) * BLOCK_N
     start = first + split * share
     end = tl.minimum(start + share, context)
 
     heads = tl.num_programs(1) * GROUP
     member = tl.arange(0, BLOCK_M)
-    if SHARED:  # noqa: SIM102 - known when it is compiled
-        if first == 0:
-            for part in range(splits + split, parts, splits):
-                place = (seq * heads + kv_head * GROUP + member) * parts + part
-                tl.store(part_scale_ptr + place, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), member < GROUP)
-    if SPLIT:  # noqa: SIM102
+    if SPLIT:  # noqa: SIM102 - known when it is compiled
         if start >= end:  # a short context has fewer parts: `join_splits` passes over those without weight
-            place = (seq * heads + kv_head * GROUP + member) * parts + split
+            place = (seq * heads + kv_head * GROUP + member) * splits + split
             tl.store(part_scale_ptr + place, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), member < GROUP)
             return
     dim = tl.arange(0, BLOCK_D)
@@ -141,67 +132,11 @@ def decode_attention(
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
     if SPLIT:
-        place = (seq * heads + head) * parts + split
+        place = (seq * heads + head) * splits + split
         tl.store(part_ptr + place[:, None] * DIM + dim[None, :], acc, used)
         tl.store(part_scale_ptr + place, peak + tl.log2(total), member < GROUP)
     else:
         tl.store(out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), used)
-
-
-@triton.jit(do_not_specialize=["table_block", "layer_row", "parts"])
-def shared_attention(
-    q_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, order_ptr, first_ptr, count_ptr, tokens_ptr, q_token, q_head,
-    table_block, layer_row, parts, scale, heads,
-    GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """Grid (tiles, kv heads, splits): the query heads of one KV head, of up to 8 decoding sequences, over one
-    part of the prefix that these share (Hydragen, Juravsky et al., 2024): a key is read once for all of them.
-
-    The parts go behind those of `decode_attention`, which begins where the prefix ends.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
-    count = tl.load(count_ptr + tile)
-    if count == 0:  # padding
-        return
-    slot = tl.load(first_ptr + tile)
-    tokens = tl.load(tokens_ptr + tile)
-    share = tl.cdiv(tl.cdiv(tokens, splits), BLOCK_N) * BLOCK_N
-    start = split * share
-    end = tl.minimum(start + share, tokens)
-
-    member = tl.arange(0, BLOCK_M)
-    inside = member < count * GROUP
-    seq = tl.load(order_ptr + slot + member // GROUP, mask=inside, other=0).to(tl.int64)
-    head = kv_head * GROUP + member % GROUP
-    place = (seq * heads + head) * parts + parts - splits + split
-    if start >= end:
-        tl.store(part_scale_ptr + place, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), inside)
-        return
-    dim = tl.arange(0, BLOCK_D)
-    used = inside[:, None] & (dim < DIM)[None, :]
-    q = tl.load(q_ptr + seq[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=used, other=0.0)
-    query_at = tl.zeros((BLOCK_M,), tl.int32) + tokens
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
-    table_ptr += tl.load(order_ptr + slot).to(tl.int64)
-    whole = start + (end - start) // BLOCK_N * BLOCK_N
-    for at in range(start, whole, BLOCK_N):
-        acc, total, peak = attend_tile(
-            acc, total, peak, q, cache_ptr, table_ptr, table_block, at, end, query_at, kv_head * DIM, layer_row, scale,
-            dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, 0, False, PRECISION, WIDE,
-        )  # fmt: skip
-    if whole < end:
-        acc, total, peak = attend_tile(
-            acc, total, peak, q, cache_ptr, table_ptr, table_block, whole, end, query_at, kv_head * DIM, layer_row,
-            scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, 0, True, PRECISION, WIDE,
-        )  # fmt: skip
-    tl.store(part_ptr + place[:, None] * DIM + dim[None, :], acc / total[:, None], used)
-    tl.store(part_scale_ptr + place, peak + tl.log2(total), inside)
 
 
 @triton.jit(do_not_specialize=["splits"])

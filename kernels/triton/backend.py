@@ -10,7 +10,6 @@ is uploaded with the plan. Tile sizes come from small fixed tables, so nothing i
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 import triton
@@ -19,7 +18,6 @@ from torch import Tensor
 from kernels.counts import PenaltyRows, TokenCounts
 from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
 from kernels.sampling import Draws
-from kernels.shared import PrefixFinder, SharedPrefixes
 from kernels.triton import attention as attention_kernels
 from kernels.triton import counts as count_kernels
 from kernels.triton import experts as expert_kernels
@@ -27,10 +25,8 @@ from kernels.triton import rows as row_kernels
 from kernels.triton import sampling as sampling_kernels
 from kernels.triton.plan import (
     INTERPRETED,
-    SHARED_SEQUENCES,
     AttentionPlan,
     RecurrentPlan,
-    SharedTiles,
     fixed_decode_plan,
     fixed_recurrent_plan,
     plan_attention,
@@ -56,8 +52,6 @@ class TritonKernels:
     """Implements `interface.Kernels` for fp32, bf16 and fp16."""
 
     name = "triton"
-    saved_keys_min = 1 << 14
-    """Where fewer keys would be saved, a prefix is not attended to once: another launch costs more."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,8 +61,6 @@ class TritonKernels:
             )
         if device.index is not None and not INTERPRETED:
             torch.cuda.set_device(device)  # Triton launches on the current device
-        self._finders: dict[int, PrefixFinder] = {}
-        """By group."""
         self._processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
     # attention
@@ -77,50 +69,18 @@ class TritonKernels:
         return self.plan_kept(batch, KeptTable.of(block_table, kv, self.device), kv, window)
 
     def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
-        shared, count = self.shares(batch, table, kv, window), batch.decode_count
-        plan = plan_attention(batch, table, kv, window, self.device, self._splits(count, kv, shared=shared))
-        if not shared:
-            return plan
-        plan = replace(plan, shared=self._tiles(count, kv))
-        self._share(plan, batch, table, kv)
-        return plan
+        splits = self._splits(batch.decode_count, kv)
+        return plan_attention(batch, table, kv, window, self.device, splits)
 
-    def shares(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> bool:
-        """Decoding sequences that begin alike, for `saved_keys_min` keys or more. Windows slide past what is shared."""
-        return window is None and batch.decode_count > 1 and self._found(batch, table, kv) is not None
+    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
+        return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
 
-    def _found(self, batch: Ragged, table: KeptTable, kv: PagedKV) -> SharedPrefixes | None:
-        """Found once for a company of sequences: the second time it is remembered."""
-        finder = self._finders.setdefault(id(kv), PrefixFinder())
-        return finder.find(batch, table, kv.block_size, self.saved_keys_min)
+    refill_decode_plan = staticmethod(refill_decode_plan)
 
-    def _tiles(self, sequences: int, kv: PagedKV) -> SharedTiles:
-        splits = self._splits(-(-sequences // SHARED_SEQUENCES), kv, shared=True)
-        return SharedTiles.of(sequences, splits, self.device)
-
-    def _share(self, plan: AttentionPlan, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
-        if plan.shared is not None:
-            plan.shared.fill(self._found(batch, table, kv) if plan.window is None else None)
-
-    def fixed_decode_plan(
-        self, sequences: int, blocks: int, kv: PagedKV, window: int | None, *, shared: bool = False
-    ) -> AttentionPlan:
-        shared = shared and window is None
-        tiles = self._tiles(sequences, kv) if shared else None
-        splits = self._splits(sequences, kv, shared=shared)
-        return fixed_decode_plan(sequences, blocks, window, self.device, splits, tiles)
-
-    def refill_decode_plan(self, plan: AttentionPlan, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
-        refill_decode_plan(plan, batch, table, kv)
-        self._share(plan, batch, table, kv)
-
-    def _splits(self, sequences: int, kv: PagedKV, *, shared: bool = False) -> int:
-        """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out.
-
-        Where prefixes are `shared`, these have parts beside those of the rest.
-        """
+    def _splits(self, sequences: int, kv: PagedKV) -> int:
+        """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
-        return 1 << (max(1, min(wanted, SPLITS_MAX // (1 + shared))).bit_length() - 1)
+        return 1 << (max(1, min(wanted, SPLITS_MAX)).bit_length() - 1)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
@@ -154,44 +114,20 @@ class TritonKernels:
         block_d = power_of_two(dim, 16)
         block_n, warps, stages = decode_tile(block_d, q.element_size())
         part = part_scale = out
-        shared = plan.shared
-        parts = plan.splits + (0 if shared is None else shared.splits)
-        if parts > 1:
-            part = torch.empty((count, heads, parts, dim), dtype=torch.float32, device=q.device)
-            part_scale = torch.empty((count, heads, parts), dtype=torch.float32, device=q.device)
-        if shared is not None:
-            self._attend_shared(q, part, part_scale, kv, layer_row, plan, shared, parts, scale)
+        if plan.splits > 1:
+            part = torch.empty((count, heads, plan.splits, dim), dtype=torch.float32, device=q.device)
+            part_scale = torch.empty((count, heads, plan.splits), dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(count, kv.num_kv_heads, plan.splits)](
-            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, plan.lens if shared is None else shared.skips,
-            q.stride(0), q.stride(1), plan.table.shape[1], layer_row, parts, scale * LOG2_E,
+            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
+            layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=parts > 1, SHARED=shared is not None, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n,
-            BLOCK_D=block_d, PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            SPLIT=plan.splits > 1, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
+            PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        if parts > 1:
+        if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
-                out, part, part_scale, parts, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
+                out, part, part_scale, plan.splits, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
             )
-
-    def _attend_shared(
-        self, q: Tensor, part: Tensor, part_scale: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan,
-        shared: SharedTiles, parts: int, scale: float,
-    ) -> None:  # fmt: skip
-        _, heads, dim = q.shape
-        group, block_d = heads // kv.num_kv_heads, power_of_two(dim, 16)
-        block_m = power_of_two(SHARED_SEQUENCES * group, 16)
-        block_n, warps, stages = decode_tile(block_d, q.element_size())
-        if block_m * block_d >= 1 << 13:  # what is summed up fills the registers of eight warps
-            block_m = max(block_m, 64)  # products of fewer rows spill
-            _, block_n, _, stages = prefill_tile(block_d, q.element_size())
-            warps = 8
-        attention_kernels.shared_attention[(len(shared.first), kv.num_kv_heads, shared.splits)](
-            q, part, part_scale, kv.buffer, plan.table, shared.order, shared.first, shared.count, shared.tokens,
-            q.stride(0), q.stride(1), plan.table.shape[1], layer_row, parts, scale * LOG2_E, heads,
-            GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, PRECISION=precision(q), WIDE=INTERPRETED,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         _, heads, dim = q.shape

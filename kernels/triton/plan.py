@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
-from kernels.shared import SharedPrefixes
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,76 +31,6 @@ def power_of_two(size: int, least: int = 1) -> int:
 def precision(x: Tensor) -> str:
     """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
     return "ieee" if x.element_size() > 2 else "tf32"
-
-
-SHARED_SEQUENCES = 8
-"""Of a tile: so many attend to what they share by one reading of it."""
-SHARED_SETS = 8
-"""Sets of sequences that a fixed plan has tiles for, beside those that all its sequences fill in one set."""
-
-
-@dataclass(slots=True)
-class SharedTiles:
-    """Tiles of decoding sequences that begin alike."""
-
-    order: Tensor
-    """[sequences]: places in the batch, those of a tile side by side."""
-    skips: Tensor
-    """[sequences]: tokens at the beginning of each sequence that tiles attend to; 0 for one that is in none."""
-    first: Tensor
-    count: Tensor
-    tokens: Tensor
-    """[tiles]: its first place in `order`, how many sequences, how many tokens they share; 0 sequences: padding."""
-    splits: int
-    """Parts that a shared prefix is cut into."""
-    whole: Tensor
-    """All of these in one piece."""
-    now: SharedPrefixes | None = None
-    """What they are filled with."""
-
-    @staticmethod
-    def pieces(sequences: int, tiles: int) -> list[tuple[int, int]]:
-        """(begin, end) of the five in the one piece; each begins at a multiple of 16 bytes."""
-        found, at = [], 0
-        for size in (sequences, sequences, tiles, tiles, tiles):
-            found.append((at, at + size))
-            at = -(-(at + size) // ALIGNED_INTS) * ALIGNED_INTS
-        return found
-
-    @staticmethod
-    def tile_count(sequences: int) -> int:
-        return -(-sequences // SHARED_SEQUENCES) + SHARED_SETS
-
-    @staticmethod
-    def of(sequences: int, splits: int, device: torch.device) -> SharedTiles:
-        """All padding."""
-        pieces = SharedTiles.pieces(sequences, SharedTiles.tile_count(sequences))
-        whole = torch.zeros(pieces[-1][1], dtype=torch.int32, device=device)
-        order, skips, first, count, tokens = (whole[begin:end] for begin, end in pieces)
-        return SharedTiles(order, skips, first, count, tokens, splits, whole)
-
-    def fill(self, found: SharedPrefixes | None) -> None:
-        """Make them those of what was found, the sets that save most where there are more than tiles. One transfer."""
-        if found is self.now:
-            return
-        sequences, tiles = len(self.order), len(self.first)
-        new = np.zeros(len(self.whole), np.int32)
-        order, skips, first, count, tokens = (new[begin:end] for begin, end in self.pieces(sequences, tiles))
-        at = tile = 0
-        sets = [] if found is None else sorted(zip(found.members, found.tokens), key=lambda s: -len(s[0]) * s[1])
-        for members, shared in sets:
-            needed = -(-len(members) // SHARED_SEQUENCES)
-            if tile + needed > tiles:
-                continue
-            order[at : at + len(members)] = members
-            skips[members] = shared
-            begins = np.arange(0, len(members), SHARED_SEQUENCES)
-            first[tile : tile + needed] = at + begins
-            count[tile : tile + needed] = np.minimum(len(members) - begins, SHARED_SEQUENCES)
-            tokens[tile : tile + needed] = shared
-            at, tile = at + len(members), tile + needed
-        overwrite(self.whole, new)
-        self.now = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +54,6 @@ class AttentionPlan:
     """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
     borrowed: Any = None
     """What `kernels.optional` wants to know besides, where others attend to the prompts."""
-    shared: SharedTiles | None = None
-    """None: every decoding sequence attends to its whole context by itself."""
 
     def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
@@ -160,12 +87,7 @@ def plan_attention(
 
 
 def fixed_decode_plan(
-    sequences: int,
-    width: int,
-    window: int | None,
-    device: torch.device,
-    splits: int,
-    shared: SharedTiles | None = None,
+    sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
     step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
@@ -181,7 +103,6 @@ def fixed_decode_plan(
         splits=splits,
         window=window,
         refilled=whole,
-        shared=shared,
     )
 
 
@@ -211,8 +132,6 @@ class RecurrentPlan:
     """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
     decode_count: int
     sequences: int
-    borrowed: Any = None
-    """As above."""
 
 
 def plan_recurrent(batch: Ragged, units: IntArray, device: torch.device) -> RecurrentPlan:

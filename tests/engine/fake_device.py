@@ -16,7 +16,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
@@ -24,8 +23,6 @@ from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs, Way
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kernels.interface import IntArray, KeptTable, Ragged
-from kernels.shared import PrefixFinder
 
 VOCABULARY = 5
 EOS = 4
@@ -72,8 +69,6 @@ class Sent:
     plan: StepPlan
     chunks: list[tuple[Chunk, list[int], list[list[int]], int | None]]
     """(chunk as it was, its known tokens, its blocks of each group, its state)."""
-    shared: list[tuple[list[int], int]]
-    """(chunks, tokens that they are found to begin with alike)."""
     result: StepResult | Exception | None = None
 
 
@@ -99,9 +94,6 @@ class FakeDevice:
         self._seats = Seats()
         layout = SimpleNamespace(block_size=block_size)
         self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
-        self._finder = PrefixFinder(1)
-        self.shared_tokens = 0
-        """Of prefixes that could be attended to once."""
         self._queue: deque[Sent] = deque()
         self._last: dict[str, int] = {}
         """Request -> the token found for it last."""
@@ -118,31 +110,14 @@ class FakeDevice:
         for table in self._tables:
             table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_changes)
             tables.append(table.array(ends, rows).tolist())
-        shared = self._find_shared(plan.chunks, rows)
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)
         ]
-        sent = Sent(plan, chunks, shared, DeviceFault("the device fell off the bus") if self.fail_next else None)
+        sent = Sent(plan, chunks, DeviceFault("the device fell off the bus") if self.fail_next else None)
         self.fail_next = False
         self._queue.append(sent)
         return partial(self._result, sent)
-
-    def _find_shared(self, chunks: list[Chunk], rows: IntArray) -> list[tuple[list[int], int]]:
-        """What sequences are found to begin with alike: nothing of it is written to."""
-        order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
-        batch = Ragged.of([chunks[i].start for i in order], [chunks[i].end for i in order])
-        if order != list(range(len(chunks))):
-            rows = rows[order]
-        kept = KeptTable(self._tables[0]._here, torch.zeros(0), rows, self._tables[0]._version)
-        found = self._finder.find(batch, kept, self.block_size, 1)
-        shared = []
-        for members, tokens in zip(*(found.members, found.tokens) if found else ([], [])):
-            here = [order[i] for i in members]
-            assert all(tokens <= chunks[i].start for i in here), "still being written"
-            self.shared_tokens += tokens
-            shared.append((here, tokens))
-        return shared
 
     def _result(self, sent: Sent) -> StepResult:
         self.on_execute(sent.plan)
@@ -188,10 +163,6 @@ class FakeDevice:
                 before = (chunk.start, prefix[chunk.start]) if chunk.start else None
                 assert self.states[state] == before, "the state is not that of the prefix"
                 self.states[state] = (chunk.end, prefix[chunk.end])
-        for here, shared in sent.shared:  # any of their tables is read for all of them
-            tables_of = [sent.chunks[i][2][0] for i in here]
-            texts = {tuple(self.slots[0, t[p // size]][p % size] for p in range(shared)) for t in tables_of}
-            assert len(texts) == 1, "not shared"
         result = StepResult(sampled=[])
         for index, ((chunk, _, tables, _), prefix) in enumerate(zip(sent.chunks, known)):
             request = chunk.seq.request

@@ -173,7 +173,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
 def device_kernels() -> TritonKernels:
     """As on an H200."""
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors, ops._finders = DEVICE, 132, {}
+    ops.device, ops._processors = DEVICE, 132
     return ops
 
 

@@ -27,7 +27,6 @@ from engine.tiny.model import Recipe, cached_model
 from engine.types import FinishReason, Request, RunnerLost, SamplingParams, StepPlan
 from events import AllBlocksCleared, BlockStored, Event
 from kernels import select
-from kernels.shared import PrefixFinder
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -118,42 +117,12 @@ def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
     assert on == off
 
 
-def share_what_is_short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Prefixes of a block are attended to once. The list grows by the keys that this saves in a step's group."""
-    from kernels.triton.backend import TritonKernels
-
-    saved: list[int] = []
-    find = PrefixFinder.find
-
-    def noted(self: PrefixFinder, *given: Any) -> Any:
-        self._tokens_min = 4
-        found = find(self, *given)
-        saved.append(0 if found is None else found.saved_tokens)
-        return found
-
-    monkeypatch.setattr(PrefixFinder, "find", noted)
-    monkeypatch.setattr(TritonKernels, "saved_keys_min", 1)
-    return saved
-
-
-def test_the_same_answers_where_prefixes_are_attended_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    few: dict[str, Any] = {"count": 6, "answer_tokens": 9, "recipe": SMALLEST}
-    alone = answers("qwen3", False, 1000, "cpu", **few)[0]
-    saved = share_what_is_short(monkeypatch)
-    once = answers("qwen3", True, 1000, "triton", **few)[0]
-    assert {name: said[0] for name, said in once.items()} == {name: said[0] for name, said in alone.items()}
-    assert any(saved)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("family", list(RECIPES))
-def test_the_same_answers_on_a_gpu(family: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_answers_on_a_gpu(family: str) -> None:
     device = torch.device("cuda")
-    saved = share_what_is_short(monkeypatch) if shared else [1]
     assert answers(family, True, 1000, "triton", device)[0] == answers(family, False, 1000, "triton", device)[0]
-    assert any(saved)
 
 
 Asked = list[tuple[list[int], int, int]]

@@ -90,7 +90,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 
 def backend() -> TritonKernels:
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors, ops._finders = torch.device("cpu"), 132, {}
+    ops.device, ops._processors = torch.device("cpu"), 132
     return ops
 
 
@@ -102,9 +102,8 @@ def attention(ops: TritonKernels, dtype: torch.dtype, heads: int, kv_heads: int,
         qkv = torch.empty(sum(ends) - sum(starts), heads + 2 * kv_heads, dim, dtype=dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         ops.attention(q, k, v, kv, 0, ops.plan_attention(Ragged.of(starts, ends), table, kv, window), 0.1)
-    for shared in (False, True):
-        fixed = ops.fixed_decode_plan(256, 256, kv, window, shared=shared)  # no split
-        ops.attention(*(torch.empty(256, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)), kv, 0, fixed, 0.1)
+    fixed = ops.fixed_decode_plan(256, 256, kv, window)  # no split
+    ops.attention(*(torch.empty(256, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)), kv, 0, fixed, 0.1)
 
 
 def rows(ops: TritonKernels, dtype: torch.dtype) -> None:

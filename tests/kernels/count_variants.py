@@ -66,7 +66,7 @@ def make_runner(recipe: Recipe) -> ModelRunner:
     for weight in model.weights:
         weight.allocate(torch.bfloat16, META)
     ops = TritonKernels.__new__(TritonKernels)
-    ops.device, ops._processors, ops._finders = META, 132, {}
+    ops.device, ops._processors = META, 132
     spec = model.cache_spec(16, torch.bfloat16)
     return ModelRunner(
         model, spec, 400, device=META, dtype=torch.bfloat16, max_model_len=LENGTH_MAX, kernels=ops, capture=record

@@ -2,8 +2,7 @@
 """Writes tests/golden/kernel_signatures.json: how what `kernels.optional` borrows can be called.
 
     pip download --no-deps --no-binary :all: flash-attn==VERSION      # FlashAttention-3 is in its folder `hopper`
-    pip download --no-deps flashinfer-python==VERSION fla-core==VERSION
-    tests/kernels/record_signatures.py FOLDER...                      # each unpacked
+    tests/kernels/record_signatures.py FOLDER                         # unpacked
 
 Read from the sources: nothing is imported, so no GPU is needed.
 """
@@ -20,10 +19,6 @@ TARGET = Path(__file__).parents[1] / "golden" / "kernel_signatures.json"
 FUNCTIONS = {
     "flash_attn_with_kvcache": "hopper/flash_attn_interface.py",
     "flash_attn_varlen_func": "flash_attn/flash_attn_interface.py",
-    "BatchPrefillWithPagedKVCacheWrapper.__init__": "flashinfer/prefill.py",
-    "BatchPrefillWithPagedKVCacheWrapper.plan": "flashinfer/prefill.py",
-    "BatchPrefillWithPagedKVCacheWrapper.run": "flashinfer/prefill.py",
-    "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
 }
 
 

@@ -13,8 +13,7 @@ import torch
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.cpu import packed
 from kernels.cpu.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
-from kernels.reference.backend import ReferenceKernels, attend
-from kernels.reference.cascade import attend_part, join_parts
+from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
@@ -132,8 +131,6 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     """Some decode behind one prefix, some behind a longer one that begins with it, one behind another, one alone."""
-    if ops.name == "triton":
-        ops.saved_keys_min = 1
     block_size, per_unit = rng.choice(((16, 1), (16, 3), (24, 2), (128, 1)))
     heads, kv_heads, dim = rng.choice(((4, 2, 16), (6, 1, 32), (3, 3, 48)))
     kv = make_pool(dtype, block_size, 2, kv_heads, dim, per_unit, 9000 // block_size // per_unit + 90)
@@ -170,14 +167,6 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
         plan = exact.plan_attention(batch, table, exact_kv, window)
         expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, dim**-0.5)
         assert relative_error(found, expected) < TOLERANCE[dtype]
-
-
-def test_attention_in_parts(rng):
-    q, k, v = torch.randn(7, 4, 16), torch.randn(90, 2, 16), torch.randn(90, 2, 16)
-    whole = torch.stack([attend(query[None], k, v, None, 0.3)[0] for query in q])
-    for cut in (0, 1, 64, 89):
-        parts = [attend_part(q, k[part], v[part], 0.3) for part in (slice(0, cut), slice(cut, 90))]
-        assert relative_error(join_parts(parts), whole) < 1e-5
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])

@@ -18,7 +18,7 @@ KERNELS = {
     "activate_rows", "conv_step", "conv_tails", "conv_tile", "count_rows", "decode_attention", "delta_step",
     "draw_rows", "expert_down", "expert_gate_up", "join_splits",
     "norm_rows", "penalise_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
-    "scan_chunks", "shared_attention", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
+    "scan_chunks", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
 }  # fmt: skip
 SPILLS_MAX = 16
 """Bytes of stack a thread: what the delta rule's scan needs with Triton 3.9; with 3.6 it needs none."""
