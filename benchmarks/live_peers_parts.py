@@ -44,7 +44,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions by start, and in words what they are."""
+    """Sessions by start; `note` says in words what they are."""
 
     note: str
     sessions: tuple[Session, ...]

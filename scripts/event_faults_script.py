@@ -105,7 +105,7 @@ class Router:
         self.url = self._program.await_line()
 
     def attach(self, workers: list[FakeWorker]) -> None:
-        """It has these workers too, and follows them. RuntimeError where they are not taken in."""
+        """Add these workers and wait until their events are followed. Raises RuntimeError where they are not."""
         for worker in workers:
             status, answer = call(f"{self.url}/workers", {"url": worker.url})
             if status != 201:
@@ -123,7 +123,7 @@ class Router:
             raise RuntimeError(f"workers not followed: {call(f'{self.url}/workers')[1]}")
 
     def predicted(self, body: dict[str, Any]) -> dict[int, int] | None:
-        """Port of a worker -> tokens of the prompt that the router believes it has cached; None: no answer."""
+        """Return port of a worker -> tokens of the prompt that the router predicts as cached; None: no answer."""
         status, answer = call(f"{self.url}/route", body)
         if status != 200:
             return None

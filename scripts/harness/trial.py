@@ -1,4 +1,4 @@
-"""What scripts that look for faults share: programs with their logs, the faults that were found, the report."""
+"""Shared base of the scripts that look for faults: programs with their logs, the faults that were found, the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trial:
         """Program -> characters of its log that were looked at."""
 
     def watch(self, program: Program) -> Program:
-        """The program must go on and log no traceback."""
+        """Require that the program goes on and logs no traceback."""
         self._read[program] = 0
         return program
 
@@ -34,8 +34,8 @@ class Trial:
         self.faults.append({"attack": attack, "what": what[:600], "reproducer": repr(reproducer)[:4000]})
 
     def read_logs(self, attack: str) -> None:
-        """Tracebacks that were logged since the last look are faults of this attack. RuntimeError for a program that
-        has ended."""
+        """Count tracebacks that were logged since the last call as faults of this attack. Raises RuntimeError where a
+        program has ended."""
         for program, at in self._read.items():
             text = program.text()
             self._read[program] = len(text)

@@ -55,7 +55,7 @@ class Upstream:
         self.port = port
         self.url = ""
         self._open: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
-        """Connections, by who serves them."""
+        """Task -> the connection that the task serves."""
 
     async def __aenter__(self) -> Upstream:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=2**26)
@@ -71,7 +71,7 @@ class Upstream:
             await asyncio.wait(self._open, timeout=5.0)
 
     def respond(self, method: str, path: str, body: bytes) -> Steps:
-        """What becomes of a request."""
+        """Return the steps that answer a request."""
         page = self.pages.get(path, self.any_page)
         if page is not None:
             return (page if page.startswith(b"HTTP/") else whole(page),)

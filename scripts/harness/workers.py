@@ -166,7 +166,7 @@ class FakeWorker:
         self._serve()
 
     def _serve(self) -> None:
-        """Until `die`, on a loop of its own."""
+        """Serve HTTP on a loop of its own until `die`."""
         ready = threading.Event()
 
         async def run() -> None:
