@@ -50,14 +50,6 @@ def resident_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def resident_tree_mib(pid: int) -> float:
-    """Of a process and its children."""
-    total = resident_bytes(pid) / 2**20
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += sum(resident_tree_mib(int(child)) for child in (task / "children").read_text().split())
-    return total
-
-
 def rank(values: Sequence[float], share: float) -> float:
     """The value at this share of all, by nearest rank."""
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]

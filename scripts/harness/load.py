@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
-
-from harness.figures import rank
 
 PATIENCE_S = 300.0
 _AS_OPENAI = {
@@ -230,25 +227,3 @@ class Outcome:
             int(answer.headers.get("x-blockcast-predicted-cached-tokens", 0)), tokens, first_s - answer.sent_s,
             answer.end_s - answer.sent_s, "".join(text or "" for _, text in texts),
         )  # fmt: skip
-
-
-def summarise(outcomes: Sequence[Outcome]) -> dict[str, float | int]:
-    """Sums and milliseconds; `busiest_share` is the largest part of the prefill on one worker."""
-    ttft_ms = [outcome.ttft_s * 1e3 for outcome in outcomes]
-    prefilled: dict[str, int] = {}
-    for o in outcomes:
-        prefilled[o.worker] = prefilled.get(o.worker, 0) + o.prompt_tokens - o.cached_tokens
-    total = sum(prefilled.values())
-    return {
-        "requests": len(outcomes),
-        "prompt_tokens": sum(o.prompt_tokens for o in outcomes),
-        "cached_tokens": sum(o.cached_tokens for o in outcomes),
-        "prefilled_tokens": total,
-        "predicted_cached_tokens": sum(o.predicted_tokens for o in outcomes),
-        "mispredicted_requests": sum(o.predicted_tokens != o.cached_tokens for o in outcomes),
-        "busiest_share": round(max(prefilled.values()) / total, 3),
-        "ttft_mean_ms": round(statistics.fmean(ttft_ms), 1),
-        "ttft_p50_ms": round(rank(ttft_ms, 0.50), 1),
-        "ttft_p99_ms": round(rank(ttft_ms, 0.99), 1),
-        "e2e_mean_ms": round(statistics.fmean(o.e2e_s for o in outcomes) * 1e3, 1),
-    }

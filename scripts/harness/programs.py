@@ -186,7 +186,7 @@ def await_true(probe: Callable[[], Any], seconds: float, every_s: float = 0.05) 
 
 
 class Cluster:
-    """`engine serve` workers and one `router run`: on entry all of them answer, on exit all are stopped."""
+    """Two `engine serve` workers and one `router run`: on entry all of them answer, on exit all are stopped."""
 
     model_name = "demo"
 
@@ -197,13 +197,11 @@ class Cluster:
         policy: str,
         num_blocks: int | None,
         log_dir: Path,
-        workers: int = 2,
         engine_flags: Sequence[str] = (),
     ) -> None:
         self._model, self._policy, self._log_dir = model, policy, log_dir
         self._flags = ("--num-gpu-blocks-override", str(num_blocks)) if num_blocks else ()
         self._flags += tuple(engine_flags)
-        self._count = workers
         self._programs: list[Program] = []
         self.worker_urls: list[str] = []
         self.url = ""
@@ -213,7 +211,7 @@ class Cluster:
         try:
             self._programs = [
                 serve_engine(self._log_dir / f"{self._policy}-worker-{time.time_ns()}.log", str(self._model), *flags)
-                for _ in range(self._count)
+                for _ in range(2)
             ]
             self.worker_urls = [worker.await_line() for worker in self._programs]
             command = ours("router", "run", *self.worker_urls, "--port", "0", "--policy", self._policy)
