@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
-from router.decide.ahead import CacheAhead
 from router.decide.books import CacheBook
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSetConfig
 from router.decide.lengths import TOKENS_PRIOR, OutputLengths
@@ -122,7 +121,6 @@ WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
     "beta": lambda: patch("router.decide.policy.beta_of", lambda *of: 0.0),
     "overdue": lambda: patch.object(Target, "OVERDUE_SHARE", 0.0),
-    "evicted": lambda: patch.object(CacheAhead, "left", lambda self, keys, hit, usable: hit),
 }
 """Terms of the price, and how a run is made without one; `seat` goes with `memory`."""
 _CONFIGS = {

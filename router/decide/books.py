@@ -17,7 +17,6 @@ from typing import Final
 
 import msgspec
 
-from router.decide.ahead import CacheAhead
 from router.decide.config import CoreConfig
 from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
@@ -27,8 +26,6 @@ from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedP
 
 HOT_RUNNING: Final = 2
 """So many running requests with one beginning make it hot."""
-BLOCK_TOKENS: Final = 16
-"""Of an engine that does not tell; vLLM's on a GPU."""
 HOT_S: Final = 10.0
 """A copy of it is good for so long."""
 HOT_NEW_S: Final = 3.0
@@ -69,9 +66,6 @@ class Hits(msgspec.Struct, eq=False):
     """h"""
     resident: list[int] = []
     """What events or history vouch for now."""
-    evicted: dict[int, int] = {}
-    """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests
-    ahead will evict. They are not in `cached`."""
     slower: dict[int, Match] = {}
     """The matches that reach into slower tiers, by the candidate's place."""
 
@@ -96,8 +90,6 @@ class CacheBook:
         """On how many targets they run."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
-        self._settling: deque[tuple[float, CacheAhead, str]] = deque()
-        """(when no pin promises what it evicted, where, request) of requests that were taken in, in that order."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def join(self, target: Target, spec: WorkerSpec) -> None:
@@ -116,14 +108,6 @@ class CacheBook:
             target.requeue()
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = HistoryCache((tokens or HISTORY_TOKENS) // spec.ranks)
-        if target.capacity_tokens is None:
-            target.ahead = None
-        elif spec.cache_view is CacheView.EVENTS:
-            block_tokens = spec.block_size or BLOCK_TOKENS
-            if target.ahead is None or not target.ahead.resize(target.capacity_tokens, block_tokens):
-                target.ahead = CacheAhead(target.capacity_tokens, block_tokens)
-            if below:
-                target.ahead.copied()
 
     def leave(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
@@ -146,8 +130,6 @@ class CacheBook:
         history = self._histories.get(target.name)
         if history is not None:
             history.clear()
-        if target.ahead is not None:
-            target.ahead.clear()
 
     def emptied(self, target: Target, sent: Sequence[str]) -> None:
         """Its cache was: neither do these requests, which were sent before, leave anything in it that can be found."""
@@ -193,27 +175,11 @@ class CacheBook:
                 hit = usable = 0
             else:
                 hit, usable = match.pinned_tokens, match.tokens
-                ahead = target.ahead
                 if usable != match.gpu_tokens:
                     hits.slower[i] = match
-                    if ahead is not None:
-                        ahead.copied()
-                elif ahead is not None and ahead.evicted:
-                    left = ahead.left(prompt.keys(ahead.chunk_tokens), hit, usable)
-                    if left != hit:
-                        hits.evicted[i] = hit - left
-                        hit = left
             hits.cached.append(hit)
             hits.resident.append(usable)
         return hits
-
-    def make_way(self, target: Target, prompt: AskedPrompt, cached_tokens: int) -> int:
-        """The prompt is about to be sent there: what of its first `cached_tokens` will be left when it is taken in."""
-        ahead = target.ahead
-        if ahead is None:
-            return cached_tokens
-        keys = prompt.keys(ahead.chunk_tokens)
-        return ahead.make_way(keys, prompt_tokens=prompt.tokens, cached_tokens=cached_tokens, seats=target.seats)
 
     def sent(
         self,
@@ -223,7 +189,6 @@ class CacheBook:
         now: float,
         *,
         cached_tokens: int,
-        expected_tokens: float,
         session: str | None = None,
     ) -> None:
         """A prompt of a session, of which so many tokens will be cached there, went to the target."""
@@ -233,52 +198,25 @@ class CacheBook:
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
-        if target.ahead is not None:
-            target.ahead.sent(
-                request_id,
-                prompt.keys(target.ahead.chunk_tokens),
-                prompt_tokens=prompt.tokens,
-                cached_tokens=cached_tokens,
-                expected_tokens=expected_tokens,
-                seats=target.seats,
-            )
         keys = prompt.keys(self._chunk_tokens)
         cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys, prompt)
         self._hold(target, keys, now)
 
-    def begun(self, request_id: str, target: Target, now: float) -> None:
-        """The first token of its answer came."""
-        if target.ahead is not None:
-            target.ahead.taken_in(request_id)
-            self._settling.append((now + self._pin_grace_s, target.ahead, request_id))
-
     def asked(self, request_id: str) -> AskedPrompt | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
         running = self._running.get(request_id)
         return None if running is None else running[2]
 
-    def ended(
-        self,
-        request_id: str,
-        now: float,
-        *,
-        computed: bool,
-        answer_tokens: float = 0.0,
-        over: str | None = None,
-    ) -> None:
-        """The attempt is over, after so many tokens, and with it the session `over`. What was not `computed` is
-        promised no longer; of the rest the events are coming."""
+    def ended(self, request_id: str, now: float, *, computed: bool, over: str | None = None) -> None:
+        """The attempt is over, and with it the session `over`. What was not `computed` is promised no longer; of the
+        rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
             self._release(running[0], running[1])
             if over is not None:
                 self.working_sets.ended(running[1], over)
-            ahead = running[0].ahead
-            if ahead is not None:
-                ahead.ended(request_id, answer_tokens)
-                self._settling.append((now + self._pin_grace_s, ahead, request_id))
         pinned = self._pins.pop(request_id, None)
         if pinned is None:
             return
@@ -340,13 +278,10 @@ class CacheBook:
         """Release what has outlived its grace."""
         while self._grace and self._grace[0][0] <= now:
             self._index.unpin(self._grace.popleft()[2])
-        while self._settling and self._settling[0][0] <= now:
-            _, ahead, request_id = self._settling.popleft()
-            ahead.settled(request_id)
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do."""
-        return min((waiting[0][0] for waiting in (self._grace, self._settling) if waiting), default=None)
+        return self._grace[0][0] if self._grace else None
 
     def check_invariants(self, live: set[str]) -> None:
         """Releases are in order; only what is in flight (`live`) is pinned without an end."""
@@ -358,8 +293,6 @@ class CacheBook:
             assert target.held_chunks is not None
             beside = sum(count - 1 for count in target.held_chunks.counts().values())
             assert target.shared_tokens == self._chunk_tokens * beside
-            if target.ahead is not None:
-                target.ahead.check_invariants(live)
         running = Counter(key for _, keys, _ in self._running.values() for key in keys)
         assert self._running_chunks.counts() == running
         holders = {target for target, _, _ in self._running.values()}  # a name may come back

@@ -73,12 +73,6 @@ class Chosen(msgspec.Struct, eq=False):
         ttft_s, i = min(found)
         return i, ttft_s
 
-    def lose(self, tokens: int) -> None:
-        """So much of the winner's h will be evicted until the request is taken in there."""
-        cost, winner = self.cost, self.winner
-        cost.cached[winner] -= tokens
-        cost.evicted[winner] = cost.evicted.get(winner, 0) + tokens
-
 
 class Chooser:
     """Prices candidates and picks one."""
@@ -168,10 +162,9 @@ class Chooser:
         loads = None
         expected_tokens = self._lengths.expect(request)
         cached = resident = [0] * len(targets)
-        evicted: dict[int, int] = {}
         if prompt is not None:
             hits = self._book.hits(prompt, targets, matches)
-            cached, resident, evicted = hits.cached, hits.resident, hits.evicted
+            cached, resident = hits.cached, hits.resident
             if hits.slower:
                 loads = [0.0] * len(targets)
                 for i, match in hits.slower.items():
@@ -189,7 +182,6 @@ class Chooser:
             pool=pool,
         )
         if prompt is not None:
-            cost.evicted = evicted
             needed, steps_s, alone_s, requests = prompt.tokens + 0.5 * expected_tokens, 0.0, 0.0, 0.0
             for i, target in enumerate(targets):
                 steps_s += target.step_now_s

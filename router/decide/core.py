@@ -188,10 +188,8 @@ class RouterCore:
         if live is None or live.decision is None:
             return []
         live.first_token_seen = True
-        flight = self.tracker.first_token(request_id, now)
-        if flight is None:
+        if self.tracker.first_token(request_id, now) is None:
             return []
-        self.book.begun(request_id, flight.target, now)
         self.registry.alive(live.decision.worker)
         return self._try_held(now)
 
@@ -367,11 +365,6 @@ class RouterCore:
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
-        if choice.prompt is not None:
-            cached_tokens = choice.cost.cached[choice.winner]
-            left = self.book.make_way(choice.target, choice.prompt, cached_tokens)
-            if left != cached_tokens:
-                choice.lose(cached_tokens - left)
         decision = self._chooser.decision(
             request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )
@@ -395,7 +388,6 @@ class RouterCore:
                 choice.prompt,
                 now,
                 cached_tokens=decision.predicted_cached_tokens,
-                expected_tokens=choice.cost.expected_tokens,
                 session=request.session,
             )
         if request.session is not None and self.config.session_affinity:
@@ -496,14 +488,9 @@ class RouterCore:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = live.request
         self._in_background.pop(request.request_id, None)
-        flight = self.tracker.end(request.request_id, now, computed=computed, reported_cached=reported_cached)
-        self.book.ended(
-            request.request_id,
-            now,
-            computed=computed,
-            answer_tokens=flight.said_tokens if flight is not None else 0,
-            over=request.session if request.final else None,
-        )
+        self.tracker.end(request.request_id, now, computed=computed, reported_cached=reported_cached)
+        over = request.session if request.final else None
+        self.book.ended(request.request_id, now, computed=computed, over=over)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe

@@ -103,7 +103,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
     """h: usable cached prefix, requests in flight included."""
     resident_tokens: int
-    """What events (or the approximate index) vouch for now: of h, and of what will be evicted."""
+    """What events (or the approximate index) vouch for now: of h."""
     prefill_s: float
     """P: uncached prefill on an otherwise idle worker."""
     queue_s: float
@@ -128,8 +128,6 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """What is expected of the answer."""
     seat_s: float = 0.0
     """Wait for a seat, where all are taken."""
-    evicted_tokens: int = 0
-    """Prefix that is there, or promised, and that the requests ahead will have evicted: not in h."""
     memory_s: float = 0.0
     """Wait for KV memory, where running requests hold too much of it."""
     decode_s: float = 0.0

@@ -61,10 +61,9 @@ class KvCost:
     `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
     `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
     seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
-    wait for KV memory, where there is one; `evicted[i]` tokens that are not in h, as those ahead will evict them;
-    `held_s` seconds of prefill that the router holds in all: they wait like what the targets were sent; `hot_tokens` is
-    the beginning that running requests have in common with this one, `hot_share` the part of its prefill that is laid
-    to others; `pool`: what the targets are the shortlist of.
+    wait for KV memory, where there is one; `held_s` seconds of prefill that the router holds in all: they wait like
+    what the targets were sent; `hot_tokens` is the beginning that running requests have in common with this one,
+    `hot_share` the part of its prefill that is laid to others; `pool`: what the targets are the shortlist of.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class KvCost:
         self.ahead: Sequence[float] | None = None
         self.crowding: Sequence[float] | None = None
         self.memory: dict[int, float] = {}
-        self.evicted: dict[int, int] = {}
         self.hot_tokens, self.hot_share = 0, 0.0
         self.prompt_tokens = prompt_tokens
         self.expected_tokens = expected_tokens
@@ -224,7 +222,6 @@ class KvCost:
             output_tokens=self.expected_tokens,
             seat_s=seat_s,
             memory_s=memory_s,
-            evicted_tokens=self.evicted.get(i, 0),
             decode_s=decode_s,
             rest_s=rest_s,
             hot_s=hot_s,

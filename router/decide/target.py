@@ -17,7 +17,6 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
 from router.decide.engine_load import Claim, LoadClaims, Wager
 from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
@@ -179,8 +178,6 @@ class Target:
     shared_tokens: int = 0
     room_tokens: float = math.inf
     """Of the cache, what running requests leave."""
-    ahead: CacheAhead | None = None
-    """What of the cache the requests sent there will evict, where its capacity is known."""
     seats: int = SEATS_PRIOR
     """Sequences that run at once: told, or learned, or as many as is usual."""
     seats_told: bool = False

@@ -162,15 +162,13 @@ class LoadTracker:
         if at_s is not None and not target.prefills and at_s - target.decode_learnt_s >= target.speeds.steps_every_s:
             self._observe_steps(flight, output_tokens - flight.decode_said, at_s)
 
-    def end(
-        self, request_id: str, now: float, *, computed: bool = True, reported_cached: int | None = None
-    ) -> InFlight | None:
+    def end(self, request_id: str, now: float, *, computed: bool = True, reported_cached: int | None = None) -> None:
         """Finished, failed or aborted: every count it had goes; where nothing was `computed`, its share of the
-        utilisation too. None where it is unknown. `reported_cached`: the engine's own figure corrects what was learned
-        from a prediction that was off."""
+        utilisation too. `reported_cached`: the engine's own figure corrects what was learned from a prediction that
+        was off."""
         flight = self.requests.pop(request_id, None)
         if flight is None:
-            return None
+            return
         target = flight.target
         self._touch(target)
         target.accrue(now)
@@ -198,7 +196,6 @@ class LoadTracker:
             target.reported_cached_tokens += reported_cached
             if flight.interval is not None:
                 self._correct(flight, flight.interval, reported_cached)
-        return flight
 
     def any_free(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""
