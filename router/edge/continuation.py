@@ -229,6 +229,11 @@ class Continuation:
         """The worker said so, in an event that is kept back."""
         return self.tokens is not None and self.tokens.failed
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an answer that ends now lacks its end."""
+        return self.tokens is not None and self.tokens.is_truncated
+
     def release(self) -> bytes:
         """That event, where nobody goes on."""
         return self.tokens.release() if self.tokens is not None else b""
@@ -247,6 +252,7 @@ class Continuation:
         try:
             return b"".join(map(self._as_first, filter(None, events.split(b"\n\n"))))
         except _ODD as error:
+            self.tokens.odd = True  # what was noted of these events was not sent: nobody ends the answer by it
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _as_first(self, event: bytes) -> bytes:
@@ -260,15 +266,15 @@ class Continuation:
         assert self._shape is not None
         made, choices = dict(self._shape), []
         for choice in told["choices"]:
-            delta, reason = _words(choice, self._as_chat), choice["finish_reason"]
+            delta, reason = _words(choice, self._as_chat), choice.get("finish_reason")
             if "role" in delta or (not any(delta.values()) and reason is None and not self._asks_ids):
                 return b""
-            one = {**self._shape["choices"][0], "finish_reason": reason}
-            one |= {"delta": delta} if self._chat else {"text": delta["content"]}
+            one = dict(self._shape["choices"][0])
+            one |= {"delta": delta} if self._chat else {"text": delta.get("content") or ""}
             if reason is not None:
-                one["stop_reason"] = choice.get("stop_reason")
+                one |= {"finish_reason": reason, "stop_reason": choice.get("stop_reason")}
             if self._asks_ids:
-                one["token_ids"] = choice["token_ids"]
+                one["token_ids"] = choice.get("token_ids")
             choices.append(one)
         made["choices"] = choices
         if told.get("usage") is not None:
@@ -304,8 +310,8 @@ class Continuation:
 
 
 def _words(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:
-    """What an event of the worker that goes on says, as a chat's."""
-    delta: dict[str, Any] = choice["delta"] if as_chat else {"content": choice["text"]}
+    """What an event of the worker that goes on says, as a chat's. Some frontends leave out what is null or empty."""
+    delta: dict[str, Any] = choice.get("delta") or {} if as_chat else {"content": choice.get("text") or ""}
     return delta
 
 

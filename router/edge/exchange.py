@@ -324,6 +324,9 @@ class Exchange:
             return
         if body.done:
             if noted:
+                if stream is not None and stream.is_truncated:
+                    self._broken("the worker ended its answer without a finish reason")
+                    return
                 self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not surplus)
             return

@@ -26,6 +26,8 @@ _IDS = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 """With the comma before the key, or where it is the first one, the comma behind its value."""
 _BEFORE_KEY: Final = len(',,"prompt_')
 _FAILURE = (b'data: {"error"', b'data:{"error"')
+_FINISH = re.compile(rb'"finish_reason" *: *"')
+_DONE = (b"data: [DONE]", b"data:[DONE]")
 _PLAIN_DELTAS = (b"}", b'"content"', b'"role"')
 _list_of_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
 
@@ -34,8 +36,8 @@ class Tokens:
     """Of one answer, whose content is given to `feed`."""
 
     __slots__ = (
-        "_hide", "_passes", "_pending", "_searched", "answer", "events", "failed", "finished", "last", "odd", "parsed",
-        "prompt", "spoken",
+        "_hide", "_passes", "_pending", "_searched", "answer", "done", "events", "failed", "finished", "last", "odd",
+        "parsed", "prompt", "spoken",
     )  # fmt: skip
 
     def __init__(self, hide: bool) -> None:
@@ -54,6 +56,8 @@ class Tokens:
         """A thought or a tool's call was told."""
         self.finished = False
         """A finish reason has come."""
+        self.done = False
+        """The stream's last event, [DONE], has come."""
         self.failed = False
         """An event says that the worker failed."""
         self._hide = hide
@@ -105,6 +109,11 @@ class Tokens:
         held, self._pending = bytes(self._pending), bytearray()
         return held
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an answer that ends now lacks its end. False where its events are not understood."""
+        return self.events > 0 and not (self.odd or self.finished or self.done or self._passes)
+
     def rewind(self, exact: bool) -> None:
         """Another worker goes on: forget the event that never ended, and if `exact` tokens whose text is incomplete."""
         if exact:
@@ -117,6 +126,7 @@ class Tokens:
         """Note what an event says; return what is passed on of it."""
         self.events += 1
         if b'"' not in event:
+            self.done = self.done or event.startswith(_DONE)
             return event  # a comment, or [DONE]
         before = len(self.answer)
         at = event.find(b'token_ids"')
@@ -130,7 +140,7 @@ class Tokens:
                 self.parsed = True
             elif not event.startswith(_PLAIN_DELTAS, delta + 9):
                 self.odd = True
-        if b'"finish_reason":"' in event:
+        if _FINISH.search(event) is not None:
             self.finished = True
         at = event.find(text)
         if at >= 0 and event[at + len(text) : at + len(text) + 1] not in (b'"', b""):

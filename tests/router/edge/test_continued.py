@@ -213,9 +213,10 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 def worker(
     name: str, dies_after: int | None, log: list[dict[str, Any]], *, failing: bytes = b"",
-    deltas: Sequence[dict[str, Any]] = SPOKEN,
+    deltas: Sequence[dict[str, Any]] = SPOKEN, is_lean: bool = False, ends_early: bool = False,
 ) -> Any:  # fmt: skip
-    """Speaks WORDS (in chats `deltas`) from where the prompt says; its connection breaks after so many of them."""
+    """Speaks WORDS (in chats `deltas`) from where the prompt says; its connection breaks after so many of them.
+    `is_lean`: null fields are left out, as in vLLM's Rust frontend. `ends_early`: the answer ends there instead."""
 
     async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         body = json.loads(received.body)
@@ -231,8 +232,8 @@ def worker(
         begins = True
         while at < len(WORDS):
             if dies_after is not None and spoken >= dies_after:
-                if failing:
-                    writer.write(chunk(failing) + b"0\r\n\r\n")
+                if failing or ends_early:
+                    writer.write(chunk(failing) + b"0\r\n\r\n" if failing else b"0\r\n\r\n")
                     return
                 if spoken:  # half an event, which nobody may see
                     writer.write(chunk(b'data: {"id":"' + name.encode()))
@@ -240,7 +241,9 @@ def worker(
                 writer.transport.abort()
                 return
             last = at == len(WORDS) - 1
-            choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
+            choice: dict[str, Any] = {"index": 0}
+            if last or not is_lean:
+                choice["finish_reason"] = "stop" if last else None
             choice |= {"delta": deltas[at]} if chat else {"text": WORDS[at]}
             ids = {"token_ids": [100 + at]} if shows else {}
             told = {"id": name, "created": 1, "model": "m", "choices": [choice | ids]}
@@ -318,7 +321,7 @@ def test_the_answer_goes_on(
                 (name,) = {one["id"] for one in events}
                 if dies_after:
                     assert any(event["id"] == name for event in lists[0])
-                assert [one["choices"][0]["finish_reason"] for one in chunks][-1] == "stop"
+                assert [one["choices"][0].get("finish_reason") for one in chunks][-1] == "stop"
                 assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
                 noted = [i for one in chunks for i in one["choices"][0].get("token_ids", [])]
                 assert noted == ([100 + i for i in range(len(WORDS))] if ids else [])
@@ -336,6 +339,68 @@ def test_the_answer_goes_on(
         assert edge.metrics.broken_streams["continued"] == edge.core.counters["continued"] >= 2
         assert set(edge.metrics.broken_streams) == {"continued"}
         edge.core.check_invariants()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("first_is_lean", [True, False])
+@pytest.mark.parametrize("asks_ids", [True, False])
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "completion"])
+def test_frontends_that_leave_out_what_is_null_go_on(
+    edge: Any, make_post: Any, path: str, body: dict[str, Any], asks_ids: bool, first_is_lean: bool
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 3, log, is_lean=first_is_lean), "a", engine="vllm")
+        await edge.worker(worker("b", None, log, is_lean=True), "b", engine="vllm")
+        asked = json.dumps({**body, "return_token_ids": asks_ids}).encode()
+        for _ in range(2):
+            text, events, ended = told(await edge.exchange(make_post(asked, path.encode())))
+            assert (text, ended) == ("".join(WORDS), True)
+            assert [one["choices"][0].get("finish_reason") for one in events][-2:] == [None, "stop"]
+        assert set(edge.metrics.broken_streams) == {"continued"}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("is_lean", [True, False])
+@pytest.mark.parametrize("others", [1, 0])
+def test_an_answer_that_ends_without_a_finish_reason_is_not_complete(
+    edge: Any, make_post: Any, others: int, is_lean: bool
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 4, log, is_lean=is_lean, ends_early=True), "a", engine="vllm")
+        for _ in range(others):
+            await edge.worker(worker("b", None, log, is_lean=is_lean), "b", engine="vllm")
+        for _ in range(2):
+            text, _, ended = told(await edge.exchange(make_post(json.dumps(COMPLETION).encode(), b"/v1/completions")))
+            assert (text, ended) == ("".join(WORDS[: None if others else 4]), bool(others))
+        assert set(edge.metrics.broken_streams) == {"continued" if others else "cut"}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("nonsense", [{"choices": [{"index": 0, "text": 5, "finish_reason": "stop"}]}, {"choices": 5}])
+def test_an_answer_is_never_ended_by_text_that_was_not_sent(edge: Any, make_post: Any, nonsense: Any) -> None:
+    """The worker that goes on tells a finish reason in an event that cannot be passed on."""
+    last = event(**nonsense, finish_reason="stop")
+
+    async def odd(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        spoken = event(choices=[{"index": 0, "text": "more", "token_ids": [7]}])
+        writer.write(HEAD + chunk(spoken + b"data: {\n\n" + last) + b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 3, log), "a", engine="vllm")
+        await edge.worker(odd, "b", engine="vllm")
+        answers = [await edge.exchange(make_post(json.dumps(COMPLETION).encode(), b"/v1/completions"))]
+        assert [content_of(answer)[1] for answer in answers] == [False]
+        assert edge.metrics.broken_streams == {"continued": 1, "cut": 1}
+        assert not edge.metrics.crashes
 
     edge.run(scenario())
 
@@ -549,7 +614,8 @@ def test_what_comes_behind_the_last_blank_line_is_passed_on(
 
 
 def test_ids_behind_the_last_blank_line_are_hidden_too(edge: Any, make_post: Any) -> None:
-    last = event(id="a", choices=[{"index": 0, "delta": {"content": "Hi"}, "token_ids": [5]}]).rstrip()
+    choice = {"index": 0, "delta": {"content": "Hi"}, "token_ids": [5], "finish_reason": "stop"}
+    last = event(id="a", choices=[choice]).rstrip()
 
     async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(last) + b"0\r\n\r\n")
