@@ -103,7 +103,7 @@ class RouterCore:
         worker = self.workers.get(worker_id)
         if worker is None:
             return []
-        was_down = worker.health in (WorkerState.DOWN, WorkerState.PROBING)
+        was_down = worker.is_down
         self.registry.breaker.down(worker, now, reason)
         self.registry.changed()
         return [] if was_down else [self._lost(worker), *self._try_held(now)]
@@ -252,7 +252,7 @@ class RouterCore:
         worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
         self._end_attempt(live, now, computed=live.first_token_seen)
-        if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL):
+        if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
             self.registry.changed()
@@ -267,6 +267,23 @@ class RouterCore:
         live.attempt += 1
         instructions.insert(0, self._retry(live, kind, now) if rest is None else self._go_on(live, rest, now))
         return instructions + self._try_held(now)
+
+    def move(
+        self, request_id: str, now: float, rest: RouteRequest | None = None, *, stalled: bool = False
+    ) -> list[Instruction]:
+        """Have another worker answer a request whose worker is lost, or the `rest` of its answer; as `failed` where
+        that is possible. Empty where the request stays: nobody else can take it, or it was tried often enough.
+        `stalled`: the worker is up and stands still in the middle, which counts as a failure of it."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None or (rest is None and live.first_token_seen):
+            return []
+        others = self.registry.candidates(rest or live.request, live.tried | {live.decision.worker})
+        if isinstance(others, Refuse) or others[0].worker_id in self.registry.avoided:
+            return []
+        if rest is None and not self._retries.has_one(live.attempt + 1):
+            return []
+        kind = FailureKind.STREAM if stalled and rest is not None else FailureKind.LOST
+        return self.failed(request_id, kind, now, rest)
 
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""

@@ -58,10 +58,14 @@ class RetryBudget:
 
     def take(self, attempt: int) -> bool:
         """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if attempt >= self._attempts_max or self._left < 1.0:
+        if not self.has_one(attempt):
             return False
         self._left -= 1.0
         return True
+
+    def has_one(self, attempt: int) -> bool:
+        """Whether `take` would."""
+        return attempt < self._attempts_max and self._left >= 1.0
 
 
 def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:

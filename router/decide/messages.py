@@ -88,6 +88,8 @@ class FailureKind(str, enum.Enum):
     INTERNAL = "internal_error"
     """500: the engine under the server may have died, or this very request makes it fail. Tried once elsewhere; never
     held against the worker, or a client could take all of them out with one request that fails everywhere."""
+    LOST = "lost"
+    """The worker went down or was removed while it had the request: what it did wrong is on its books already."""
     OVERLOADED = "overloaded"
     """429 from the worker: alive, but full."""
     LOCAL = "local"

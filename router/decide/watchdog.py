@@ -50,7 +50,7 @@ class Stillness:
     """Which workers stand still: none of their streams moves for a while, although those of others do. Pure."""
 
     def __init__(self, still_s: float) -> None:
-        self._still_s = still_s
+        self.still_s = still_s
         self._looked_s: float | None = None
         self.workers: dict[str, float] = {}
         """worker -> when a byte last came from it."""
@@ -61,9 +61,9 @@ class Stillness:
         `moved`: of every worker with streams in their middle whose clients read, when the last byte of any came. Where
         nothing moves anywhere, or this look comes late, the router itself may have stood still: nothing new is said.
         """
-        late = self._looked_s is not None and now - self._looked_s > self._still_s / 2
+        late = self._looked_s is not None and now - self._looked_s > self.still_s / 2
         self._looked_s = now
-        still = {worker: last_s for worker, last_s in moved.items() if now - last_s >= self._still_s}
+        still = {worker: last_s for worker, last_s in moved.items() if now - last_s >= self.still_s}
         if late or (len(still) == len(moved) > 1):
             still = {worker: last_s for worker, last_s in still.items() if worker in self.workers}
         changed = still.keys() ^ self.workers.keys()

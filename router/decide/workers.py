@@ -100,6 +100,10 @@ class Worker:
         """Its state, an operator's wish aside."""
         return self.behind if self.state is WorkerState.DRAINING else self.state
 
+    @property
+    def is_down(self) -> bool:
+        return self.health in (WorkerState.DOWN, WorkerState.PROBING)
+
     def become(self, health: WorkerState, reason: str) -> None:
         """Its health changed."""
         if self.state is WorkerState.DRAINING:

@@ -56,6 +56,10 @@ class Carrier:
         worker = self.core.workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 
+    def of_engine(self, engine: str) -> frozenset[str]:
+        """Workers that say they are this engine."""
+        return frozenset(name for name, worker in self.core.workers.items() if worker.spec.engine == engine)
+
     def tokens_max(self, model: str) -> int | None:
         """How many tokens a model takes, where that is known."""
         served = self.core.resolve_model(model)

@@ -3,7 +3,7 @@
 Owns the life of an `Exchange`: routed, connected, sent, head, body, done. Refuses to know prompts, prices, HTTP syntax,
 and which worker comes next: that is the core's, asked through router/edge/proxy.py. Rules it keeps:
 
-* An attempt may be repeated only while no byte of an answer went to the client.
+* An attempt may be repeated only while no byte of an answer's body went to the client.
 * The client's leaving closes the worker's connection at once; that is how engines learn to stop computing.
 * A slow client stops the reading from its worker, and only that.
 * Every exchange ends exactly once: finished, refused, cut, or given up by the client; also where its own code raises.
@@ -405,6 +405,20 @@ class Exchange:
         elif now - self.progress.last_byte_s > timeouts.idle_s:
             self._broken(f"no byte for {timeouts.idle_s:g} s")
 
+    def move(self, reason: str, *, stalled: bool = False) -> None:
+        """The worker is lost, or stands still: have another one answer where somebody can; else wait on."""
+        proxy = self._proxy
+        if self.done or not self.in_core:
+            return
+        if self.client.answering:
+            self._go_on(reason, moves=True, stalled=stalled)
+            return
+        instructions = proxy.core.move(self.request_id, proxy.now())
+        if instructions:
+            self._drop_connection()
+            proxy.attempt_failed(self.decision, FailureKind.LOST, reason)
+            proxy.perform(instructions)
+
     def _attempt_failed(self, kind: FailureKind, reason: str) -> None:
         """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
         self.sent_s = None
@@ -439,22 +453,28 @@ class Exchange:
             return False
         return True
 
-    def _go_on(self, reason: str) -> bool:
-        """Have another worker complete the answer; False where that cannot be."""
-        stream, head, proxy = self._stream, self._head, self._proxy
-        if stream is None or head is None or self.route is None or not self.in_core or self.done:
+    def _go_on(self, reason: str, *, moves: bool = False, stalled: bool = False) -> bool:
+        """Have another worker complete the answer; False where that cannot be. `moves`: the connection to this one is
+        there, so without another worker the answer stays."""
+        stream, head, route, proxy = self._stream, self._head, self.route, self._proxy
+        if head is None or route is None or not self.in_core or self.done:
             return False
-        ending = stream.ending(usage_sent=self.progress.usage() is not None)
+        ending = None if stream is None else stream.ending(usage_sent=self.progress.usage() is not None)
         if ending is not None:
             proxy.broke(self.request_id, "completed", reason)
             self.client.write(_chunk(ending) + _LAST_CHUNK)
             self._complete(head, reusable=False)
             return True
-        tokens_max = proxy.tokens_max(self.route.model)
-        rest = stream.rest(self.route, tokens_max)
+        rest = self._rest(head, route)
         if rest is None:
             return False
-        instructions = proxy.core.failed(self.request_id, FailureKind.STREAM, proxy.now(), rest)
+        now = proxy.now()
+        if moves:
+            instructions = proxy.core.move(self.request_id, now, rest, stalled=stalled)
+            if not instructions:
+                return False
+        else:
+            instructions = proxy.core.failed(self.request_id, FailureKind.STREAM, now, rest)
         if gives_up(instructions, self.request_id):
             self.in_core = False
             proxy.perform(instructions[1:])
@@ -462,11 +482,26 @@ class Exchange:
         self._drop_connection()
         proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
         proxy.broke(self.request_id, "continued", reason)
-        stream.begin_rest(rest, tokens_max)
+        if stream is not None and stream.tokens is not None:
+            stream.begin_rest(rest, proxy.tokens_max(route.model))
         self.route, self._head = rest, None
         self.progress.begin_again()
         proxy.perform(instructions)
         return True
+
+    def _rest(self, head: ResponseHead, route: RouteRequest) -> RouteRequest | None:
+        """What another worker is asked that goes on with the answer; None where nobody can."""
+        stream, proxy = self._stream, self._proxy
+        if stream is None or stream.tokens is None:
+            # Nothing can be noted of such an answer, but of this one the client has a head and no more. Once only: it
+            # may be what kills its workers.
+            again = self.first_byte_s is None and self.decision is not None and not self.decision.attempt
+            return route if again and _is_readable_stream(head) else None
+        rest = stream.rest(route, proxy.tokens_max(route.model))
+        if rest is None or rest is route or self.decision is None:
+            return rest
+        alike = proxy.of_engine(proxy.engine(self.decision.worker))
+        return rest.replaced(subset=alike if rest.subset is None else alike & rest.subset) if alike else rest
 
     def _forget_in_core(self, kind: FailureKind | None) -> None:
         if self.in_core:

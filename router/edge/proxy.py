@@ -135,6 +135,7 @@ class Proxy(Carrier):
                 exchange.expire(now, self._timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
+            self._look_at_worker(exchange, now)
             moved_s, decision = exchange.moved_s, exchange.decision
             if moved_s is not None and decision is not None:
                 moved[decision.worker] = max(moved_s, moved.get(decision.worker, moved_s))
@@ -145,6 +146,22 @@ class Proxy(Carrier):
                 log.info("worker %s stands still no more", worker_id)
         for worker_id in self._endpoints.keys() - self.core.workers.keys():
             del self._endpoints[worker_id]
+
+    def _look_at_worker(self, exchange: Exchange, now: float) -> None:
+        """Move what is on a worker that is gone, is down or stands still."""
+        decision = exchange.decision
+        if decision is None or exchange.done:
+            return
+        worker, still = self.core.workers.get(decision.worker), self.core.stillness
+        try:
+            if worker is None and exchange.first_byte_s is None:
+                exchange.move("the worker was removed")
+            elif worker is not None and worker.is_down and worker.probe != exchange.request_id:
+                exchange.move("the worker is down")
+            elif decision.worker in still.workers and now - (exchange.moved_s or now) >= still.still_s:
+                exchange.move("the worker stands still", stalled=True)
+        except Exception as error:  # noqa: BLE001  a boundary
+            exchange.crash(error)
 
     def forget(self, request_id: str, kind: FailureKind | None) -> None:
         """What the core would do about this very request is not wanted any more."""

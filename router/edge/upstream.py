@@ -8,6 +8,7 @@ implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has e
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from router.http.turns import LoopTurns
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
+SILENT_S_MAX: Final = 30
+"""A worker's machine that acknowledges nothing for so long is gone: its connections break."""
 TURN_BYTES: Final = 16 * 1024
 """Of one read that is handed over before others get their turn, where a byte may cost much: 2,700 chunks of a byte."""
 
@@ -274,6 +277,7 @@ class UpstreamPool:
         _, connection = await asyncio.wait_for(opening, self._connect_s_max)
         if connection.transport is not None:  # else it was closed at once, and is forgotten already
             self._all.add(connection)
+            _notice_loss(connection.transport.get_extra_info("socket"))
         self.opened += 1
         return connection
 
@@ -320,3 +324,16 @@ class UpstreamPool:
     def counts(self) -> tuple[int, int]:
         """(open connections, idle ones)."""
         return len(self._all), sum(map(len, self._idle.values()))
+
+
+def _notice_loss(sock: Any) -> None:
+    """Have the kernel ask the other side of a silent connection whether it is there: a machine that lost its power or
+    its network sends nothing, an end of the connection least of all."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENT_S_MAX // 2),
+        ("TCP_KEEPINTVL", SILENT_S_MAX // 6),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -25,7 +25,6 @@ from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
-from router.decide.workers import WorkerState
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
@@ -288,7 +287,7 @@ class Fleet:
         looked_s = self._now()
         while True:
             worker = self._core.workers.get(member.flag.worker_id)
-            was_down = worker is not None and worker.health in (WorkerState.DOWN, WorkerState.PROBING)
+            was_down = worker is not None and worker.is_down
             suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
             problem = await self._prober.healthy(member.flag)
             if problem is not None:

@@ -218,6 +218,9 @@ class Pick(Exchange):
         streams = self._caller.sees_answer and self.progress.began and self.route is not None and self.route.stream
         return self.progress.last_byte_s if streams and not self.done else None
 
+    def move(self, reason: str, *, stalled: bool = False) -> None:
+        """Envoy has it, and goes down the list of fallbacks by itself."""
+
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """What Envoy does not end is Envoy's; the books end with the longest time that an answer may take."""
         if now - self.started_s > timeouts.total_s and not self.done:

@@ -162,6 +162,20 @@ def test_a_worker_that_goes_down_is_lost_once() -> None:
     assert all(sent_to(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
 
 
+def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
+    core, _ = make("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
+    first = sent_to(core.route(request("r", [1]), 0.0))
+    other = sent_to(core.route(request("s", [2]), 0.0))
+    (again,) = core.move("r", 1.0)
+    assert sent_to(again) != first
+    assert core.workers[first].failures == 0
+    assert core.move("s", 1.0) == [], "the budget is used up"
+    assert core.tracker.requests["s"].target.worker_id == other
+    core.first_token("r", 2.0)
+    assert core.move("r", 2.0) == []
+    assert core.move("unknown", 2.0) == []
+
+
 def test_the_retry_budget_ends_a_storm() -> None:
     config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
     core, _ = make("abcd", config)
@@ -537,6 +551,19 @@ class Books(RuleBasedStateMachine):
         else:
             mine = [i for i in instructions if getattr(i, "request_id", None) == request_id]
             assert mine, "a request that failed before its first byte is answered"
+        self.apply(instructions)
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data(), stalled=st.booleans())
+    def move(self, data: st.DataObject, stalled: bool) -> None:
+        request_id = self.pick(data)
+        before = self.core.tracker.requests[request_id]
+        instructions = self.core.move(request_id, self.now, stalled=stalled)
+        if instructions:
+            assert request_id not in self.started
+            assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
+        else:
+            assert self.core.tracker.requests[request_id] is before
         self.apply(instructions)
 
     @rule(name=st.sampled_from(NAMES), what=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
