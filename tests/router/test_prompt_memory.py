@@ -94,9 +94,9 @@ def test_a_known_beginning_is_kept_with_it() -> None:
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = known.cost
-        asked = SimpleNamespace(base="m", stays=False)
+        asked = SimpleNamespace(base="m", beginning=lambda: 7)
         reading.keep(cast(Any, asked), PromptRead(ids, 0.0, known), route)
-        assert asked.stays is borrowed
+        assert (known.model, known.begins, known.memory_is_own) == ("m", 7, borrowed)
         assert known.memory is not None
         keys = len(LONG) // 16 + 1
         assert known.cost - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
