@@ -123,7 +123,6 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
-        eos_token_ids=list(eos_token_ids),
         groups=groups,
         event_sources=[] if publisher is None else [publisher.source()],
         prefix_caching=config.enable_prefix_caching,

@@ -33,7 +33,6 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     device: str
-    eos_token_ids: list[int]
     groups: list[GroupInfo]
     """The answer of /kv_cache/groups."""
     event_sources: list[EventSource]

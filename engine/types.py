@@ -257,10 +257,6 @@ class StepPlan:
     table_changes: int | None = None
     """How often `Sequence.table_changes` was counted up, of all sequences; None: not known."""
 
-    @property
-    def token_count(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -138,10 +138,6 @@ class EventFeed:
         stream = self._streams.get(stream_id)
         return stream.state if stream is not None else None
 
-    def states(self) -> dict[str, StreamState]:
-        """The streams by id, to read their stats, phase and position; they belong to the feed's thread."""
-        return {stream_id: stream.state for stream_id, stream in list(self._streams.items())}
-
     def close(self) -> None:
         if not self._turns.end():
             return

@@ -112,11 +112,6 @@ class EventPublisher:
         if overflow:
             self._drop_oldest()
 
-    @property
-    def waiting(self) -> int:
-        """Batches that have yet to be sent."""
-        return len(self._queue)
-
     def source(self) -> EventSource:
         """This stream's entry in `GET /kv_event_sources`."""
         return EventSource(

@@ -54,10 +54,6 @@ class ResidentSet:
     def __contains__(self, key: Key) -> bool:
         return key in self._blocks
 
-    def keys(self) -> set[Key]:
-        """{(group_idx, medium, name)} of everything resident."""
-        return set(self._blocks)
-
     def blocks(self) -> list[ResidentBlock]:
         """A consistent picture, in announcement order."""
         return list(self._blocks.values())

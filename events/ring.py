@@ -59,8 +59,5 @@ class Ring:
         skip = max(0, start_seq - first)
         return list(self._entries)[skip:]
 
-    def last(self) -> RingEntry | None:
-        return self._entries[-1] if self._entries else None
-
     def __len__(self) -> int:
         return len(self._entries)

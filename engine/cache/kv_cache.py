@@ -13,7 +13,7 @@ freed before a live child.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -111,10 +111,6 @@ class KVCache:
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._chains
-
-    def sequences(self) -> Iterable[Sequence]:
-        """The sequences that hold blocks."""
-        return self._chains
 
     @property
     def usage(self) -> CacheUsage:

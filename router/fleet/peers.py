@@ -127,11 +127,6 @@ class PeerLoads:
         self._peers: dict[str, _Peer] = {}
         self.stats = PeerStats()
 
-    @property
-    def peers(self) -> list[str]:
-        """Names of the routers heard lately."""
-        return sorted(self._peers)
-
     def outgoing(self, now: float) -> bytes | None:
         """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
         tracker = self._tracker

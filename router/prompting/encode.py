@@ -81,14 +81,6 @@ class ReadPrompt(msgspec.Struct, eq=False):
     text: str = ""
 
 
-def prompt_ids(
-    parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None
-) -> Sequence[int] | None:
-    """The ids to route on, at most one more than `tokens_max`. Of several prompts the first is routed on; of a prompt
-    with images, the text before the first. Raises RequestError."""
-    return cut(read_prompt(parsed, tokenizer, tokens_max).ids, parsed, tokens_max)
-
-
 def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
     """The part of a prompt that a worker would see: its end, where the request says so (`truncate_prompt_tokens`; -1 as
     in vLLM: what the model takes, with room for one token)."""
@@ -102,7 +94,8 @@ def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | Non
 
 
 def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> ReadPrompt:
-    """`prompt_ids` before they are cut. Raises RequestError."""
+    """The prompt to route on, before it is cut: the first of several; with images, the text before the first one.
+    Raises RequestError."""
     most = (tokens_max or TOKENS_MAX) + 1
     if parsed.scores_prompt:
         return ReadPrompt()

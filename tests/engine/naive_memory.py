@@ -134,7 +134,7 @@ class NaiveCache:
         """Blocks of every kind that somebody needs, read off the tables."""
         size = self.spec.block_size
         held: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
-        for seq in self.cache.sequences():
+        for seq in self.cache._chains:
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
                 first = 0 if window is None else max(0, seq.computed - window + 1) // size
@@ -168,7 +168,7 @@ class NaiveCache:
         pool = self.cache.pool
         kinds_of_unit: dict[int, set[int]] = {}
         references: Counter[tuple[int, int]] = Counter()
-        for seq in self.cache.sequences():
+        for seq in self.cache._chains:
             size = self.spec.block_size
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window

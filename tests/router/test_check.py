@@ -23,7 +23,7 @@ from router.commands import check
 from router.commands.check import Finding, check_all
 from router.fleet.discovery import parse_worker_flag
 from router.picker.certificate import self_signed
-from router.prompting.encode import prompt_ids
+from router.prompting.encode import cut, read_prompt
 
 BLOCK = 16
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -90,7 +90,8 @@ class Worker:
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.read()
         path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
-        ids = list(prompt_ids(parse_routing(path, body), self.tokenizer) or ())
+        parsed = parse_routing(path, body)
+        ids = list(cut(read_prompt(parsed, self.tokenizer).ids, parsed, None) or ())
         return web.json_response({"tokens": [*ids, 7] if self.fault == "tokenizer" else ids})
 
     async def complete(self, request: web.Request) -> web.Response:

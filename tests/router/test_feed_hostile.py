@@ -270,8 +270,8 @@ def test_more_streams_than_zeromq_has_sockets_by_default(started: Callable[[Any]
     feed = started(handler)
     for number in range(600):
         feed.add(StreamSource(f"w{number}", f"tcp://127.0.0.1:{1 + number % 1000}"))
-    until(lambda: len(feed.states()) + len(feed._unopened) == 600, "all are added", 60.0)
-    assert len(feed.states()) == 600
+    until(lambda: len(feed._streams) + len(feed._unopened) == 600, "all are added", 60.0)
+    assert len(feed._streams) == 600
 
 
 # -- publishers that connect to us -------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started:
     for seq in range(3 * WAITING_MAX):
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
-    until(lambda: "a" in feed.states() and feed.states()["a"].stats.overflowed, "it overflows")
+    until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.overflowed, "it overflows")
     assert len(feed._streams["a"].todo) <= WAITING_MAX
     until(lambda: Overflowed in handler.kinds("a"), "it is told")
     release.set()
@@ -443,7 +443,7 @@ def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
         pub.send(b"x" * 200)
     release.set()
     handler.does = lambda stream_id, instruction: None
-    until(lambda: (feed.states()["a"].position or (0, 0))[0] == pub.seq - 1, "all of it")
+    until(lambda: (feed._streams["a"].state.position or (0, 0))[0] == pub.seq - 1, "all of it")
     assert not {Overflowed, Gap} & handler.kinds("a")
 
 
@@ -571,7 +571,7 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
         return handler.applied("w") > 3
 
     until(says, "followed")
-    before = feed.states()["w"]
+    before = feed._streams["w"]
 
     def disturbs() -> bool:
         says()
@@ -580,5 +580,5 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
         return feed.ignored_messages > 20
 
     until(disturbs, "heard")
-    assert feed.states()["w"] is before
+    assert feed._streams["w"] is before
     assert handler.kinds("w") == {Apply}

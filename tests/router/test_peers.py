@@ -109,9 +109,9 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     assert targets[0].peer is None, "the new life has nothing in flight"
     loads.incoming(message, 1.5)
     loads.expire(3.0)
-    assert loads.peers == ["you"]
+    assert list(loads._peers) == ["you"]
     loads.expire(4.0)
-    assert loads.peers == []
+    assert list(loads._peers) == []
     assert targets[0].peer is None
     assert loads.stats.expired == 1
 

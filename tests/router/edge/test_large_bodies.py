@@ -26,7 +26,7 @@ from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, pool
 from router.prompting.config import PoolConfig
-from router.prompting.encode import NAME_BYTES_MAX, envelope, is_light, is_within_bounds, prompt_ids
+from router.prompting.encode import NAME_BYTES_MAX, cut, envelope, is_light, is_within_bounds, read_prompt
 from router.prompting.pool import Helpers, Order
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,8 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
     tokenizer = Tokenizer.load(tmp_path)
     expected = None
     if path != "/v1/embeddings" and what not in ("no ids", "too many objects"):
-        expected = prompt_ids(parse_routing(path, body), tokenizer, 1_000_000)
+        parsed = parse_routing(path, body)
+        expected = cut(read_prompt(parsed, tokenizer, 1_000_000).ids, parsed, 1_000_000)
 
     async def scenario() -> None:
         await edge.start(policy="kv")
@@ -218,7 +219,7 @@ def test_encoding_stops_where_the_context_ends(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 1024, 4096)
     tokenizer = Tokenizer.load(tmp_path)
     parsed = parse_routing("/v1/completions", json.dumps({"prompt": WORDS}).encode())
-    assert len(prompt_ids(parsed, tokenizer, 100) or ()) == 101
+    assert len(cut(read_prompt(parsed, tokenizer, 100).ids, parsed, 100) or ()) == 101
     stats = tokenizer.cache_stats()
     assert stats is not None
     encoded = tokenizer.encode(WORDS[: 101 * encode.CHARS_A_TOKEN], add_special_tokens=False)
