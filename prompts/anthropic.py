@@ -117,6 +117,8 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     top_k: TopK | None = None
     top_p: TopP | None = None
     cache_salt: Salt | None = None
+    priority: Any = None
+    """Not Anthropic's: a worker may take it, so a router bounds it."""
 
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)

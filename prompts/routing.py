@@ -1,7 +1,8 @@
 """What a router reads of a request body: the prompt and the few fields that decide where it should go.
 
-Lenient by design: a field of the wrong type reads as absent, because the worker will name the mistake better. Only
-bytes that are not a JSON object are refused. A body of 2 KB costs a few microseconds.
+Lenient by design: numbers and flags are read as workers read them (pydantic's rules), and another field of the wrong
+type reads as absent, because the worker will name the mistake better. Refused are bytes that are not a JSON object, and
+a priority that is no integer: the router bounds it. A body of 2 KB costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
-from prompts.errors import RequestError
+from prompts.errors import RequestError, bad_value
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
@@ -28,6 +29,13 @@ KINDS: dict[str, Kind] = {
 
 _RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
+_INTEGER = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0*)?")
+_INTEGER_CHARS_MAX = 64
+_FLAGS = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+_PRIORITY_MAX = 2**63 - 1
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
@@ -116,7 +124,8 @@ _bodies = msgspec.json.Decoder(RoutedBody)
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
-    """Read what routing needs of a body sent to `path`. Raises RequestError only where the body is no JSON object."""
+    """Read what routing needs of a body sent to `path`. Raises RequestError where the body is no JSON object, or its
+    priority no integer."""
     return read_routing(KINDS.get(path, "other"), data)
 
 
@@ -124,18 +133,17 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     """The same of a body whose kind is known."""
     check_object(data)
     if kind in ("messages", "responses"):
-        try:
-            return _of_messages(parse_messages(data)) if kind == "messages" else _of_response(parse_response(data))
-        except RequestError:
-            pass  # the worker will say what is wrong
-    body: RoutedBody = decode_json(_bodies, data)
+        source = _parse_source(kind, data)
+        if source is not None:
+            return _of_messages(source) if isinstance(source, MessagesRequest) else _of_response(source)
+    return read_values(kind, decode_json(_bodies, data))
+
+
+def read_values(kind: Kind, body: RoutedBody) -> RoutingRequest:
+    """The routing view of a body's fields. Raises RequestError where its priority is no integer."""
     messages = _dicts(body.messages)
-    limit = _int(body.max_completion_tokens)
-    if limit is None:
-        limit = _int(body.max_tokens)
-    choices = max(_int(body.n) or 1, 1)
-    least = limit if body.ignore_eos is True and not body.stop and not body.stop_token_ids else _int(body.min_tokens)
-    echoes = body.echo is True and _int(body.top_logprobs if messages else body.logprobs) is not None
+    output_max, output_min = _read_output(body)
+    echoes = _bool(body.echo) is True and _int(body.top_logprobs if messages else body.logprobs) is not None
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
@@ -151,10 +159,10 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
         reasoning_effort=_str(body.reasoning_effort),
         truncate_prompt_tokens=_int(body.truncate_prompt_tokens),
         cache_salt=_str(body.cache_salt) or None,
-        priority=_int(body.priority) or 0,
-        stream=body.stream is True,
-        output_max=max(limit or 0, 0) * choices,
-        output_min=max(least or 0, 0) * choices,
+        priority=read_priority(body.priority),
+        stream=_bool(body.stream) is True,
+        output_max=output_max,
+        output_min=output_min,
         user=_str(body.user),
         prompt_cache_key=_str(body.prompt_cache_key),
         metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
@@ -164,12 +172,21 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     )
 
 
+def _parse_source(kind: Kind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
+    """None where the worker will say what is wrong."""
+    try:
+        return parse_messages(data) if kind == "messages" else parse_response(data)
+    except RequestError:
+        return None
+
+
 def _of_messages(source: MessagesRequest) -> RoutingRequest:
     return RoutingRequest(
         kind="messages",
         source=source,
         model=source.model,
         cache_salt=source.cache_salt,
+        priority=read_priority(source.priority),
         stream=source.stream is True,
         output_max=source.max_tokens,
         metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
@@ -213,7 +230,8 @@ def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingReq
 def check_object(data: bytes) -> None:
     """Raises RequestError for what cannot be a JSON object."""
     if _OBJECT.match(data) is None:
-        raise RequestError("the body is not valid JSON: expected an object", param=None)
+        expected = "an object, in UTF-8 without a byte order mark"
+        raise RequestError(f"the body is not valid JSON: expected {expected}", param=None)
 
 
 def _str(value: Any) -> str | None:
@@ -221,11 +239,55 @@ def _str(value: Any) -> str | None:
 
 
 def _bool(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
+    """A flag, as pydantic reads it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return bool(value) if value in (0, 1) else None
+    return _FLAGS.get(value.lower()) if isinstance(value, str) else None
 
 
 def _int(value: Any) -> int | None:
-    return value if type(value) is int else None
+    """An integer, as pydantic reads it: also a whole float, a text, a flag."""
+    if type(value) is int:
+        return value
+    if isinstance(value, (bool, float)):
+        return int(value) if isinstance(value, bool) or value.is_integer() else None
+    if isinstance(value, str) and len(value) <= _INTEGER_CHARS_MAX:
+        found = _INTEGER.fullmatch(value.strip())
+        return None if found is None else int(found[1])
+    return None
+
+
+def read_priority(value: Any) -> int:
+    """Return a body's `priority`, of 64 bits; 0 where it has none. Raises RequestError where it is no integer."""
+    if value is None:
+        return 0
+    number = _int(value)
+    if number is None:
+        raise bad_value("priority", value, "an integer")
+    return max(-_PRIORITY_MAX, min(number, _PRIORITY_MAX))
+
+
+def _read_output(body: RoutedBody) -> tuple[int, int]:
+    """(most, fewest) tokens that all choices of a body can have; 0 where it sets no limit."""
+    limit = _int(body.max_completion_tokens)
+    if limit is None:
+        limit = _int(body.max_tokens)
+    choices = max(_int(body.n) or 1, 1)
+    ends_at_limit = _bool(body.ignore_eos) is True and not body.stop and not body.stop_token_ids
+    least = limit if ends_at_limit else _int(body.min_tokens)
+    return max(limit or 0, 0) * choices, max(least or 0, 0) * choices
+
+
+def read_form_fields(values: dict[str, str]) -> RoutingRequest:
+    """What routing reads of a form's text fields. Raises RequestError as `read_routing`."""
+    return RoutingRequest(
+        kind="other",
+        model=values.get("model"),
+        priority=read_priority(values.get("priority")),
+        stream=_bool(values.get("stream")) is True,
+    )
 
 
 def _dicts(value: Any) -> list[Message] | None:

@@ -246,9 +246,11 @@ class RouterProcess:
     async def _start_picker(self, config: EppConfig) -> None:
         """Raises OSError where a port cannot be had."""
         from router.picker.endpoints import Endpoints
+        from router.picker.messages import REWRITE
         from router.picker.pick import Pick, Picking
         from router.picker.server import PickerServer
 
+        self._reading.model_header = REWRITE
         picking = Picking(config.picker, Endpoints(self._core.workers))
         picker = PickerServer(self._app(anybody, kind=Pick), picking, ready=self._admin.not_ready)
         tls = None

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -25,7 +25,9 @@ from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
-from router.prompting.encode import cut, is_light
+from router.prompting.encode import NAME_BYTES_MAX, cut, is_light
+from router.prompting.fields import FieldSpans, find_fields, splice
+from router.prompting.forms import is_form, read_form
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
@@ -35,23 +37,39 @@ from router.prompting.turn import ReadTurn
 from router.sharing.names import ModelNames
 
 COUNT: Final = "/v1/messages/count_tokens"
+JSON_PATHS: Final = frozenset(
+    (
+        COUNT,
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/classify",
+        "/v1/moderations",
+        "/v1/audio/speech",
+        "/v1/images/generations",
+    )
+)
+"""Routes besides those of prompts whose bodies are JSON, and nothing else."""
 BEGINNING: Final = 256
 """Characters, or ids, of a prompt that tell it from others."""
 ESTIMATE_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 BYTES_A_TOKEN: Final = 4
 """Of a body, for estimates only."""
-_JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
+_IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
+"""An object in any encoding of JSON that a worker may read."""
 _NOTHING_READ = RoutingRequest(kind="other")
 
 
 class HeadFields:
     """What the headers of a request ask for."""
 
-    __slots__ = ("deadline_ms", "explains", "priority", "role", "session", "ttft_ms", "worker")
+    __slots__ = ("deadline_ms", "explains", "model", "priority", "role", "session", "ttft_ms", "worker")
 
-    def __init__(self, request: HttpRequest, names: SessionNames) -> None:
+    def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
         """Raises RequestError naming the header that cannot be read."""
+        model = None if model_header is None else request.header(model_header)
+        self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
         self.priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
         self.ttft_ms = _integer(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
@@ -69,11 +87,13 @@ class Asked(ReadTurn):
         "base",
         "body_bytes",
         "deadline_ms",
+        "is_renamed",
         "like",
         "lora",
         "model",
         "priority",
         "role",
+        "spans",
         "tokens_max",
         "ttft_ms",
         "worker",
@@ -90,7 +110,11 @@ class Asked(ReadTurn):
         """Of a prompt that its known beginning begins."""
         self.alike: int | None = None
         """Tokens that both are known to begin with."""
+        self.spans: FieldSpans | None = None
+        """Where its body's fields are, if that was found out."""
         self.model = model
+        self.is_renamed = model != parsed.model and bool(said.model or parsed.model)
+        """The body names another model, or none where a gateway names one."""
         self.base = base
         self.lora = lora
         self.tokens_max = tokens_max
@@ -125,24 +149,43 @@ class RequestReading:
         self.stored = StoredResponses()
         self.names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
+        self.model_header: bytes | None = None
+        """A header whose model counts instead of the body's: a gateway's."""
         self._scopes: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
         """Whether it can be read here: by `asked` and `tokens`. If not, `read` has it read elsewhere."""
-        return not self._is_json(request, path) or (len(request.pieces) == 1 and is_light(request.body))
+        format = _format(request, path)
+        return format is None or (len(request.pieces) == 1 and (format == "form" or is_light(request.body)))
 
     def asked(self, request: HttpRequest, path: str | None = None) -> Asked:
         """What a request sent to `path` (None: told by its body) asks for. Raises RequestError."""
-        kind = _kind(request, path)
-        parsed = read_routing(kind or "other", request.body) if self._is_json(request, path) else _NOTHING_READ
+        kind, format = _kind(request, path), _format(request, path)
+        if format == "form":
+            return self._asked_by_form(request, *_read_form(request))
+        parsed = read_routing(kind or "other", request.body) if format == "json" else _NOTHING_READ
         if kind is None:
             parsed = parsed.replaced(kind="completion" if parsed.messages is None else "chat")
         return self._asked(request, parsed)
 
+    def _asked_by_form(self, request: HttpRequest, parsed: RoutingRequest, spans: FieldSpans) -> Asked:
+        asked = self._asked(request, parsed)
+        asked.spans = spans
+        return asked
+
+    def amend(self, request: HttpRequest, asked: Asked, fields: dict[str, object]) -> None:
+        """Give fields of the body other values. What is neither JSON nor a form stays. Raises RequestError where the
+        body holds a field twice."""
+        if asked.spans is None:
+            if _IS_JSON.match(request.pieces[0]) is None:
+                return
+            asked.spans = find_fields(request.body)
+        request.pieces = splice(request.pieces, asked.spans.edits(fields))
+
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
         holder = self.stored.holder(request, parsed.stored)
-        said = HeadFields(request, self._names)
-        name = parsed.model
+        said = HeadFields(request, self._names, self.model_header)
+        name = said.model or parsed.model
         if self.names is not None and name is not None:
             name = self._renamed(self.names, name, parsed, said, holder)
         model, base, lora, tokens_max = self._model(name)
@@ -179,6 +222,9 @@ class RequestReading:
             asked = self.asked(request, path)
             tokens = self.tokens(asked, request)
             return asked, tokens if isinstance(tokens, PromptRead) else await tokens
+        if _format(request, path) == "form":
+            form = await self._prompts.run(partial(_read_form, request))
+            return self._asked_by_form(request, *form), PromptRead(None, 0.0)
 
         def order(parsed: RoutingRequest) -> Order:
             said = self._asked(request, parsed)
@@ -188,8 +234,9 @@ class RequestReading:
             return made
 
         started = time.perf_counter()
-        parsed, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
+        parsed, spans, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = self._asked(request, parsed)
+        asked.spans = spans
         asked.pieces, asked.begins = request.pieces, made.begins
         ids: Sequence[int] | None
         if isinstance(made.result, bytes):
@@ -276,9 +323,6 @@ class RequestReading:
             known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, is_own
         self.known.keep(known, read.instead)
 
-    def _is_json(self, request: HttpRequest, path: str | None) -> bool:
-        return _kind(request, path) != "other" or request.pieces[0][:1] in _JSON_STARTS
-
     def route_request(
         self, asked: Asked, token_ids: Sequence[int] | None, request_id: str, started_s: float
     ) -> RouteRequest:
@@ -355,6 +399,22 @@ def _kind(request: HttpRequest, path: str | None) -> Kind | None:
     if path is None:
         return None
     return KINDS.get(path, "other") if request.method == "POST" else "other"
+
+
+def _format(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
+    """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
+    if _kind(request, path) != "other":
+        return "json"
+    content_type = request.header(b"content-type")
+    if is_form(content_type):
+        return "form"
+    if _IS_JSON.match(request.pieces[0]) is not None:
+        return "json"
+    return "json" if request.body_bytes and path in JSON_PATHS else None
+
+
+def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
+    return read_form(request.pieces, request.header(b"content-type") or b"")
 
 
 def _integer(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, RequestReading
-from router.app.tenants import Tenants, amended, name_of
+from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
@@ -147,10 +147,6 @@ class RouterApp:
         caller.party = self._party(caller, request)
         self._serve(caller, request)
 
-    def rename(self, request: HttpRequest, model: str) -> None:
-        """Ask for another model in its body, a JSON object."""
-        request.pieces = amended(request.pieces, {"model": model})
-
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
 
@@ -212,9 +208,15 @@ class RouterApp:
 
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         """Hand a request whose prompt was read to the core."""
-        if asked.model != asked.parsed.model and asked.parsed.model is not None:
-            self.rename(exchange.request, asked.model)
-        self._tenants.apply(tenant, exchange.request, asked)
+        fields = self._tenants.apply(tenant, exchange.request.path, asked)
+        if asked.is_renamed:
+            fields["model"] = asked.model
+        if fields:
+            try:
+                self._reading.amend(exchange.request, asked, fields)
+            except RequestError as error:
+                self._reject(exchange, error)
+                return
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
         route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 from collections import Counter
-
-import msgspec
 
 from prompts.errors import RequestError
 from router.app.reading import Asked
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
-from router.http.request import HttpRequest
 
-SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
+_SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 """Routes whose bodies take a `cache_salt`."""
-_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
 class Tenants:
@@ -77,22 +72,21 @@ class Tenants:
             if not sums[tenant]:
                 del sums[tenant]
 
-    def apply(self, tenant: str, request: HttpRequest, asked: Asked) -> None:
-        """Give a request its key's salt and no more priority than its key may ask for, for the router and, in its body,
-        for the worker."""
+    def apply(self, tenant: str, path: str, asked: Asked) -> dict[str, object]:
+        """Give a request its key's salt and no more priority than its key may ask for. Return the fields of its body
+        that say so to the worker."""
         floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
         if salt is None and asked.priority >= floor and asked.parsed.priority >= floor:
-            return
+            return {}
         fields: dict[str, object] = {}
         if asked.parsed.priority < floor:
             fields["priority"] = floor
         asked.priority = max(asked.priority, floor)
-        if salt is not None and request.path in SALTED:
+        if salt is not None and path in _SALTED:
             given = asked.parsed.cache_salt
             fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
             asked.parsed = asked.parsed.replaced(cache_salt=salt)
-        if fields and _OBJECT.match(next((piece for piece in request.pieces if not piece.isspace()), b"")) is not None:
-            request.pieces = amended(request.pieces, fields)
+        return fields
 
     def check_invariants(self) -> None:
         requests = Counter(tenant for tenant, _ in self._flights.values())
@@ -110,15 +104,6 @@ class Tenants:
 def name_of(number: int) -> str:
     """What the key in this place of the configuration is called."""
     return f"key {number}"
-
-
-def amended(pieces: tuple[bytes, ...], fields: dict[str, object]) -> tuple[bytes, ...]:
-    """A JSON object, in pieces, with these fields put last, where they win over what stands before them."""
-    last = next(i for i in reversed(range(len(pieces))) if b"}" in pieces[i])
-    kept = (*pieces[:last], pieces[last][: pieces[last].rindex(b"}")])
-    before = next(piece for piece in reversed(kept) if piece and not piece.isspace())
-    comma = b"" if before.rstrip().endswith(b"{") else b","
-    return (*kept, comma + msgspec.json.encode(fields)[1:])
 
 
 def _salt(key: str) -> str:

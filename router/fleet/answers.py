@@ -18,7 +18,7 @@ import msgspec
 from events.sources import EventSource, parse_sources
 from events.types import DecodeError
 from router.decide.engine_load import EngineLoad
-from router.decide.workers import ServedModel
+from router.decide.workers import VLLM, ServedModel
 
 MODELS_MAX = 4096
 NAME_CHARS_MAX = 1024
@@ -35,6 +35,8 @@ LINE_CHARS_MAX = 8192
 SLICE_BYTES = 64 << 10
 KEPT_BYTES_MAX = 256 << 10
 """Of all lines of metrics that are read: 256 ranks with vLLM's of 800 bytes."""
+_VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
+"""Other names under which vLLM serves."""
 _PORT = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 REQUESTS_MAX = 10**6
 """That an engine has at once."""
@@ -89,8 +91,10 @@ def read_roots(body: bytes) -> dict[str, str]:
 
 
 def read_engine(body: bytes) -> str:
-    """`owned_by` of the first model of `GET /v1/models`. Raises DecodeError."""
+    """`owned_by` of the first model of `GET /v1/models`, vLLM's name for all of its frontends. Raises DecodeError."""
     owner = next((card.get("owned_by") for card in _cards(body)), None)
+    if owner in _VLLM_FRONTENDS:
+        return VLLM
     return owner if _is_name(owner) else ""
 
 

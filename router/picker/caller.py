@@ -7,7 +7,6 @@ know gRPC (router/picker/server.py).
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,14 +19,13 @@ from router.http.config import HttpLimits
 from router.http.connection import Work
 from router.http.request import HttpRequest
 from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
-from router.picker.messages import FAIRNESS, OBJECTIVE, REWRITE, Request, Response
+from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
 from router.picker.pick import Pick
 
 if TYPE_CHECKING:
     from router.picker.pick import Picking
 
 NAME_BYTES_MAX = 256
-_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
 class PickerApplication(Protocol):
@@ -38,9 +36,6 @@ class PickerApplication(Protocol):
 
     def pick(self, caller: Caller, request: HttpRequest) -> None:
         """Find a worker, now or later. Raises RequestError."""
-
-    def rename(self, request: HttpRequest, model: str) -> None:
-        """Ask for another model in its body."""
 
     def rejected(self, status: int) -> None: ...
 
@@ -121,9 +116,6 @@ class Caller:
         self._path, self.peer = request.path, self._client()
         self.objective = _text(request.header(OBJECTIVE))
         self.fairness = _text(request.header(FAIRNESS)) or ""
-        model = _text(request.header(REWRITE))
-        if model is not None and _OBJECT.match(request.pieces[0]) is not None:
-            self._app.rename(request, model)
         try:
             self._app.pick(self, request)
         except RequestError as refused:

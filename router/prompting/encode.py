@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, chat_of, check_object
+from prompts.routing import RoutedBody, RoutingRequest, chat_of, check_object, read_values
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
@@ -66,9 +66,24 @@ class _Envelope(msgspec.Struct):
     metadata: msgspec.Raw = msgspec.Raw(b"null")
     truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
     previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
+    max_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_output_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    n: msgspec.Raw = msgspec.Raw(b"null")
+    min_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    ignore_eos: msgspec.Raw = msgspec.Raw(b"null")
+    stop: msgspec.Raw = msgspec.Raw(b"null")
+    stop_token_ids: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _envelopes = msgspec.json.Decoder(_Envelope)
+_any = msgspec.json.Decoder()
+_SMALL = tuple(name for name in _Envelope.__struct_fields__ if name not in ("messages", "previous_response_id"))
+_TOLD = (
+    "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata_user_id",
+    "truncate_prompt_tokens", "output_max", "output_min",
+)  # fmt: skip
+"""Fields of a RoutingRequest that an envelope tells."""
 
 
 class ReadPrompt(msgspec.Struct, eq=False):
@@ -163,26 +178,20 @@ def envelope(body: bytes) -> dict[str, Any]:
     rest. Raises RequestError where the body is no JSON object."""
     check_object(body)
     fields = decode_json(_envelopes, body)
-    model, salt, priority = _value(fields.model), _value(fields.cache_salt), _value(fields.priority)
-    user, keep = _value(fields.user), _value(fields.truncate_prompt_tokens)
-    cache_key, metadata = _value(fields.prompt_cache_key), _value(fields.metadata)
-    previous = _value(fields.previous_response_id)
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
-    return {
-        "model": model if isinstance(model, str) else None,
-        "cache_salt": (salt if isinstance(salt, str) else None) or None,
-        "priority": priority if type(priority) is int and -(2**63) <= priority < 2**63 else 0,
-        "stream": bytes(fields.stream) == b"true",
-        "user": user if isinstance(user, str) else None,
-        "prompt_cache_key": cache_key if isinstance(cache_key, str) else None,
-        "metadata_user_id": user_id if isinstance(user_id, str) else None,
-        "truncate_prompt_tokens": keep if type(keep) is int and -(2**63) <= keep < 2**63 else None,
-        "stored": previous if isinstance(previous, str) else None,
+    values = {name: _value(getattr(fields, name)) for name in _SMALL}
+    most = values.pop("max_output_tokens")  # what Responses call it
+    if values["max_tokens"] is None:
+        values["max_tokens"] = most
+    parsed = read_values("other", RoutedBody(**values))
+    return {name: getattr(parsed, name) for name in _TOLD} | {
+        "stored": previous if isinstance(previous := _value(fields.previous_response_id), str) else None,
         "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """A small value; a long one comes back cut, as the text that it is: nobody has such a name."""
+    """A small value; a long one comes back cut, as the text that it is: nobody has such a name. Raises RequestError."""
     data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
-    return msgspec.json.decode(raw) if len(data) <= NAME_BYTES_MAX else data.decode("utf-8", "replace")
+    if len(data) > NAME_BYTES_MAX:
+        return data.decode("utf-8", "replace")
+    return decode_json(_any, data)

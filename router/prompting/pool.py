@@ -24,6 +24,7 @@ from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
 from router.prompting.encode import cut, envelope, is_within_bounds, question, read_prompt
+from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.known import Known
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
@@ -80,21 +81,21 @@ class Helpers:
         kind: Kind | None,
         order: Callable[[RoutingRequest], Order],
         wanted: Callable[[], bool],
-    ) -> tuple[RoutingRequest, Made]:
-        """(what a body, in pieces, asks for; what was made of it). `kind`: of its path; None where the body tells.
-        `order` says what to make of it, `wanted` whether its client is there. Neither may raise. Raises RequestError
-        for a body that is none, or that cannot be read now."""
+    ) -> tuple[RoutingRequest, FieldSpans, Made]:
+        """(what a body, in pieces, asks for; its fields' places; what was made of it). `kind`: of its path; None where
+        the body tells. `order` says what to make of it, `wanted` whether its client is there. Neither may raise. Raises
+        RequestError for a body that is none, or that cannot be read now."""
         size = sum(map(len, body))
         if self.waiting_bytes + size > self._config.waiting_mb << 20:
             self.counts["full"] += 1
             raise _not_now("too many large bodies wait to be read")
-        looked: list[RoutingRequest] = []
+        looked: list[tuple[RoutingRequest, FieldSpans]] = []
 
         async def work(process: Process) -> Made:
             if not wanted():
                 raise _not_now("the client left")
             looked.append(await self._look(process, body, kind))
-            return await self._make(process, order(looked[0]))
+            return await self._make(process, order(looked[0][0]))
 
         made = Made()
         self.waiting_bytes += size
@@ -107,7 +108,7 @@ class Helpers:
                 raise _not_now("the body could not be read in time") from None
         finally:
             self.waiting_bytes -= size
-        return looked[0], made
+        return *looked[0], made
 
     async def outline(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
         """Of a whole chat that was read before; None where that fails."""
@@ -123,14 +124,16 @@ class Helpers:
         """End processes that had nothing to do for a while. `now`: of `time.monotonic`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _look(self, process: Process, body: Sequence[bytes], kind: Kind | None) -> RoutingRequest:
+    async def _look(
+        self, process: Process, body: Sequence[bytes], kind: Kind | None
+    ) -> tuple[RoutingRequest, FieldSpans]:
         try:
-            fields = await process.call(START_S_MAX, _look, body)
+            fields, spans = await process.call(START_S_MAX, _look, body)
         except RequestError:
             self.counts["refused"] += 1
             raise
         chats = fields.pop("chats")
-        return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields)
+        return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields), spans
 
     async def _make(self, process: Process, order: Order) -> Made:
         await process.call(START_S_MAX, _load, order.folder)
@@ -161,12 +164,12 @@ class _Shelf:
         self.body = b""
 
 
-def _look(shelf: _Shelf, pieces: Sequence[bytes]) -> dict[str, Any]:
-    """What a body says of where it should go."""
+def _look(shelf: _Shelf, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
+    """(what a body says of where it should go, where its fields are)."""
     body = b"".join(pieces)
-    fields = envelope(body)
+    fields, spans = envelope(body), find_fields(body)
     shelf.body = body
-    return fields
+    return fields, spans
 
 
 def _load(shelf: _Shelf, folder: str | None) -> None:

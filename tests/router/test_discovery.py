@@ -17,6 +17,7 @@ from router.fleet.answers import (
     OBJECTS_MAX,
     read_block_size,
     read_cache_capacity,
+    read_engine,
     read_host_capacity,
     read_models,
     read_server_info,
@@ -113,6 +114,13 @@ def test_loras_and_aliases_share_the_first_names_cache() -> None:
     for bad in (b"[]", b"{", b'{"data": 3}'):
         with pytest.raises(DecodeError, match="/v1/models"):
             read_models(bad)
+
+
+@pytest.mark.parametrize(
+    ("owner", "engine"), [("vllm", "vllm"), ("vllm-frontend-rs", "vllm"), ("sglang", "sglang"), (None, ""), (3, "")]
+)
+def test_an_engine_has_one_name_whatever_its_frontend(owner: object, engine: str) -> None:
+    assert read_engine(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()) == engine
 
 
 def test_capacity_from_metrics() -> None:

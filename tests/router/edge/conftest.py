@@ -296,6 +296,7 @@ class Edge:
         *,
         max_model_len: int = 4096,
         engine: str = "",
+        model: str = "tiny",
     ) -> Upstream:
         """Add a worker; with `port`, one where nothing listens."""
         upstream = Upstream(script)
@@ -305,7 +306,7 @@ class Edge:
         else:
             upstream.port = port
         worker_id = name or f"w{len(self.core.workers)}"
-        models = (ServedModel("tiny", "tiny", max_model_len=max_model_len),)
+        models = (ServedModel(model, model, max_model_len=max_model_len),)
         self.core.add_worker(
             WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models, engine=engine), time.monotonic()
         )

@@ -129,7 +129,7 @@ def ids_only(parsed: RoutingRequest) -> Order:
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(helpers: Helpers) -> None:
         for _ in range(3):
-            parsed, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            parsed, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
             assert (parsed.model, len(made.result or ())) == ("m", 1000)
             process = helpers.processes.all[0].child
             assert process is not None
@@ -143,7 +143,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(helpers: Helpers) -> None:
         (helper,) = helpers.processes.all
         for _ in range(2):
-            _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
             assert len(made.result or ()) == 1000
             helpers.close_idle(helper.used_s + 59.9)
             assert helper.child is not None
@@ -167,10 +167,10 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
             os.kill(process.pid, signal.SIGSTOP)
             return Order(parsed.kind)
 
-        parsed, made = await helpers.read((PROMPT,), "completion", stops, lambda: True)
+        parsed, _, made = await helpers.read((PROMPT,), "completion", stops, lambda: True)
         assert (parsed.model, made.result) == ("m", None)
         assert helpers.counts["failed"] == 1
-        _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
 
     run(PoolConfig(count=1, seconds_max=0.3), work)
@@ -180,9 +180,9 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
     async def work(helpers: Helpers) -> None:
-        _, made = await helpers.read((heavy,), "completion", ids_only, lambda: True)
+        _, _, made = await helpers.read((heavy,), "completion", ids_only, lambda: True)
         assert made.result is None, "the helper has no room for so many"
-        _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
         waiting = [
             asyncio.ensure_future(helpers.read((b"{%b}" % (b" " * 12_000_000),), None, ids_only, lambda: True))
@@ -273,7 +273,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))
 
         async def work(helpers: Helpers) -> None:
-            _, made = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
+            _, _, made = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
             assert made.result is None
 
         assert allocated(lambda: run(PoolConfig(count=1), work)) < most
@@ -338,9 +338,11 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
 
 def test_long_names_are_cut() -> None:
     """What nobody is called is not carried about."""
-    fields = envelope(b'{"model":"%b","user":%b,"priority":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500, b"9" * 10**6))
+    fields = envelope(b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500))
     assert len(fields["model"]) <= NAME_BYTES_MAX + 1
     assert fields["user"] is None
+    with pytest.raises(RequestError, match="priority: got"):
+        envelope(b'{"priority":%b}' % (b"9" * 10**6))
 
 
 HEAP = """

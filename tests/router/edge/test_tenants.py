@@ -7,10 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from router.app.tenants import amended
 from router.index.protocol import Scope
 
 SALTS = {"tenant_salts": True, "api_keys": ("one", "two")}
@@ -26,19 +23,6 @@ def key(name: str) -> bytes:
 
 def status(answer: bytes) -> int:
     return int(answer.split(b" ")[1])
-
-
-@given(
-    st.dictionaries(st.text(max_size=3), st.none() | st.integers(-5, 5) | st.text(max_size=5) | st.just([{}])),
-    st.sampled_from(["", " ", "\r\n\t"]),
-    st.sampled_from([None, 1, " "]),
-)
-def test_amended_fields_win_and_the_rest_stays(fields: dict[str, Any], space: str, indent: Any) -> None:
-    data = (space + json.dumps(fields, indent=indent) + space).encode()
-    added: dict[str, object] = {"cache_salt": "x", "priority": 3}
-    at = len(data) // 2
-    assert json.loads(b"".join(amended((data[:at], data[at:]), added))) == {**fields, **added}
-    assert json.loads(b"".join(amended((b"{ \n }",), added))) == added
 
 
 def test_keys_share_nothing_without_asking(edge: Any, make_post: Any) -> None:

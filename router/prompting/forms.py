@@ -1,0 +1,109 @@
+"""Forms that upload files (multipart/form-data, RFC 7578): the text fields that routing reads, and their places. Pure.
+
+Read as Starlette reads them, which vLLM and SGLang are built on. The files are only searched for the boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from email.message import Message
+
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, read_form_fields
+from router.prompting.fields import FormSpans, field_twice
+
+PARTS_MAX = 1000
+HEAD_BYTES_MAX = 8192
+"""Headers of one part."""
+VALUE_BYTES_MAX = 4096
+BOUNDARY_BYTES_MAX = 256
+FIELDS = frozenset(("model", "stream", "priority"))
+
+
+def is_form(content_type: bytes | None) -> bool:
+    """Whether a body of this type is a form with parts."""
+    return content_type is not None and content_type.lower().startswith(b"multipart/form-data")
+
+
+def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
+    """Read what a form says of where it should go. Raises RequestError where it is no form, or holds a field twice."""
+    boundary = _parameters(content_type).get("boundary", "").encode("latin-1", "replace")
+    if not 0 < len(boundary) <= BOUNDARY_BYTES_MAX:
+        raise RequestError("content-type: a form needs a boundary", param=None)
+    values: dict[str, str] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for start, end in _parts(pieces, b"--" + boundary):
+        head, separator, _ = _cut(pieces, start, min(end, start + HEAD_BYTES_MAX)).partition(b"\r\n\r\n")
+        if not separator:
+            raise RequestError(
+                f"the form has a part without an end of its headers in {HEAD_BYTES_MAX} bytes", param=None
+            )
+        name = _field_name(head)
+        if name not in FIELDS:
+            continue
+        if name in spans:
+            raise field_twice(name)
+        spans[name] = start + len(head) + 4, end
+        if end - spans[name][0] > VALUE_BYTES_MAX:
+            raise RequestError(f"{name}: the form's value has more than {VALUE_BYTES_MAX} bytes", param=name)
+        values[name] = _cut(pieces, *spans[name]).decode("utf-8", "replace")
+    return read_form_fields(values), FormSpans(spans, 0)
+
+
+def _parts(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
+    """(start, end) of each part, headers and content, up to the closing delimiter."""
+    begin, count = None, 0
+    for at in _find(pieces, delimiter):
+        before, after = _cut(pieces, max(at - 2, 0), at), at + len(delimiter)
+        behind = _cut(pieces, after, after + 2)
+        if (at and before != b"\r\n") or behind not in (b"\r\n", b"--"):
+            continue
+        if begin is not None:
+            yield begin, at - 2
+        begin, count = after + 2, count + 1
+        if behind == b"--":
+            return
+        if count > PARTS_MAX:
+            raise RequestError(f"the form has more than {PARTS_MAX} parts", param=None)
+    raise RequestError("the form does not end with its boundary", param=None)
+
+
+def _find(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
+    """Offsets of the pattern, also across the edges of pieces."""
+    offset, kept = 0, b""
+    for piece in pieces:
+        text = kept + piece
+        at = text.find(pattern)
+        while at >= 0:
+            yield offset - len(kept) + at
+            at = text.find(pattern, at + 1)
+        offset += len(piece)
+        kept = text[-(len(pattern) - 1) :]
+
+
+def _cut(pieces: Sequence[bytes], start: int, end: int) -> bytes:
+    found = []
+    for piece in pieces:
+        if start < len(piece) and end > 0:
+            found.append(piece[max(start, 0) : end])
+        start, end = start - len(piece), end - len(piece)
+        if end <= 0:
+            break
+    return b"".join(found)
+
+
+def _field_name(head: bytes) -> str | None:
+    """Of a part; None for a file, and for what names no field."""
+    for line in head.split(b"\r\n"):
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == b"content-disposition":
+            told = _parameters(value)
+            return None if "filename" in told else told.get("name")
+    return None
+
+
+def _parameters(value: bytes) -> dict[str, str]:
+    """Of a header such as `form-data; name="model"`."""
+    message = Message()
+    message["content-type"] = " ".join(value.decode("latin-1").split())
+    return {key.lower(): text if isinstance(text, str) else text[2] for key, text in message.get_params([])[1:]}
