@@ -62,7 +62,7 @@ def load_given(schema: Schema, parameters: dict[str, Any]) -> Loaded:
 
 
 def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Command:
-    """`config`: all settings as a table, or with --check those that the file, the environment and flags give.
+    """`config`: all settings as a list, or with --check those that the file, the environment and flags give.
 
     `finish`: what a start makes of them; it may raise ConfigError.
     """
@@ -74,7 +74,7 @@ def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Com
     @with_flags(schema)
     def command(check: bool, **parameters: Any) -> None:
         if not check:
-            click.echo(table(schema), nl=False)
+            click.echo(listing(schema), nl=False)
             return
         loaded = load_given(schema, parameters)
         try:
@@ -86,14 +86,18 @@ def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Com
     return command
 
 
-def table(schema: Schema) -> str:
-    """Markdown: what docs/configuration.md holds."""
-    rows = ["| setting | flag | is | default | |", "|---|---|---|---|---|"]
+def listing(schema: Schema) -> str:
+    """Markdown with one line for each setting: what docs/configuration.md holds."""
+    lines = []
     for option in _shown(schema):
-        flag = " ".join(f"`{name}`" for name in option.names) if option.member.flag is not None else ""
-        default = "" if option.default is None or option.member.is_section else f"`{_toml(option.default)}`"
-        rows.append(f"| `{option.path}` | {flag} | {option.expected} | {default} | {option.member.help} |")
-    return "\n".join(rows).replace("\n\n", "\n") + "\n"
+        names = [option.path, *(option.names if option.member.flag is not None else ())]
+        expected = option.expected.removeprefix("a ").replace(" such as 4GB or 512MiB, plain numbers in", " in")
+        details = [] if isinstance(option.default, bool) else [expected]
+        if option.default is not None and not option.member.is_section:
+            details.append(f"`{_toml(option.default)}`")
+        text = option.member.help.replace(" May be repeated.", "").replace("\n\n", " ")
+        lines.append(f"- {', '.join(f'`{name}`' for name in names)}: {text} ({'; '.join(details)})")
+    return "\n".join(lines) + "\n"
 
 
 def as_toml(schema: Schema, loaded: Loaded) -> str:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
 from options import SECRET, ConfigError, Option, Schema, load
-from options.command import _shown, table
+from options.command import _shown, listing
 from options.load import read_file
 from options.values import UntypedText, parts
 from router.app.cli import cli as router_cli
@@ -319,18 +319,18 @@ def test_a_whole_section_comes_as_json() -> None:
         load(ENGINE, flags={"kv_events": '{"hwn": 5}'})
 
 
-def with_table(page: str, schema: Schema) -> str:
+def with_listing(page: str, schema: Schema) -> str:
     mark = f"{schema.program}-settings"
     before, _, rest = page.partition(f"<!-- {mark} -->")
-    return f"{before}<!-- {mark} -->\n{table(schema)}<!-- /{mark} -->{rest.partition(f'<!-- /{mark} -->')[2]}"
+    return f"{before}<!-- {mark} -->\n{listing(schema)}<!-- /{mark} -->{rest.partition(f'<!-- /{mark} -->')[2]}"
 
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
-def test_the_page_holds_the_table(schema: Schema) -> None:
+def test_the_page_holds_the_list(schema: Schema) -> None:
     """As `router config` and `engine config` print it; `python tests/options/test_programs.py` writes it there."""
     text = PAGE.read_text()
-    assert text == with_table(text, schema)
-    held = table(schema)
+    assert text == with_listing(text, schema)
+    held = listing(schema)
     assert all(f"`{option.path}`" in held for option in _shown(schema))
 
 
@@ -350,4 +350,4 @@ def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(with_table(PAGE.read_text(), ROUTER), ENGINE))
+    PAGE.write_text(with_listing(with_listing(PAGE.read_text(), ROUTER), ENGINE))
