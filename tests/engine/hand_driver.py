@@ -6,10 +6,13 @@ Blocks are handed out in random order from a poisoned pool, so that a read outsi
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -120,7 +123,11 @@ class Driver:
 
 
 class Oracle:
-    """HF transformers on the same checkpoint, fp32, eager attention, the whole context at once."""
+    """HF transformers on the same checkpoint, fp32, eager attention, the whole context at once.
+
+    Gated delta nets run token by token. The chunked rule of transformers takes running sums of the log decays in fp32
+    and then small differences of them, which costs it up to 1e-4 of a logit.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -128,10 +135,15 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self._module = sys.modules[type(self.model).__module__]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """[tokens, vocab] of every position."""
-        with torch.inference_mode():
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if hasattr(self._module, "torch_chunk_gated_delta_rule"):
+                rule = self._module.torch_recurrent_gated_delta_rule
+                stack.enter_context(patch.object(self._module, "torch_chunk_gated_delta_rule", rule))
             return self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
     def check(self, seq: Sequence, logits: torch.Tensor, first: int = 0) -> None:
