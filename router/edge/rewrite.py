@@ -14,12 +14,16 @@ from router.http.response import ResponseHead
 _NOT_FORWARDED = (
     *HOP_BY_HOP,
     b"host",
+    b"accept-encoding",
+    b"content-encoding",
     b"content-length",
     b"expect",
     b"x-request-id",
     b"x-data-parallel-rank",
     b"x-blockcast-explain",
 )
+"""Of a request. Answers are read here, for their usage and their tokens, and bodies were decoded here: neither may be
+compressed."""
 _KEYS = (b"authorization", b"x-api-key")
 _DROPPED = [
     frozenset((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Final
 
 from prompts.errors import RequestError
+from router.http.decoding import UnsupportedEncoding
 from router.http.request import HttpRequest
 
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -41,6 +42,8 @@ def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[He
         yield b"www-authenticate", b"Bearer"
     elif isinstance(error, MethodNotAllowed):
         yield b"allow", error.allow.encode()
+    elif isinstance(error, UnsupportedEncoding):
+        yield b"accept-encoding", error.accepted.encode()
     elif error.code == "overloaded" and not given:
         yield b"retry-after", b"1"
 

@@ -18,6 +18,7 @@ from prompts.errors import RequestError
 from router.http.answers import JSON, Header, answer_head, error_headers, refusal
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
+from router.http.decoding import BodyDecoder, Decoding, body_coding
 from router.http.request import BadRequest, HttpRequest, RequestParser
 from router.http.turns import LoopTurns
 
@@ -346,13 +347,44 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._admit(request)
             self._hold()
-            self._app.handle(self, request)
+            coding = body_coding(request) if request.body_bytes else None
+            if coding is None:
+                self._app.handle(self, request)
+            else:
+                self._decode(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
         except RequestError as refused:
-            self._drop_work()
-            self._app.rejected(refused.status)
-            self.respond_error(refused)
+            self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
+
+    def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+        """Hand over the request once its body is decoded."""
+        encoded_bytes = self._body_bytes
+
+        def hold(decoded_bytes: int) -> None:
+            self._body_bytes = encoded_bytes + decoded_bytes
+            self._hold()
+
+        def then(refused: RequestError | None) -> None:
+            self.work = None
+            self._body_bytes = request.body_bytes + len(request.headers.raw)
+            try:
+                if refused is not None:
+                    raise refused
+                self._hold()
+                self._app.handle(self, request)
+            except RequestError as error:
+                self._refuse(error)
+            except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
+                self.crash(error)
+
+        self.work = Decoding(request, decoder, self._app.turns, self._party, hold, then)
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer the current request with an error."""
+        self._drop_work()
+        self._app.rejected(error.status)
+        self.respond_error(error)
 
     def _go_on(self) -> None:
         if not self._busy:
@@ -364,6 +396,9 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _admit(self, request: HttpRequest) -> None:
+        """Raises RequestError for what would not be served, as soon as its head is there."""
+        if request.has_body:
+            body_coding(request)
         party = self._app.admit(self, request)
         if party != self._party:
             held, self._held = self._held, 0

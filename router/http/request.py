@@ -45,7 +45,7 @@ class BadRequest(Exception):
 class HttpRequest:
     """One complete request."""
 
-    __slots__ = ("has_body", "headers", "http_1_0", "keep_alive", "method", "path", "pieces", "target")
+    __slots__ = ("has_body", "headers", "http_1_0", "is_decoded", "keep_alive", "method", "path", "pieces", "target")
 
     def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
         self.method = method
@@ -57,6 +57,8 @@ class HttpRequest:
         """The body."""
         self.has_body = False
         """Told by the head already."""
+        self.is_decoded = False
+        """The body came compressed, as `content-encoding` says, and is so no more."""
         self.keep_alive = True
         self.http_1_0 = False
 

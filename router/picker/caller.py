@@ -17,7 +17,9 @@ from router.http.answers import JSON, Header, error_headers, refusal
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import HttpLimits
 from router.http.connection import Work
+from router.http.decoding import BodyDecoder, Decoding, body_coding
 from router.http.request import HttpRequest
+from router.http.turns import LoopTurns
 from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
 from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
 from router.picker.pick import Pick
@@ -33,6 +35,7 @@ class PickerApplication(Protocol):
 
     limits: HttpLimits
     budget: Budget
+    turns: LoopTurns
 
     def pick(self, caller: Caller, request: HttpRequest) -> None:
         """Find a worker, now or later. Raises RequestError."""
@@ -117,13 +120,39 @@ class Caller:
         self.objective = _text(request.header(OBJECTIVE))
         self.fairness = _text(request.header(FAIRNESS)) or ""
         try:
-            self._app.pick(self, request)
+            coding = body_coding(request) if request.body_bytes else None
+            if coding is None:
+                self._app.pick(self, request)
+            else:
+                self._decode(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
         except RequestError as refused:
-            self._app.rejected(refused.status)
-            self._drop_work()
-            self.respond_error(refused)
+            self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails
             self.crash(error)
+
+    def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+        encoded_bytes = request.body_bytes
+
+        def then(refused: RequestError | None) -> None:
+            self.work = None
+            try:
+                if refused is not None:
+                    raise refused
+                self._app.pick(self, request)
+            except RequestError as error:
+                self._refuse(error)
+            except Exception as error:  # noqa: BLE001  a boundary: this request fails
+                self.crash(error)
+
+        def hold(decoded_bytes: int) -> None:
+            self.keeps(encoded_bytes + decoded_bytes)
+
+        self.work = Decoding(request, decoder, self._app.turns, self._booked or self._client(), hold, then)
+
+    def _refuse(self, error: RequestError) -> None:
+        self._app.rejected(error.status)
+        self._drop_work()
+        self.respond_error(error)
 
     def opened(self, pick: Pick) -> None:
         """The exchange of this request."""

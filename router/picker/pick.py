@@ -117,6 +117,10 @@ class Pick(Exchange):
             headers.append((b"x-data-parallel-rank", b"%d" % decision.rank))
         else:
             removed.append("x-data-parallel-rank")
+        if self.request.is_decoded:
+            removed.append("content-encoding")
+        if self._caller.sees_answer:
+            removed.append("accept-encoding")
         if self.span is not None:
             headers.append((b"traceparent", self.span[1]))
         self._caller.chosen(Choice([first, *self._fallbacks(decision, keyed)], headers, removed))

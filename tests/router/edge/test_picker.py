@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import ssl
@@ -23,7 +24,7 @@ from router.http.config import HttpLimits
 from router.picker.certificate import self_signed
 from router.picker.config import PickerConfig
 from router.picker.endpoints import Endpoints
-from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE
+from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE, REWRITE
 from router.picker.pick import Pick, Picking
 from router.picker.server import READY, PickerServer
 
@@ -293,6 +294,36 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
             await stream.read()
             await until(lambda: not sum(load(edge).values()))
             assert (envoy.ended[0].usage.prompt_tokens, envoy.ended[0].usage.cached_tokens) == (10, 4)
+
+    edge.run(scenario())
+
+
+def test_a_compressed_body_is_forwarded_decoded(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            headers = {"content_encoding": "gzip", "accept_encoding": "gzip"}
+            _, answer = await envoy.ask(gzip.compress(BODY), answer=DUPLEX, **headers)
+            common = answer.request_body.response
+            assert common.body_mutation.body == BODY
+            assert {"content-encoding", "accept-encoding"} <= set(common.header_mutation.remove_headers)
+            _, answer = await envoy.ask(BODY, content_encoding="br")
+            assert answer.immediate_response.status.code == 415
+            _, answer = await envoy.ask(BODY, content_encoding="gzip")
+            assert answer.immediate_response.status.code == 400
+
+    edge.run(scenario())
+
+
+def test_a_gateway_s_model_counts_instead_of_the_body_s(edge: Any) -> None:
+    """Also in a long body, which another process reads."""
+
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            edge.app._reading.model_header = REWRITE
+            for body in ({"model": "other", "prompt": [1]}, {"prompt": [1]}, {"prompt": [1], "text": "x" * 100_000}):
+                _, answer = await envoy.ask(json.dumps(body).encode(), x_gateway_model_name_rewrite="tiny")
+                sent = json.loads(answer.request_body.response.body_mutation.body)
+                assert sent == {**body, "model": "tiny"}
 
     edge.run(scenario())
 

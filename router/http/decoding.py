@@ -1,0 +1,217 @@
+"""Request bodies that come compressed (`content-encoding`): decoded in slices, within the bounds of any body.
+
+Owns the codings and what decoding may cost. Each slice is one turn of the event loop, and what was decoded is booked
+before more is. Forwarded is the decoded body; no worker sees `content-encoding`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from prompts.errors import RequestError, bad_value
+from router.http.request import HttpRequest
+from router.http.turns import LoopTurns
+
+try:
+    from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # from Python 3.14 on
+except ImportError:
+    try:
+        from backports import zstd  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:  # an installation without the extra `router`
+        zstd = None
+
+IN_BYTES: Final = 64 << 10
+OUT_BYTES: Final = 256 << 10
+"""Read, and made, in one turn at most: about a millisecond."""
+PIECE_BYTES: Final = 1 << 20
+MEMBERS_MAX: Final = 64
+"""Members of a gzip body, frames of a zstd body. Clients send one."""
+WINDOW_LOG: Final = 23
+"""Of zstd: decoders of HTTP need no more than 8 MiB (RFC 9659)."""
+_IDENTITY: Final = b"identity"
+
+
+class UnsupportedEncoding(RequestError):
+    """415, with the codings that are read."""
+
+    def __init__(self, coding: bytes) -> None:
+        self.accepted = ", ".join(_DECODERS)
+        error = bad_value("content-encoding", coding.decode("latin-1"), self.accepted.replace(", ", " or "))
+        super().__init__(error.message, param=None, code="unsupported_content_encoding", status=415)
+
+
+class _Zstd:
+    """A decoder of zstd with the names of zlib's."""
+
+    def __init__(self) -> None:
+        self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG})
+        self.unconsumed_tail = b""
+        """Always empty: kept inside."""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._frame.unused_data)
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        return bytes(self._frame.decompress(data, most))
+
+
+class _Deflate:
+    """A decoder of `deflate`: zlib's format, or none around it, as some clients send."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj()
+        self._first = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        try:
+            return self._stream.decompress(data, most)
+        except zlib.error:
+            if not self._first:
+                raise
+            self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
+            return self._stream.decompress(data, most)
+        finally:
+            self._first = False
+
+
+_DECODERS: Final[dict[str, Callable[[], Any]]] = {
+    "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+    "deflate": _Deflate,
+} | ({} if zstd is None else {"zstd": _Zstd})
+_BROKEN: Final = (zlib.error, EOFError) if zstd is None else (zlib.error, EOFError, zstd.ZstdError)
+
+
+def body_coding(request: HttpRequest) -> str | None:
+    """How a body is compressed; None where it is not. Raises UnsupportedEncoding."""
+    if b"content-encoding" not in request.headers:
+        return None
+    told = b",".join(request.headers.all(b"content-encoding")).strip().lower()
+    coding = told.removeprefix(b"x-").decode("latin-1")
+    if told in (b"", _IDENTITY):
+        return None
+    if coding not in _DECODERS:
+        raise UnsupportedEncoding(told)
+    return coding
+
+
+class BodyDecoder:
+    """Decodes one body: call `step` until it returns True. Sans IO."""
+
+    def __init__(self, pieces: Sequence[bytes], coding: str, bytes_max: int) -> None:
+        self._coding = coding
+        self._bytes_max = bytes_max
+        self._input = _slices(pieces)
+        self._stream = _DECODERS[coding]()
+        self._members = 1
+        self._rest = b""
+        """Input that the stream has not taken."""
+        self._made: list[bytes] = []
+        self._piece = bytearray()
+        self.size = 0
+        """Bytes decoded."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What decoding keeps besides the input."""
+        return self.size + (1 << WINDOW_LOG if self._coding == "zstd" else 0)
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]:
+        """The body, decoded so far."""
+        return (*self._made, bytes(self._piece)) if self._piece or not self._made else tuple(self._made)
+
+    def step(self) -> bool:
+        """Decode some more. Return whether that was all. Raises RequestError for what is no such body, or too long."""
+        data = self._rest or next(self._input, b"")
+        try:
+            made = self._stream.decompress(data, OUT_BYTES)
+        except _BROKEN as error:
+            raise self._bad(str(error)) from None
+        self._rest = self._stream.unconsumed_tail
+        self.size += len(made)
+        if self.size > self._bytes_max:
+            message = f"request body over {self._bytes_max} bytes, decoded"
+            raise RequestError(message, param=None, code="bad_http", status=413)
+        self._piece += made
+        if len(self._piece) >= PIECE_BYTES:
+            self._made.append(bytes(self._piece))
+            self._piece.clear()
+        if self._stream.eof:
+            return not self._begin_member()
+        if not (data or made):
+            raise self._bad("it ends too early")
+        return False
+
+    def _begin_member(self) -> bool:
+        """Go on behind the end of a member; False where nothing follows."""
+        self._rest = self._stream.unused_data or next(self._input, b"")
+        if not self._rest:
+            return False
+        if self._coding == "deflate" or self._members == MEMBERS_MAX:
+            raise self._bad("something follows its end")
+        self._members += 1
+        self._stream = _DECODERS[self._coding]()
+        return True
+
+    def _bad(self, reason: str) -> RequestError:
+        return RequestError(f"the body is no {self._coding}, as content-encoding says: {reason}", param=None)
+
+
+class Decoding:
+    """Decodes a request's body in turns of the event loop. Is a `Work` of its connection."""
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        decoder: BodyDecoder,
+        turns: LoopTurns,
+        party: str,
+        hold: Callable[[int], None],
+        then: Callable[[RequestError | None], None],
+    ) -> None:
+        """`hold`: books bytes, or raises RequestError. `then` is called with what is wrong, once, in a later turn."""
+        self._request, self._decoder, self._turns, self._party = request, decoder, turns, party
+        self._hold, self._then = hold, then
+        self._is_wanted = True
+        turns.wait(self._go_on, party)
+
+    def _go_on(self) -> None:
+        if not self._is_wanted:
+            return
+        decoder = self._decoder
+        try:
+            is_done = decoder.step()
+            self._hold(decoder.size if is_done else decoder.kept_bytes)
+        except RequestError as error:
+            self._then(error)
+            return
+        if is_done:
+            self._request.pieces, self._request.is_decoded = decoder.pieces, True
+            self._then(None)
+        else:
+            self._turns.wait(self._go_on, self._party)
+
+    def client_gone(self) -> None:
+        self._is_wanted = False
+
+    def client_paused(self) -> None:
+        """Nothing is written yet."""
+
+    def client_resumed(self) -> None:
+        """Nothing is written yet."""
+
+
+def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), IN_BYTES):
+            yield piece[start : start + IN_BYTES]
