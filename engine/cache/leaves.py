@@ -81,9 +81,6 @@ class Leaves(Generic[PlaceT]):
         self._queues: dict[tuple[object, int, int], OrderedDict[Entry[PlaceT], None]] = {}
         self._chosen: Entry[PlaceT] | None = None
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def add(self, leaf: PlaceT, turn: Turn) -> None:
         """`leaf` is the end of the path that `turn` has left."""
         self._superseded.pop(leaf, None)
