@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -86,12 +87,19 @@ def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Com
     return command
 
 
+_SHORTER = re.compile(
+    "^an? (whole number from |number from |number )?|(?<=list), each text| that is not empty"
+    "|such as 4GB or 512MiB, plain numbers "
+)
+"""What the list leaves out of what a setting expects."""
+
+
 def listing(schema: Schema) -> str:
     """Markdown with one line for each setting: what docs/configuration.md holds."""
     lines = []
     for option in _shown(schema):
         names = [option.path, *(option.names if option.member.flag is not None else ())]
-        expected = option.expected.removeprefix("a ").replace(" such as 4GB or 512MiB, plain numbers in", " in")
+        expected = _SHORTER.sub("", option.expected)
         details = [] if isinstance(option.default, bool) else [expected]
         if option.default is not None and not option.member.is_section:
             details.append(f"`{_toml(option.default)}`")
