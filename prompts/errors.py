@@ -43,6 +43,23 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def context_overflow(path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, counted: bool = True) -> str:
+    """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
+    `answer_tokens`: of the answer that was asked for, where that is what has no room. `counted`: `tokens` is the exact
+    number; else the prompt has more."""
+    more = "" if counted else "more than "
+    if path.startswith("/v1/messages"):
+        # A prompt that fills the context leaves no room for the first token of an answer.
+        return (
+            f"prompt is too long: {more}{max(tokens + answer_tokens, context_max + 1)} tokens > {context_max} maximum"
+        )
+    parts = f"{tokens} in the prompt, {answer_tokens or 'at least 1'} in the answer"
+    return (
+        f"This model's maximum context length is {context_max} tokens. However, you requested {more}"
+        f"{tokens + answer_tokens} tokens ({parts}). Please reduce the length of the prompt."
+    )
+
+
 def bad_value(param: str, value: object, expectation: str) -> RequestError:
     """The usual error: a field, the value it had, what would have been right."""
     return RequestError(f"{param}: got {show(value)}, expected {expectation}", param=param)

@@ -305,7 +305,7 @@ class Admin:
             message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(KINDS)}"
             raise RequestError(message, param="path")
         asked, prompt = await self._reading.read(request, path[0] if path else None)
-        route = self._reading.route_request(asked, prompt.ids, "explained", self._now())
+        route = self._reading.route_request(asked, prompt, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)

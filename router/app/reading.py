@@ -25,7 +25,7 @@ from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
-from router.prompting.encode import NAME_BYTES_MAX, cut, is_light
+from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize, cut, is_light, measure
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
@@ -54,8 +54,6 @@ BEGINNING: Final = 256
 """Characters, or ids, of a prompt that tell it from others."""
 ESTIMATE_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
-BYTES_A_TOKEN: Final = 4
-"""Of a body, for estimates only."""
 _IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """An object in any encoding of JSON that a worker may read."""
 _NOTHING_READ = RoutingRequest(kind="other")
@@ -242,12 +240,13 @@ class RequestReading:
         if isinstance(made.result, bytes):
             remote = self._prompts.remote
             ids = None if remote is None else (await remote.put(made.result, asked.base))[0]
+            size = measure(ids, parsed, asked.tokens_max, made.further)
             ids = cut(ids, parsed, asked.tokens_max)
         else:
-            ids = made.result
+            ids, size = made.result, made.size
         if made.known is not None and ids is not None:
             made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids_max])
-        return asked, PromptRead(ids, time.perf_counter() - started, made.known)
+        return asked, PromptRead(ids, time.perf_counter() - started, made.known, size=size)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -323,25 +322,30 @@ class RequestReading:
             known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, is_own
         self.known.keep(known, read.instead)
 
-    def route_request(
-        self, asked: Asked, token_ids: Sequence[int] | None, request_id: str, started_s: float
-    ) -> RouteRequest:
+    def route_request(self, asked: Asked, read: PromptRead, request_id: str, started_s: float) -> RouteRequest:
         """What the core is asked."""
-        parsed = asked.parsed
+        parsed, token_ids, size = asked.parsed, read.ids, read.size
         if parsed.echoes_chat and not self._core.registry.is_ours(asked.model):
             token_ids = None  # nothing of it will be reused
-        prompt_tokens = len(token_ids) if token_ids is not None else self._estimate(asked)
-        room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - prompt_tokens, 0)
+        if token_ids is None or size is None:
+            estimate = self._estimate(asked)
+            size = PromptSize(estimate, estimate)
+        room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - size.longest, 0)
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=size.tokens,
+            prompts=size.count,
+            longest_tokens=size.longest if size.count > 1 else 0,
+            is_counted=size.is_exact,
             like=asked.like,
             alike=asked.alike,
-            output_max=1 if parsed.kind == "other" else parsed.output_max,  # of others, what is computed is the prompt
-            output_min=min(parsed.output_min, room),
+            output_max=1
+            if parsed.kind == "other"
+            else size.count * parsed.output_max,  # of others, what is computed is the prompt
+            output_min=size.count * min(parsed.output_min, room),
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,
@@ -356,7 +360,7 @@ class RequestReading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
-        return min(max(1, asked.body_bytes // BYTES_A_TOKEN), asked.tokens_max or ESTIMATE_MAX)
+        return min(max(1, asked.body_bytes // CHARS_OF_A_TOKEN), asked.tokens_max or ESTIMATE_MAX)
 
     def _model(self, name: str | None) -> tuple[str, str, str | None, int | None]:
         """(name, base model, LoRA, how many tokens it takes) of what the client asked for; without a name, the first

@@ -219,7 +219,7 @@ class RouterApp:
                 return
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
-        route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)
+        route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
         try:
             self._tenants.weigh(exchange.request_id, route.prompt_tokens)
         except RequestError as error:

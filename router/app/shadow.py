@@ -72,7 +72,7 @@ class ShadowApp(RouterApp):
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         assert isinstance(exchange, Mirrored)
         self._metrics.tokenize_s.observe(read.seconds)
-        route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)
+        route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
         exchange.price(asked, route)
         self._reading.keep(asked, read, route)
         exchange.answer()
@@ -142,7 +142,7 @@ class ShadowProcess(RouterProcess):
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
-                    route = self._reading.route_request(asked, ids.ids, "", 0.0)
+                    route = self._reading.route_request(asked, ids, "", 0.0)
                     if line.worker is not None:
                         worker = self._named(line.worker) or ""
                     else:

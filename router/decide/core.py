@@ -216,7 +216,10 @@ class RouterCore:
         if usage is not None and worker is not None:
             self.watchdog.finished(
                 decision.worker,
-                counted_tokens=request.prompt_tokens if request.token_ids is not None else None,
+                # Of several prompts only the first was looked for in the caches.
+                counted_tokens=request.prompt_tokens
+                if request.token_ids is not None and request.prompts == 1
+                else None,
                 prompt_tokens=told.prompt_tokens,
                 predicted_cached=decision.predicted_cached_tokens,
                 cached_tokens=told.cached_tokens,

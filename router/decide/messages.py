@@ -25,7 +25,13 @@ class RouteRequest(msgspec.Struct, eq=False):
     token_ids: Sequence[int] | None
     """The prompt; None where it could not be tokenised here: then only load decides."""
     prompt_tokens: int
-    """len(token_ids), or an estimate where they are None."""
+    """Of all its prompts, or an estimate where `token_ids` is None."""
+    prompts: int = 1
+    """Prompts in its body. `token_ids` is the first."""
+    longest_tokens: int = 0
+    """Of the longest of its prompts; 0 where there is one, of `prompt_tokens`."""
+    is_counted: bool = True
+    """False: its prompt is so long that it was not counted to the end."""
     like: PromptMemory | None = None
     """Of a prompt that may begin as this one does."""
     alike: int | None = None
@@ -204,6 +210,8 @@ class Refuse:
     too_many_requests, deadline, too_slow, upstream_failed, upstream_overloaded, upstream_timeout."""
     message: str
     retry_after_s: float | None = None
+    context_max: int | None = None
+    """Of context_length_exceeded: how many tokens a prompt and its answer may have."""
 
 
 @dataclass(frozen=True, slots=True)

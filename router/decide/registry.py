@@ -134,19 +134,14 @@ class Registry:
         pool, context_max = self._build_pool(key) if known is None else known
         if not pool:
             return self._refuse(request)
-        whole = request.prompt_tokens + 1
+        whole = (request.longest_tokens or request.prompt_tokens) + 1
         counted = request.token_ids is not None  # an estimate never refuses
         if counted and context_max is not None and whole > context_max:
             pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
             if not pool:
                 limit = max(w.models[request.model].max_model_len or 0 for w in self._serving(request.model))
-                return Refuse(
-                    request.request_id,
-                    400,
-                    "context_length_exceeded",
-                    f"The prompt has {request.prompt_tokens} tokens and an answer takes one more; no worker of "
-                    f"{request.model!r} has room for more than {limit}.",
-                )
+                message = f"A prompt of {whole - 1} tokens and an answer have no room in {limit} tokens."
+                return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
@@ -182,7 +177,8 @@ class Registry:
         found: dict[str, str] = {}
         for worker in self.workers.values():
             reason = _unfit(worker, request.model, request.role)
-            whole = request.prompt_tokens + 1 if request.token_ids is not None else 0
+            tokens = request.longest_tokens or request.prompt_tokens
+            whole = tokens + 1 if request.token_ids is not None else 0
             if reason is None and not self._fits(worker.worker_id, request.model, whole):
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from prompts.errors import context_overflow
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
@@ -106,7 +107,9 @@ class Proxy(Carrier):
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
                 exchange.in_core = False
-                exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
+                exchange.refuse(
+                    instruction.status, instruction.code, _words(instruction, exchange), instruction.retry_after_s
+                )
         except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
             exchange.crash(error)
 
@@ -184,3 +187,12 @@ class Proxy(Carrier):
                 listener(decision, kind, reason)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.crashed("listener", error)
+
+
+def _words(refusal: Refuse, exchange: Exchange) -> str:
+    """Why a request is refused, as clients of its API know it."""
+    route = exchange.route
+    if refusal.context_max is None or route is None:
+        return refusal.message
+    tokens = route.longest_tokens or route.prompt_tokens
+    return context_overflow(exchange.request.path, tokens, refusal.context_max, counted=route.is_counted)

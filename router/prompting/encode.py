@@ -23,6 +23,10 @@ TOKENS_MAX = 2**21
 """Of a prompt for a model that does not tell how many it takes."""
 CHARS_A_TOKEN = 16
 """Text is encoded up to so many characters for each token that the model takes; what is longer is too long."""
+COUNTED_CHARS = 4 << 20
+"""Text up to here is encoded to its end, however little the model takes: the client is told how long its prompt is."""
+CHARS_OF_A_TOKEN = 4
+"""For estimates only."""
 OBJECTS_MAX = 50_000
 """Messages, parts, tools and what they are made of: each costs a template some microseconds."""
 VALUES_MAX = 8_000_000
@@ -86,26 +90,81 @@ _TOLD = (
 """Fields of a RoutingRequest that an envelope tells."""
 
 
+class PromptSize(msgspec.Struct, frozen=True):
+    """How many tokens the prompts of a body have, as a worker sees them."""
+
+    tokens: int
+    """Of all of them."""
+    longest: int
+    """Of the longest."""
+    count: int = 1
+    """Prompts."""
+    is_exact: bool = True
+    """False: the first has more than was counted."""
+
+
 class ReadPrompt(msgspec.Struct, eq=False):
     """A prompt as it was read."""
 
     ids: Sequence[int] | None = None
     """All of them; None as above."""
+    is_whole: bool = True
+    """False: the text is so long that its end was not encoded."""
     chat: RoutingRequest | None = None
     """What `text` was rendered of, all of which was encoded."""
     text: str = ""
 
 
 def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
-    """The part of a prompt that a worker would see: its end, where the request says so (`truncate_prompt_tokens`; -1 as
-    in vLLM: what the model takes, with room for one token)."""
-    keep = parsed.truncate_prompt_tokens
-    if keep == -1 and tokens_max is not None:
-        keep = max(tokens_max - 1, 1)
-    if ids and keep is not None and keep > 0:
+    """The part of a prompt that a worker would see, at most one token more than it takes."""
+    keep = _kept_tokens(parsed, tokens_max)
+    if ids and keep is not None:
         ids = ids[-keep:]
     most = (tokens_max or TOKENS_MAX) + 1
     return None if not ids else ids if len(ids) <= most else ids[:most]
+
+
+def _kept_tokens(parsed: RoutingRequest, tokens_max: int | None) -> int | None:
+    """How much of a prompt's end a worker would see, where the request says so (`truncate_prompt_tokens`; -1 as in
+    vLLM: what the model takes, with room for one token)."""
+    keep = parsed.truncate_prompt_tokens
+    if keep == -1 and tokens_max is not None:
+        return max(tokens_max - 1, 1)
+    return keep if keep is not None and keep > 0 else None
+
+
+def measure(
+    ids: Sequence[int] | None,
+    parsed: RoutingRequest,
+    tokens_max: int | None,
+    further: Sequence[int] = (),
+    *,
+    is_exact: bool = True,
+) -> PromptSize | None:
+    """Return the size of a body's prompts: of the first, which has these ids before they are cut, and of `further` ones
+    (`further_tokens`)."""
+    if ids is None:
+        return None
+    keep = _kept_tokens(parsed, tokens_max)
+    lengths = [len(ids), *further] if keep is None else [min(length, keep) for length in (len(ids), *further)]
+    return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
+
+
+def further_tokens(parsed: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
+    """Count the tokens of each prompt of a body behind the first. Without a tokenizer those of texts are estimated."""
+    prompt = parsed.prompt
+    if not isinstance(prompt, list) or isinstance(prompt[0], int):
+        return []
+    adds = parsed.add_special_tokens is not False
+    counts = []
+    for item in prompt[1:]:
+        if not isinstance(item, str):
+            counts.append(len(item) if isinstance(item, list) else 0)
+        elif tokenizer is None:
+            counts.append(len(item) // CHARS_OF_A_TOKEN)
+        else:
+            counts.append(len(tokenizer.encode_array(item, adds)))
+    return counts
 
 
 def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> ReadPrompt:
@@ -122,15 +181,17 @@ def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max:
         if parsed.chat_template is not None:
             return ReadPrompt()  # a program of the client's: it could run for ever, and workers refuse it by default
         text = tokenizer.chat_text(parsed)
-        ids = _encoded(tokenizer, text, parsed, bool(parsed.add_special_tokens), most)
-        return ReadPrompt(ids) if len(text) > most * CHARS_A_TOKEN else ReadPrompt(ids, parsed, text)
+        read = _encoded(tokenizer, text, parsed, bool(parsed.add_special_tokens), most)
+        if len(text) <= most * CHARS_A_TOKEN:
+            read.chat, read.text = parsed, text
+        return read
     prompt = parsed.prompt
     if prompt is None:
         return ReadPrompt()
     first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
     if isinstance(first, str):
         adds = parsed.add_special_tokens is not False
-        return ReadPrompt(None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most))
+        return ReadPrompt() if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most)
     try:
         return ReadPrompt(msgspec.convert(first, _TokenIds))
     except msgspec.ValidationError as error:
@@ -139,14 +200,15 @@ def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max:
 
 def _encoded(
     tokenizer: Tokenizer, text: str, parsed: RoutingRequest, add_special_tokens: bool, most: int
-) -> Sequence[int] | None:
-    """Ids of a text, of which no more is encoded than the model could take. None where that tells nothing: the end is
-    what counts, or so much text makes so few tokens."""
+) -> ReadPrompt:
+    """Ids of a text, of which no more is encoded than the model could take, or than is counted anyway. None where that
+    tells nothing: the end is what counts, or so much text makes so few tokens."""
     chars_max = most * CHARS_A_TOKEN
     if len(text) > chars_max and parsed.truncate_prompt_tokens is not None:
-        return None
-    ids = tokenizer.encode_array(text[:chars_max], add_special_tokens)
-    return None if len(text) > chars_max and len(ids) < most else ids
+        return ReadPrompt()
+    encoded = text[: max(chars_max, COUNTED_CHARS)]
+    ids, is_whole = tokenizer.encode_array(encoded, add_special_tokens), len(encoded) == len(text)
+    return ReadPrompt(ids if is_whole or len(ids) >= most else None, is_whole)
 
 
 def question(parsed: RoutingRequest, model: str) -> bytes | None:

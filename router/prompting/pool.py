@@ -23,7 +23,16 @@ from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
-from router.prompting.encode import cut, envelope, is_within_bounds, question, read_prompt
+from router.prompting.encode import (
+    PromptSize,
+    cut,
+    envelope,
+    further_tokens,
+    is_within_bounds,
+    measure,
+    question,
+    read_prompt,
+)
 from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.known import Known
 from router.prompting.outline import outline
@@ -61,6 +70,10 @@ class Made(NamedTuple):
     """Digest of what its user said first (router/prompting/turn.py)."""
     known: Known | None = None
     """What is to be kept of it, but for its body and its ids, which are here and there."""
+    size: PromptSize | None = None
+    """Of its prompts; None where a worker is to be asked for the ids of the first."""
+    further: Sequence[int] = ()
+    """Tokens of each prompt behind the first."""
 
 
 class Helpers:
@@ -208,11 +221,13 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.as_sent = order.as_sent
     prompt = read_prompt(parsed, tokenizer, order.tokens_max)
-    ids = cut(prompt.ids, parsed, order.tokens_max)
+    ids, further = cut(prompt.ids, parsed, order.tokens_max), further_tokens(parsed, tokenizer)
     if not ids:
-        return Made(None if order.asks is None else question(parsed, order.asks), digest_beginning(parsed))
+        asked = None if order.asks is None else question(parsed, order.asks)
+        return Made(asked, digest_beginning(parsed), further=further)
+    size = measure(prompt.ids, parsed, order.tokens_max, further, is_exact=prompt.is_whole)
     may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
     known = learn(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
         known.body, known.ids = b"", array(ID_TYPE)
-    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), digest_beginning(parsed), known)
+    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), digest_beginning(parsed), known, size, further)

@@ -24,7 +24,7 @@ from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
-from router.prompting.encode import cut, question, read_prompt
+from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
 from router.prompting.known import Known, Mark
 from router.prompting.pool import Order
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
@@ -55,6 +55,8 @@ class PromptRead(msgspec.Struct, eq=False):
     """What is to be kept of it, for when it returns."""
     instead: Known | None = None
     """Of this one."""
+    size: PromptSize | None = None
+    """Of all prompts of the body; None where `ids` is."""
 
 
 class PromptReader:
@@ -158,7 +160,8 @@ class PromptReader:
         if read.ids is not None or self.remote is None:
             return read
         ids, took_s = await self.remote.put(question(parsed, model), model)
-        return PromptRead(cut(ids, parsed, tokens_max), took_s)
+        size = measure(ids, parsed, tokens_max, further_tokens(parsed, None))
+        return PromptRead(cut(ids, parsed, tokens_max), took_s, size=size)
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)
@@ -184,31 +187,36 @@ class PromptReader:
     ) -> PromptRead:
         """The ids to route on. `body`: what was parsed, to be known when it returns. Thread-safe; raises nothing."""
 
-        def work() -> tuple[Sequence[int] | None, Known | None]:
+        def work() -> PromptRead:
             prompt = read_prompt(parsed, tokenizer, tokens_max)
             known = learn(parsed, body, prompt, tokenizer) if may_return(parsed.kind, len(body)) else None
-            return cut(prompt.ids, parsed, tokens_max), known
+            further = further_tokens(parsed, tokenizer)
+            size = measure(prompt.ids, parsed, tokens_max, further, is_exact=prompt.is_whole)
+            return PromptRead(cut(prompt.ids, parsed, tokens_max), 0.0, known, size=size)
 
         found, took_s = self._timed(work)
-        return PromptRead(None, took_s) if found is None else PromptRead(found[0], took_s, found[1])
+        read = PromptRead(None, took_s) if found is None else found
+        read.seconds = took_s
+        return read
 
     def go_on(
         self, known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
     ) -> tuple[Returned, PromptRead] | None:
         """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
 
-        def work() -> tuple[Returned, Sequence[int] | None, Known | None] | None:
+        def work() -> tuple[Returned, PromptRead] | None:
             returned = go_on(known, mark, body, tokenizer, tokens_max)
             if returned is None:
                 return None
-            ids = cut(returned.ids, returned.rest.parsed, tokens_max)
-            return returned, ids, learn_more(returned, body, tokenizer)
+            parsed = returned.rest.parsed
+            ids, size = cut(returned.ids, parsed, tokens_max), measure(returned.ids, parsed, tokens_max)
+            more, instead = learn_more(returned, body, tokenizer), known if mark is known.marks[-1] else None
+            return returned, PromptRead(ids, 0.0, more, instead, size)
 
         found, took_s = self._timed(work)
-        if found is None:
-            return None
-        returned, ids, more = found
-        return returned, PromptRead(ids, took_s, more, known if mark is known.marks[-1] else None)
+        if found is not None:
+            found[1].seconds = took_s
+        return found
 
     def _timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """(what it comes to, None where it raises; seconds it took)."""

@@ -215,7 +215,8 @@ def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> 
     assert envelope(body)["model"] is None
 
 
-def test_encoding_stops_where_the_context_ends(tmp_path: Path) -> None:
+def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "COUNTED_CHARS", 0)
     write_tokenizer(tmp_path, 1024, 4096)
     tokenizer = Tokenizer.load(tmp_path)
     parsed = parse_routing("/v1/completions", json.dumps({"prompt": WORDS}).encode())
