@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.types import Constraint, SamplingParams
-from prompts.errors import RequestError, bad_value
+from prompts.errors import RequestError, bad_value, context_overflow
 from prompts.schemas import ChatRequest, CompletionRequest
 
 _PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
@@ -121,18 +121,16 @@ def fit_max_tokens(params: SamplingParams, limits: ModelLimits, prompt_len: int)
     return params if wanted == params.max_tokens else msgspec.structs.replace(params, max_tokens=wanted)
 
 
-def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
-    """Whether the model can read the prompt and answer with at least one token. Raises RequestError."""
+def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: str = "") -> None:
+    """Whether the model can read the prompt and answer with at least one token. `path`: of the API whose words an error
+    has. Raises RequestError."""
     if not token_ids:
         raise RequestError(f"{param}: the prompt has no tokens, expected at least one", param=param)
     _check_vocabulary(param, (min(token_ids), max(token_ids)), limits)
     if len(token_ids) >= limits.max_model_len:
-        raise RequestError(
-            f"{param}: the prompt has {len(token_ids)} tokens, but this model's maximum context length (max_model_len) "
-            f"is {limits.max_model_len} tokens, of which at least one is for the answer",
-            param=param,
-            code="context_length_exceeded",
-        )
+        # Clients shorten a conversation where they know the words: a field's name before them would hide these.
+        message = context_overflow(path, len(token_ids), limits.max_model_len)
+        raise RequestError(message, param=param, code="context_length_exceeded")
 
 
 def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:

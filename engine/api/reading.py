@@ -66,7 +66,7 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Rea
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     asked = parse_messages(data)
     _check_text_only(asked)
-    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
+    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits, "/v1/messages")
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
@@ -106,7 +106,7 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
         stores=request.store is not False,
         previous=request.previous_response_id,
     )
-    return msgspec.structs.replace(_chat(body, tokenizer, limits), asked=asked)
+    return msgspec.structs.replace(_chat(body, tokenizer, limits, "/v1/responses"), asked=asked)
 
 
 def _shown(request: ResponsesRequest) -> bytes:
@@ -125,10 +125,11 @@ def _check_text_only(asked: CountRequest) -> None:
                 raise RequestError(f"{where}: an image; this model reads text only", param=where)
 
 
-def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, path: str = "/v1/chat/completions") -> Reading:
+    """`path`: of the API that was asked."""
     check_supported(body)
     ids, text = _prompt_of(body, tokenizer)
-    prompts = [_fitted("messages", ids, body, limits)]
+    prompts = [_fitted("input" if path == "/v1/responses" else "messages", ids, body, limits, path)]
     plan = speech_plan(body, text, limits)
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
     if not (body.echo and isinstance(last.get("content"), str)):
@@ -199,14 +200,16 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> R
     return Reading(_trimmed(body, prompt=""), prompts, texts, constraint=constraint_of(body, tokenizer, limits))
 
 
-def _fitted(param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
+def _fitted(
+    param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
+) -> list[int]:
     """The prompt, cut by vLLM's `truncate_prompt_tokens` (keep the last k; -1: what the model can read) and checked."""
     keep = body.truncate_prompt_tokens
     if keep is not None:
         if keep == 0 or keep > limits.max_model_len:
             raise bad_value("truncate_prompt_tokens", keep, f"-1, or 1 to max_model_len ({limits.max_model_len})")
         prompt = prompt[-(limits.max_model_len - 1 if keep == -1 else keep) :]
-    check_prompt(prompt, limits, param)
+    check_prompt(prompt, limits, param, path)
     return prompt
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -142,3 +143,33 @@ def test_what_is_long_is_not_repeated_in_answers() -> None:
     assert reading.asked is not None
     assert json.loads(reading.asked.shown) == {"tools": [TOOL]}
     assert json.loads(reading.asked.messages)[0]["content"] == body["instructions"]
+
+
+@pytest.mark.parametrize(
+    ("work", "body", "param", "words"),
+    [
+        (read_chat, {"messages": [{"role": "user", "content": LONG}]}, "messages", "OpenAI"),
+        (read_completion, {"prompt": LONG}, "prompt", "OpenAI"),
+        (read_completion, {"prompt": ["a", LONG]}, "prompt[1]", "OpenAI"),
+        (partial(read_response, None), {"input": LONG}, "input", "OpenAI"),
+        (read_messages, {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}, "messages", "Anthropic"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_match(
+    work: Any, body: Any, param: str, words: str
+) -> None:
+    """Claude Code compacts on the one, LiteLLM and OpenCode know the other."""
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    data = json.dumps(body).encode()
+    count = max(map(len, work(data, tokenizer, LIMITS).prompts))
+    with pytest.raises(RequestError) as refused:
+        work(data, tokenizer, ModelLimits(max_model_len=100, vocab_size=2048))
+    error = refused.value
+    assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
+    if words == "Anthropic":
+        found = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+) maximum", error.message)
+        assert found is not None
+        assert [int(number) for number in found.groups()] == [count, 100]
+    else:
+        start = f"This model's maximum context length is 100 tokens. However, you requested {count} tokens"
+        assert error.message.startswith(start)
