@@ -93,8 +93,8 @@ class RetryConfig:
     """Retries happen only before the first byte, on a worker not yet tried."""
 
     attempts_max: Annotated[Count, "Workers that a request is sent to, one after the other."] = 3
-    budget_ratio: Annotated[Share, "Retries allowed per request routed, over a sliding window."] = 0.2
-    budget_min: Annotated[int, Meta(ge=0, le=10**12), "Retries allowed on top of that."] = 10
+    budget_ratio: Annotated[Share, "Retries of a key, or an address, for each of its requests."] = 0.2
+    budget_min: Annotated[int, Meta(ge=0, le=10**12), "Retries of a key, or an address, on top of that."] = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as
 TRIES: Final = 24
 """Held requests that are tried at each first token and each tick."""
 TRY_EVERY_S: Final = 0.05
+SUSPICIONS_MAX: Final = 2
+"""Workers that a request may have ended or broken, after which it gets no other one."""
+_AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
+_MAY_END_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
+"""What a worker looks like whose process this very request ended."""
 Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
 
 
@@ -158,7 +163,7 @@ class RouterCore:
         if len(self._live) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
-        self._retries.arrived()
+        self._retries.arrived(request.tenant)
         live = self._live[request.request_id] = Live(request, now, explain=explain)
         return self._settle(live, self._place(live, now))
 
@@ -190,13 +195,17 @@ class RouterCore:
         live.first_token_seen = True
         if self.tracker.first_token(request_id, now) is None:
             return []
-        self.registry.alive(live.decision.worker)
+        self.registry.alive(live.decision.worker, now)
         return self._try_held(now)
 
     def progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
         load, and teaches what steps take."""
         self.tracker.progress(request_id, output_tokens, at_s)
+        live = self._live.get(request_id)
+        worker = self.workers.get(live.decision.worker) if live is not None and live.decision is not None else None
+        if worker is not None and at_s is not None:
+            worker.heard_s = at_s
 
     def finished(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, refused: bool = False
@@ -211,7 +220,7 @@ class RouterCore:
             self._lengths.seen(request, self.tracker.answered(request_id, told.completion_tokens, now))
         self._end_attempt(live, now, computed=not refused, reported_cached=told.cached_tokens)
         self._end_session(request)
-        self.registry.alive(decision.worker)
+        self.registry.alive(decision.worker, now)
         worker = self.workers.get(decision.worker)
         if usage is not None and worker is not None:
             self.watchdog.finished(
@@ -242,11 +251,19 @@ class RouterCore:
         return self._try_held(now)
 
     def failed(
-        self, request_id: str, kind: FailureKind, now: float, rest: RouteRequest | None = None
+        self,
+        request_id: str,
+        kind: FailureKind,
+        now: float,
+        rest: RouteRequest | None = None,
+        *,
+        silent_s: float = 0.0,
+        was_sent: bool = False,
     ) -> list[Instruction]:
         """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
-        first Forward, Hold or Refuse is about it. After the first byte (STREAM) it is forgotten without one, unless
-        the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm."""
+        first Forward, Hold or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without one,
+        unless the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm.
+        `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
         live = self._live.get(request_id)
         if live is None or live.decision is None:
             return []
@@ -255,20 +272,22 @@ class RouterCore:
         worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
         self._end_attempt(live, now, computed=live.first_token_seen)
-        if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST):
+        if worker is not None and _is_of_worker(kind, live.request, worker, now - silent_s):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
             self.registry.changed()
             if went_down and fatal:
                 instructions.append(self._lost(worker))
-        if rest is None and (kind is FailureKind.STREAM or live.first_token_seen):
+        if rest is None and (kind in _AFTER_FIRST_BYTE or live.first_token_seen):
             del self._live[request_id]
             self.counters["failed"] += 1
             return instructions + self._try_held(now)
+        is_whole = rest is None or rest is live.request
+        live.suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
         live.decision = None
         live.tried |= {worker_id}
         live.attempt += 1
-        instructions.insert(0, self._retry(live, kind, now) if rest is None else self._go_on(live, rest, now))
+        instructions.insert(0, self._retry(live, kind, now) if rest is None else self._go_on(live, rest, kind, now))
         return instructions + self._try_held(now)
 
     def move(
@@ -283,10 +302,12 @@ class RouterCore:
         others = self.registry.candidates(rest or live.request, live.tried | {live.decision.worker})
         if isinstance(others, Refuse) or others[0].worker_id in self.registry.avoided:
             return []
-        if rest is None and not self._retries.has_one(live.attempt + 1):
+        if rest is None and not self._retries.has_one(live.request.tenant, live.attempt + 1):
             return []
-        kind = FailureKind.STREAM if stalled and rest is not None else FailureKind.LOST
-        return self.failed(request_id, kind, now, rest)
+        if self._held.full(self._where(live)):
+            return []
+        kind = FailureKind.STALLED if stalled and rest is not None else FailureKind.LOST
+        return self.failed(request_id, kind, now, rest, silent_s=self.config.health.stalled_s)
 
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
@@ -482,8 +503,7 @@ class RouterCore:
 
     # Ends --------------------------------------------------------------------------------------------------------
     def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
-        live.internal_errors += kind is FailureKind.INTERNAL
-        if live.internal_errors < 2 and self._retries.take(live.attempt):
+        if live.suspicions < SUSPICIONS_MAX and self._retries.take(live.request.tenant, live.attempt):
             placed = self._place(live, now)
             if not isinstance(placed, Refuse):
                 self.counters["retried"] += 1
@@ -498,8 +518,10 @@ class RouterCore:
             self.counters["refused"] += 1
         return placed
 
-    def _go_on(self, live: Live, rest: RouteRequest, now: float) -> Forward | Hold | Refuse:
+    def _go_on(self, live: Live, rest: RouteRequest, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
         live.request, live.first_token_seen = rest, False
+        if live.suspicions >= SUSPICIONS_MAX:
+            return self._settle(live, gave_up(rest.request_id, kind, self.registry.retry_after_s(now)))
         placed = self._settle(live, self._place(live, now))
         self.counters["continued"] += not isinstance(placed, Refuse)
         return placed
@@ -551,3 +573,11 @@ class RouterCore:
         assert set(self.tracker.requests) <= set(self._live)
         assert set(self._in_background) <= set(self._live)
         self.book.check_invariants(set(self.tracker.requests))
+
+
+def _is_of_worker(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
+    """Whether a failure counts for the worker's health: no client may choose that. A whole answer takes as long as its
+    client wants; of a stream that is silent, the worker is to blame where it answered nobody else meanwhile."""
+    if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
+        return request.stream and worker.heard_s <= silent_since_s
+    return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)

@@ -12,6 +12,7 @@ import bisect
 import heapq
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +25,8 @@ from router.sharing.fair import FairTurns
 
 AHEAD_MAX: Final = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
+TENANTS_MAX: Final = 4096
+"""Tenants whose retries are counted; who asked longest ago begins anew."""
 _BUDGET_TIMES: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
@@ -40,32 +43,44 @@ class Live(msgspec.Struct, eq=False):
     decision: Decision | None = None
     """Set while in flight."""
     first_token_seen: bool = False
-    internal_errors: int = 0
-    """Workers that answered 500."""
+    suspicions: int = 0
+    """Workers that this very request may have ended, or makes fail."""
 
 
 class RetryBudget:
-    """Retries that may still be made: each request adds a part of one, so that a storm of failures is not doubled."""
+    """Retries that may still be made, of each tenant: each request adds a part of one, so that a storm of failures is
+    not doubled, and no tenant's failures use up the retries of the others."""
 
     def __init__(self, config: RetryConfig) -> None:
         self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
-        self._left = float(config.budget_min)
+        self._least = float(config.budget_min)
         self._most = _BUDGET_TIMES * max(config.budget_min, 1)
+        self._left: OrderedDict[str, float] = OrderedDict()
+        """Tenant -> retries; the one that asked longest ago is first."""
 
-    def arrived(self) -> None:
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def arrived(self, tenant: str) -> None:
         """A new request came."""
-        self._left = min(self._left + self._ratio, self._most)
+        self._put(tenant, min(self._left.get(tenant, self._least) + self._ratio, self._most))
 
-    def take(self, attempt: int) -> bool:
+    def take(self, tenant: str, attempt: int) -> bool:
         """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if not self.has_one(attempt):
+        if not self.has_one(tenant, attempt):
             return False
-        self._left -= 1.0
+        self._put(tenant, self._left.get(tenant, self._least) - 1.0)
         return True
 
-    def has_one(self, attempt: int) -> bool:
+    def has_one(self, tenant: str, attempt: int) -> bool:
         """Whether `take` would."""
-        return attempt < self._attempts_max and self._left >= 1.0
+        return attempt < self._attempts_max and self._left.get(tenant, self._least) >= 1.0
+
+    def _put(self, tenant: str, left: float) -> None:
+        self._left[tenant] = left
+        self._left.move_to_end(tenant)
+        if len(self._left) > TENANTS_MAX:
+            self._left.popitem(last=False)
 
 
 def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
@@ -73,7 +88,7 @@ def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
     status, code = 502, "upstream_failed"
     if kind is FailureKind.OVERLOADED:
         status, code = 429, "upstream_overloaded"
-    elif kind is FailureKind.TIMEOUT:
+    elif kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
         status, code = 504, "upstream_timeout"
     message = f"The worker failed ({kind.value}) and no other could be tried."
     return Refuse(request_id, status, code, message, retry_after_s)

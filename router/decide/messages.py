@@ -81,14 +81,15 @@ class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailureKind(str, enum.Enum):
-    """How an attempt ended before its first byte reached the client (STREAM: after it)."""
+    """How an attempt ended before its first byte reached the client (STALLED, STREAM: after it)."""
 
     CONNECT = "connect"
     """Refused, unreachable, name unknown: the worker never saw the request."""
     RESET = "reset"
     """The connection broke before an answer began."""
     TIMEOUT = "timeout"
-    """No first byte in time."""
+    """No first byte in time. Held against the worker only where it streams and was silent for everybody meanwhile: a
+    client chooses how long a whole answer takes."""
     SERVER_ERROR = "server_error"
     """502 or 503 from the worker."""
     INTERNAL = "internal_error"
@@ -100,6 +101,8 @@ class FailureKind(str, enum.Enum):
     """429 from the worker: alive, but full."""
     LOCAL = "local"
     """The router had no descriptor or port left: nobody's fault but its own, and never told to the core."""
+    STALLED = "stalled"
+    """No byte for too long after the first: as STREAM, and held against the worker as TIMEOUT."""
     STREAM = "stream"
     """The answer broke after its first byte was passed on: nothing can be retried."""
 

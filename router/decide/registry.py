@@ -96,9 +96,11 @@ class Registry:
         self._tracker.orders.clear()
         self._models = None
 
-    def alive(self, worker_id: str) -> None:
+    def alive(self, worker_id: str, now: float) -> None:
         """It answered a request: past failures count no longer."""
         worker = self.workers.get(worker_id)
+        if worker is not None:
+            worker.heard_s = now
         if worker is None or (not worker.failures and worker.state is WorkerState.UP):
             return
         if self.breaker.success(worker):

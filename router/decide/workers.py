@@ -7,6 +7,7 @@ and caches (the index). Invariants: only an UP worker, or one probe at a time on
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -87,6 +88,8 @@ class Worker:
     open_s: float = 0.0
     probe: str | None = None
     """The request that probes it."""
+    heard_s: float = -math.inf
+    """When a request's answer began, went on or ended there last."""
     state_reason: str = ""
     behind: WorkerState = WorkerState.UP
     """While DRAINING: what it is but for that, so that one that died meanwhile is not taken back as if it were well."""

@@ -74,8 +74,8 @@ class Carrier:
         """Do what the core says."""
         raise NotImplementedError
 
-    def forget(self, request_id: str, kind: FailureKind | None) -> None:
-        """Tell the core of a request's last failure, or that it ended without one."""
+    def forget(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
+        """Tell the core of a request's last failure, or that it ended without one. `silent_s`: as in `failed`."""
         raise NotImplementedError
 
     def first_byte(self, request_id: str) -> None:

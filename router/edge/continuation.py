@@ -23,6 +23,8 @@ from router.http.request import HttpRequest
 _COMPLETIONS: Final = b"/v1/completions"
 _CHAT: Final = "/v1/chat/completions"
 _DONE: Final = b"data: [DONE]\n\n"
+NEW_TOKENS_MIN: Final = 32
+"""Tokens that a worker must have added to another one's answer before a third goes on."""
 _MODEL_DEFAULT: Final = 16
 """`max_tokens` of a completion that names none."""
 
@@ -172,8 +174,8 @@ class Continuation:
             answer = answer[: tokens.spoken]
         if not prompt or (self._shape or _shape(tokens.last)) is None:
             return None
-        if self._shape is not None and len(answer) <= self._sent:
-            return None  # no token came since it went on: this may be a request that kills its workers
+        if self._shape is not None and len(answer) < self._sent + NEW_TOKENS_MIN:
+            return None  # it ended soon after it went on: this may be a request that kills its workers
         ids = prompt + answer
         if self._asked_for(ids, len(answer), tokens_max) is None:
             return None

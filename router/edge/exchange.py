@@ -115,7 +115,7 @@ class Exchange:
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         """End with an error of our own, before any byte of an answer; in the middle of one by cutting it off."""
         if self.client.answering:
-            self._cut(message)
+            self._cut(message, None)
         elif self._end(f"refused_{code}"):
             self._drop_connection()
             param = None
@@ -197,7 +197,7 @@ class Exchange:
             self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", 1.0)
         else:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
-            self._attempt_failed(FailureKind.CONNECT, reason)
+            self._attempt_failed(FailureKind.CONNECT, reason, was_sent=self._resent)
 
     def _send(self, connection: UpstreamConnection) -> None:
         assert self.decision is not None
@@ -211,7 +211,7 @@ class Exchange:
         if stream is not None:
             asked = stream.ask(self._proxy.engine(self.decision.worker))
             if asked is None:
-                self._cut("no worker of the same engine is left")
+                self._cut("no worker of the same engine is left", None)
                 return
             body, path = asked, stream.path
         head = request_head(
@@ -275,7 +275,8 @@ class Exchange:
             self._proxy.perform(instructions[1:])
         if self.client.answering:
             if not _is_readable_stream(head):
-                self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read")
+                kind = FailureKind.STREAM if head.status < 400 else None
+                self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read", kind)
                 return None
             self._head = head
             return b""
@@ -392,18 +393,23 @@ class Exchange:
         if now - self.started_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if self._head is not None:
-                self._cut(message)
+                self._cut(message, None)  # the client's choice, as its answer goes on
                 return
-            self._forget_in_core(FailureKind.TIMEOUT)
+            self._forget_in_core(None)
             self.refuse(504, "timeout", message)
         elif self.sent_s is None:
             return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
         elif self._head is None:
-            if now - self.sent_s > timeouts.first_byte_s:
+            silent_s = now - self.sent_s
+            if silent_s > timeouts.first_byte_s:
                 self._drop_connection()
-                self._attempt_failed(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s")
+                reason = f"no answer within {timeouts.first_byte_s:g} s"
+                self._attempt_failed(FailureKind.TIMEOUT, reason, silent_s=silent_s)
         elif now - self.progress.last_byte_s > timeouts.idle_s:
-            self._broken(f"no byte for {timeouts.idle_s:g} s")
+            if self._paused:
+                self._cut(f"its client read nothing for {timeouts.idle_s:g} s", None)
+            else:
+                self._broken(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
 
     def move(self, reason: str, *, stalled: bool = False) -> None:
         """The worker is lost, or stands still: have another one answer where somebody can; else wait on."""
@@ -411,7 +417,7 @@ class Exchange:
         if self.done or not self.in_core:
             return
         if self.client.answering:
-            self._go_on(reason, moves=True, stalled=stalled)
+            self._go_on(reason, FailureKind.STALLED if stalled else FailureKind.LOST, moves=True)
             return
         instructions = proxy.core.move(self.request_id, proxy.now())
         if instructions:
@@ -419,41 +425,45 @@ class Exchange:
             proxy.attempt_failed(self.decision, FailureKind.LOST, reason)
             proxy.perform(instructions)
 
-    def _attempt_failed(self, kind: FailureKind, reason: str) -> None:
+    def _attempt_failed(self, kind: FailureKind, reason: str, *, silent_s: float = 0.0, was_sent: bool = False) -> None:
         """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
         self.sent_s = None
-        self._proxy.attempt_failed(self.decision, kind, reason)
+        proxy = self._proxy
+        proxy.attempt_failed(self.decision, kind, reason)
         if self.in_core:
-            self._proxy.perform(self._proxy.core.failed(self.request_id, kind, self._proxy.now()))
+            told = proxy.core.failed(self.request_id, kind, proxy.now(), silent_s=silent_s, was_sent=was_sent)
+            proxy.perform(told)
         else:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
 
-    def _broken(self, reason: str) -> None:
+    def _broken(self, reason: str, kind: FailureKind = FailureKind.STREAM) -> None:
         """The answer cannot be completed."""
         self._drop_connection()
         if not self.client.answering:
             self._attempt_failed(FailureKind.RESET, reason)
-        elif not self._go_on(reason):
-            self._cut(reason)
+        elif not self._go_on(reason, kind):
+            self._cut(reason, kind)
 
-    def _cut(self, reason: str) -> None:
-        """Nobody can complete what the client has the beginning of."""
+    def _cut(self, reason: str, kind: FailureKind | None) -> None:
+        """Nobody can complete what the client has the beginning of. `kind`: None where no worker failed."""
         self._drop_connection()
         if not self._end("broken"):
             return
-        self._proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
-        self._forget_in_core(FailureKind.STREAM)
+        if kind is not None:
+            self._proxy.attempt_failed(self.decision, kind, reason)
+        self._forget_in_core(kind)
         self._proxy.broke(self.request_id, "cut", reason)
         self.client.cut()
 
     def _fails(self, stream: Continuation) -> bool:
-        """The worker says in the middle that it failed. False where its words go to the client."""
-        if not self._go_on("the worker says that it failed"):
+        """The worker says in the middle that it failed, which this very request may be the reason of. False where its
+        words go to the client."""
+        if not self._go_on("the worker says that it failed", FailureKind.INTERNAL):
             self.client.write(_chunk(stream.release()))
             return False
         return True
 
-    def _go_on(self, reason: str, *, moves: bool = False, stalled: bool = False) -> bool:
+    def _go_on(self, reason: str, kind: FailureKind, *, moves: bool = False) -> bool:
         """Have another worker complete the answer; False where that cannot be. `moves`: the connection to this one is
         there, so without another worker the answer stays."""
         stream, head, route, proxy = self._stream, self._head, self.route, self._proxy
@@ -470,17 +480,17 @@ class Exchange:
             return False
         now = proxy.now()
         if moves:
-            instructions = proxy.core.move(self.request_id, now, rest, stalled=stalled)
+            instructions = proxy.core.move(self.request_id, now, rest, stalled=kind is FailureKind.STALLED)
             if not instructions:
                 return False
         else:
-            instructions = proxy.core.failed(self.request_id, FailureKind.STREAM, now, rest)
+            instructions = proxy.core.failed(self.request_id, kind, now, rest, silent_s=self._silent_s())
         if gives_up(instructions, self.request_id):
             self.in_core = False
             proxy.perform(instructions[1:])
             return False
         self._drop_connection()
-        proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
+        proxy.attempt_failed(self.decision, kind, reason)
         proxy.broke(self.request_id, "continued", reason)
         if stream is not None and stream.tokens is not None:
             stream.begin_rest(rest, proxy.tokens_max(route.model))
@@ -506,7 +516,11 @@ class Exchange:
     def _forget_in_core(self, kind: FailureKind | None) -> None:
         if self.in_core:
             self.in_core = False
-            self._proxy.forget(self.request_id, kind)
+            self._proxy.forget(self.request_id, kind, self._silent_s())
+
+    def _silent_s(self) -> float:
+        """For how long the worker said nothing."""
+        return self._proxy.now() - self.progress.last_byte_s
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

@@ -166,10 +166,10 @@ class Proxy(Carrier):
         except Exception as error:  # noqa: BLE001  a boundary
             exchange.crash(error)
 
-    def forget(self, request_id: str, kind: FailureKind | None) -> None:
+    def forget(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
         """What the core would do about this very request is not wanted any more."""
         now = self.now()
-        instructions = self.core.failed(request_id, kind, now) if kind is not None else []
+        instructions = self.core.failed(request_id, kind, now, silent_s=silent_s) if kind is not None else []
         if not gives_up(instructions, request_id):
             instructions = instructions + self.core.aborted(request_id, now)
         self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)

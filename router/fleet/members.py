@@ -35,7 +35,8 @@ from router.prompting.reader import PromptReader
 log = logging.getLogger("router")
 
 NOT_CURED_BY_HEALTH = frozenset(
-    f"{kind.value} failure" for kind in (FailureKind.TIMEOUT, FailureKind.SERVER_ERROR, FailureKind.STREAM)
+    f"{kind.value} failure"
+    for kind in (FailureKind.TIMEOUT, FailureKind.STALLED, FailureKind.SERVER_ERROR, FailureKind.STREAM)
 )
 """Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
 RESTART_S = 1.0

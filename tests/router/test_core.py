@@ -22,6 +22,7 @@ from router.decide.config import (
     ServiceModel,
     WorkingSetConfig,
 )
+from router.decide.held import TENANTS_MAX, RetryBudget
 from router.decide.messages import FailureKind, Forward, Hold, Refuse, ReportedUsage, WorkerLost
 from router.decide.workers import CacheView, ServedModel, WorkerState
 from router.index.protocol import Scope
@@ -104,10 +105,10 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
     core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
     tried = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
     for _ in range(2):
-        (again,) = core.failed("r", FailureKind.RESET, 0.1)
+        (again,) = core.failed("r", FailureKind.SERVER_ERROR, 0.1)
         tried.append(sent_to(again))
     assert sorted(tried) == ["a", "b", "c"]
-    (refusal,) = core.failed("r", FailureKind.RESET, 0.2)
+    (refusal,) = core.failed("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
     assert refusal.status == 502
     assert not core.tracker.requests
@@ -174,6 +175,87 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     core.first_token("r", 2.0)
     assert core.move("r", 2.0) == []
     assert core.move("unknown", 2.0) == []
+
+
+@pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.STALLED])
+@pytest.mark.parametrize(
+    ("stream", "others_heard", "goes_down"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
+    kind: FailureKind, stream: bool, others_heard: bool, goes_down: bool
+) -> None:
+    """How long a whole answer takes is its client's choice, and so is a silent stream beside others that move."""
+    core, _ = make("a")
+    for number in range(5):
+        core.route(request(f"r{number}", [number], stream=stream), 0.0)
+    if others_heard:
+        core.route(request("other", [9]), 0.0)
+        core.first_token("other", 3.0)
+    for number in range(5):
+        core.failed(f"r{number}", kind, 10.0, silent_s=9.0)
+    assert (core.workers["a"].state is WorkerState.DOWN) is goes_down
+    core.check_invariants()
+
+
+def test_a_stream_that_moves_shows_that_its_worker_is_well() -> None:
+    core, _ = make("a")
+    core.route(request("moves", [9]), 0.0)
+    core.first_token("moves", 0.5)
+    for number in range(5):
+        core.route(request(f"r{number}", [number]), 1.0)
+    core.progress("moves", 32, 6.0)
+    for number in range(5):
+        core.failed(f"r{number}", FailureKind.TIMEOUT, 10.0, silent_s=9.0)
+    assert core.workers["a"].state is WorkerState.UP
+
+
+@pytest.mark.parametrize("first", [FailureKind.RESET, FailureKind.INTERNAL, FailureKind.CONNECT])
+@pytest.mark.parametrize("second", [FailureKind.RESET, FailureKind.INTERNAL, FailureKind.CONNECT])
+def test_a_request_that_may_end_workers_is_retried_once(first: FailureKind, second: FailureKind) -> None:
+    core, _ = make("abcd")
+    core.route(request("r", [1]), 0.0)
+    for kind, now in ((first, 0.1), (second, 0.2)):
+        # a worker that takes the request on a kept connection, and cannot be reached then, may have been ended by it
+        told, *_ = core.failed("r", kind, now, was_sent=kind is FailureKind.CONNECT)
+        assert isinstance(told, Forward if now < 0.2 else Refuse)
+    core.check_invariants()
+
+
+def test_a_stream_that_ends_workers_before_its_first_token_goes_on_once() -> None:
+    core, _ = make("abcd")
+    asked = request("r", [1])
+    core.route(asked, 0.0)
+    assert isinstance(core.failed("r", FailureKind.STREAM, 0.1, asked)[0], Forward)
+    assert isinstance(core.failed("r", FailureKind.RESET, 0.2)[0], Refuse)
+    core.check_invariants()
+
+
+def test_workers_that_cannot_be_reached_are_no_request_s_doing() -> None:
+    core, _ = make("abcd")
+    core.route(request("r", [1]), 0.0)
+    assert isinstance(core.failed("r", FailureKind.CONNECT, 0.1)[0], Forward)
+    assert isinstance(core.failed("r", FailureKind.CONNECT, 0.2)[0], Forward)
+
+
+def test_no_tenant_uses_up_the_retries_of_others() -> None:
+    config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
+    core, _ = make("abcd", config)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for i in range(20):
+        for tenant in ("loud", "quiet") if i == 10 else ("loud",):
+            core.route(request(f"{tenant}{i}", [i], tenant=tenant), 0.0)
+            told = core.failed(f"{tenant}{i}", FailureKind.SERVER_ERROR, 0.1)[0]
+            outcomes[tenant, type(told).__name__] += 1
+    assert outcomes == {("loud", "Forward"): 3, ("loud", "Refuse"): 17, ("quiet", "Forward"): 1}
+
+
+def test_the_tenants_whose_retries_are_counted_are_bounded() -> None:
+    budget = RetryBudget(RetryConfig(budget_min=1, budget_ratio=0.0))
+    for number in range(2 * TENANTS_MAX):
+        budget.arrived(str(number))
+        assert budget.take(str(number), 1)
+        assert not budget.take(str(number), 1)
+    assert len(budget) == TENANTS_MAX
 
 
 def test_the_retry_budget_ends_a_storm() -> None:
@@ -544,7 +626,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from(list(FailureKind)))
     def fail(self, data: st.DataObject, kind: FailureKind) -> None:
         request_id = self.pick(data)
-        gone = kind is FailureKind.STREAM or request_id in self.started
+        gone = kind in (FailureKind.STALLED, FailureKind.STREAM) or request_id in self.started
         instructions = self.core.failed(request_id, kind, self.now)
         if gone:
             del self.open[request_id]

@@ -460,7 +460,11 @@ def test_calls_of_vllm_are_cut(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
-def test_it_goes_on_again_and_again_while_tokens_come(edge: Any, make_post: Any) -> None:
+def test_it_goes_on_again_and_again_while_tokens_come(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.edge.continuation.NEW_TOKENS_MIN", 1)
+
     async def scenario() -> None:
         await edge.start()
         log: list[dict[str, Any]] = []
@@ -501,6 +505,22 @@ def test_a_request_that_kills_its_workers_is_not_handed_round(edge: Any, make_po
         _, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
         assert not ended
         assert len(log) <= 3
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("dies_after", [1, 3])
+def test_a_request_that_kills_each_worker_after_some_tokens_is_sent_to_two(
+    edge: Any, make_post: Any, dies_after: int
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for name in "abcd":
+            await edge.worker(worker(name, dies_after, log), name, engine="vllm")
+        _, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert not ended
+        assert len(log) == 2
 
     edge.run(scenario())
 

@@ -162,7 +162,7 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             if how == "removed":
                 break
             edge.core.worker_up("a", time.monotonic())
-            edge.core.registry.alive("a")
+            edge.core.registry.alive("a", time.monotonic())
         gate.set()
 
     edge.run(scenario())

@@ -322,6 +322,68 @@ def test_stream_that_stalls_is_cut_after_the_idle_timeout(edge: Any, make_post: 
     edge.run(scenario())
 
 
+def test_whole_answers_that_take_long_take_no_worker_down(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def computes(request: Any, reader: Any, writer: Any) -> None:
+            await reader.readexactly(1)
+
+        await edge.start(timeouts=Timeouts(first_byte_s=0.1, sweep_s=0.02))
+        for _ in range(2):
+            await edge.worker(computes)
+        answers = await asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(8)))
+        assert {status_of(answer) for answer in answers} == {504}
+        assert edge.metrics.failures
+        assert {worker.state.value for worker in edge.core.workers.values()} == {"up"}
+
+    edge.run(scenario())
+
+
+def test_streams_that_nobody_reads_take_no_worker_down(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def endless(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+            while True:
+                writer.write(piece)
+                await writer.drain()
+
+        await edge.start(timeouts=Timeouts(idle_s=0.2))
+        await edge.worker(endless)
+        clients = [await edge.connect() for _ in range(4)]
+        for _, writer in clients:
+            writer.write(make_post(STREAM))
+        while edge.metrics.broken_streams["cut"] < len(clients):
+            await asyncio.sleep(0.02)
+        assert {worker.state.value for worker in edge.core.workers.values()} == {"up"}
+        assert all(worker.failures == 0 for worker in edge.core.workers.values())
+        for _, writer in clients:
+            writer.close()
+
+    edge.run(scenario())
+
+
+def test_a_request_that_ends_its_worker_is_sent_to_one_other(edge: Any, make_post: Any) -> None:
+    """Also over a kept connection, where the worker cannot be reached any more when the request is sent once more."""
+
+    async def scenario() -> None:
+        async def dies(request: Any, reader: Any, writer: Any) -> None:
+            if b"poison" not in request.body:
+                await edge.reply()(request, reader, writer)
+                return
+            (upstream,) = [one for one in edge.upstreams if request in one.received]
+            await upstream.stop()
+
+        await edge.start()
+        for _ in range(4):
+            await edge.worker(dies)
+        for _ in range(4):
+            assert status_of(await edge.exchange(make_post(CHAT))) == 200
+        assert status_of(await edge.exchange(make_post(CHAT.replace(b"hello", b"poison")))) == 502
+        assert sum(b"poison" in one.body for upstream in edge.upstreams for one in upstream.received) == 2
+
+    edge.run(scenario())
+
+
 def test_total_timeout_before_an_answer_is_a_504(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         async def silent(request: Any, reader: Any, writer: Any) -> None:
