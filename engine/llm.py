@@ -275,7 +275,10 @@ class LLM:
         params = fit_max_tokens(params, self._limits, len(ids))
         name = str(next(self._numbers))
         requests = samples(name, 0, ids, params, salt, priority)
-        choices = [new_choice(i, request.params, self._factory, keep=True) for i, request in enumerate(requests)]
+        choices = [
+            new_choice(i, request.params, self._factory, keep=True, keeps_logprobs=True)
+            for i, request in enumerate(requests)
+        ]
         return _Job(name, text, ids, params, requests, choices)
 
     def _result(self, job: _Job) -> RequestOutput:

@@ -101,6 +101,20 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     """More outputs, behind the others."""
 
 
+PROMPT_LOGPROBS_MAX = 1024
+"""Positions in one message: the other side decodes a message at once, and must not be busy with one for long."""
+
+
+def split_output(output: SequenceOutput) -> list[SequenceOutput]:
+    """Several outputs which, merged, are `output`, and of which none has the logprobs of many prompt tokens."""
+    scores = output.prompt_logprobs
+    if scores is None or len(scores) <= PROMPT_LOGPROBS_MAX:
+        return [output]
+    parts = [scores[at : at + PROMPT_LOGPROBS_MAX] for at in range(0, len(scores), PROMPT_LOGPROBS_MAX)]
+    first = [SequenceOutput(request_id=output.request_id, token_ids=[], prompt_logprobs=part) for part in parts[:-1]]
+    return [*first, msgspec.structs.replace(output, prompt_logprobs=parts[-1])]
+
+
 class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):
     call_id: int
     error: str | None = None

@@ -128,7 +128,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """So many of the last `token_ids` are the beginning of the answer: nothing tells it from one that was preempted."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """The logprob of one position's token and of the likeliest alternatives, best first."""
 
     token_id: int
@@ -136,6 +136,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int
     """1 = the likeliest token of the vocabulary."""
     top: list[tuple[int, float]]
+
+
+def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
+    """Number of (token, logprob) pairs."""
+    return sum(1 if position is None else 1 + len(position.top) for position in positions)
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):

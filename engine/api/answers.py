@@ -6,6 +6,7 @@ encoding the same struct that every other chunk uses, so both ways give the same
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ from engine.api.calls import CallPiece
 from engine.api.choice import Choice, Piece
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation
-from engine.api.logprobs import LogprobFormatter
-from engine.types import TokenLogprobs
+from engine.api.logprobs import SLICE_POSITIONS, CompletionScores, LogprobFormatter, json_list
+from engine.types import TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
 DONE = b"data: [DONE]\n\n"
@@ -61,6 +62,31 @@ class _Answer:
         self._is_plain = not (scored or self._shows_ids or self._continuous)
         self._parts: dict[tuple[int, bool], list[bytes]] = {}
         self._begun: set[int] = set()
+        self._prompt_scores: defaultdict[int, list[bytes]] = defaultdict(list)
+        """`prompt_logprobs` of each choice that shows any."""
+
+    def format_slice(self, choice: Choice, piece: Piece) -> int:
+        """Format the piece's next logprobs; return how many, 0 where none is left. `piece` formats what is left."""
+        if piece.prompt_logprobs:
+            prompt_part = piece.prompt_logprobs[:SLICE_POSITIONS]
+            del piece.prompt_logprobs[:SLICE_POSITIONS]
+            self._format_prompt(choice, prompt_part)
+            return count_logprobs(prompt_part)
+        part = piece.logprobs[:SLICE_POSITIONS]
+        del piece.logprobs[:SLICE_POSITIONS]
+        if part:
+            self._format(choice, part)
+        return count_logprobs(part)
+
+    def _format_all(self, choice: Choice, piece: Piece) -> None:
+        while self.format_slice(choice, piece):
+            pass
+
+    def _format_prompt(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        raise NotImplementedError
+
+    def _format(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        raise NotImplementedError
 
     def end(self) -> bytes:
         """What follows the last piece: the usage, where it was asked for."""
@@ -112,16 +138,20 @@ class ChatAnswer(_Answer):
         self._shows_ids = self._shows_ids and not self._hides
         self._body = body
         self._role, self._echo = _chat_role(body)
+        self._scored: defaultdict[int, list[bytes]] = defaultdict(list)
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """The chunks that one piece becomes; empty while its text is held back."""
+        self._format_all(choice, piece)
+        if _only_scores_prompt(piece):
+            return b""
         head = self._first(choice) if self._begins(choice) else b""
         if self._is_plain and piece.finish_reason is None and not piece.calls:
             return head + self._plain(choice, piece.thought, thought=True) + self._plain(choice, piece.text)
         made = ChatChunkChoice(
             index=choice.index,
             delta=_delta(piece, choice),
-            logprobs=self._scores(piece.logprobs),
+            logprobs=self._scores(choice),
             finish_reason=_reason(piece.finish_reason, choice),
             stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
             token_ids=self._ids(piece.token_ids),
@@ -135,7 +165,7 @@ class ChatAnswer(_Answer):
             **generation.head(),
             choices=[self._choice(choice) for choice in generation.choices],
             usage=generation.usage(),
-            prompt_logprobs=UNSET if first.prompt_logprobs is None else self._logprobs.prompt(first.prompt_logprobs),
+            prompt_logprobs=json_list(self._prompt_scores[first.index]) if self._prompt_scores else UNSET,
             prompt_token_ids=self._ids(generation.prompts[0]),
         )
         return _encoder.encode(answer)
@@ -145,7 +175,7 @@ class ChatAnswer(_Answer):
         return ChatChoice(
             index=choice.index,
             message=self._message(choice),
-            logprobs=self._scores(choice.logprobs),
+            logprobs=self._scores(choice),
             finish_reason=_reason(choice.finish_reason, choice) or "",
             stop_reason=choice.stop_reason,
             token_ids=self._ids(choice.token_ids),
@@ -170,10 +200,19 @@ class ChatAnswer(_Answer):
         delta = Delta(reasoning=text, reasoning_content=text) if thought else Delta(content=text)
         return ChatChunkChoice(index=choice.index, delta=delta)
 
-    def _scores(self, positions: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def _format_prompt(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        if choice.index == 0:  # all choices have the same prompt
+            self._prompt_scores[0] += map(self._logprobs.prompt, positions)
+
+    def _format(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        if not self._hides:
+            self._scored[choice.index] += map(self._logprobs.chat, positions)
+
+    def _scores(self, choice: Choice) -> ChatLogprobs | None:
+        """What was formatted since the last call."""
         if not self._body.logprobs or self._hides:
             return None
-        return self._logprobs.chat(positions, self._body.top_logprobs or 0)
+        return ChatLogprobs(json_list(self._scored.pop(choice.index, [])))
 
 
 class CompletionAnswer(_Answer):
@@ -188,10 +227,13 @@ class CompletionAnswer(_Answer):
         super().__init__(generation, body, factory, body.logprobs is not None)
         self._body = body
         self._prompt_texts = prompt_texts
-        self._offsets: dict[int, int] = {}
+        self._scored: defaultdict[int, CompletionScores] = defaultdict(CompletionScores)
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """The chunk that one piece becomes; empty while its text is held back."""
+        self._format_all(choice, piece)
+        if _only_scores_prompt(piece):
+            return b""
         text, begins = piece.text, self._begins(choice)
         if begins:
             text = self._with_prompt(choice, text)
@@ -200,7 +242,7 @@ class CompletionAnswer(_Answer):
         made = CompletionChoice(
             index=choice.index,
             text=text,
-            logprobs=self._scores(choice, piece.logprobs, piece.token_ids, with_prompt=begins),
+            logprobs=self._scores(choice),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=self._ids(piece.token_ids),
@@ -220,14 +262,14 @@ class CompletionAnswer(_Answer):
 
     def _choice(self, choice: Choice) -> CompletionChoice:
         assert choice.finish_reason is not None
-        shows_prompt = self._body.prompt_logprobs is not None and choice.prompt_logprobs is not None
+        prompt_scores = self._prompt_scores.pop(choice.index, None)
         return CompletionChoice(
             index=choice.index,
             text=self._with_prompt(choice, choice.text),
-            logprobs=self._scores(choice, choice.logprobs, choice.token_ids, with_prompt=True),
+            logprobs=self._scores(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            prompt_logprobs=self._logprobs.prompt(choice.prompt_logprobs or ()) if shows_prompt else UNSET,
+            prompt_logprobs=UNSET if prompt_scores is None else json_list(prompt_scores),
             token_ids=self._ids(choice.token_ids),
             prompt_token_ids=self._ids(self._generation.prompt_of(choice)),
         )
@@ -239,20 +281,31 @@ class CompletionAnswer(_Answer):
     def _text(self, choice: Choice, text: str, thought: bool) -> CompletionChoice:
         return CompletionChoice(index=choice.index, text=text)
 
-    def _scores(
-        self, choice: Choice, positions: Sequence[TokenLogprobs], ids: Sequence[int], *, with_prompt: bool
-    ) -> CompletionLogprobs | None:
-        if self._body.logprobs is None:
-            return None
-        scored: list[TokenLogprobs | None] = [] if self._generation.echo_only else list(positions)
-        ids = [] if self._generation.echo_only else list(ids)
-        if with_prompt and self._body.echo and choice.prompt_logprobs is not None:
-            scored = [*choice.prompt_logprobs, *scored]
-            ids = [*self._generation.prompt_of(choice), *ids]
-        made = self._logprobs.completion(scored, ids, self._offsets.get(choice.index, 0))
-        if made.tokens:
-            self._offsets[choice.index] = made.text_offset[-1] + len(made.tokens[-1])
-        return made
+    def _format_prompt(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        body = self._body
+        if body.prompt_logprobs is not None:
+            self._prompt_scores[choice.index] += map(self._logprobs.prompt, positions)
+        if body.echo and body.logprobs is not None:
+            self._add(choice, positions)
+
+    def _format(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
+        if not self._generation.echo_only:
+            self._add(choice, positions)
+
+    def _add(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+        scores = self._scored[choice.index]
+        for position in positions:
+            token_id = self._generation.prompt_of(choice)[0] if position is None else position.token_id
+            self._logprobs.completion(position, token_id, scores)
+
+    def _scores(self, choice: Choice) -> CompletionLogprobs | None:
+        """What was formatted since the last call."""
+        return None if self._body.logprobs is None else self._scored[choice.index].take()
+
+
+def _only_scores_prompt(piece: Piece) -> bool:
+    """Whether the piece says nothing yet: the core sends the logprobs of a long prompt in parts."""
+    return not piece.token_ids and piece.finish_reason is None
 
 
 def _chat_role(body: ChatRequest) -> tuple[str, str]:

@@ -6,7 +6,7 @@ OpenAI's own answers always hold is always there.
 
 from __future__ import annotations
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -36,37 +36,19 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, though
     )
 
 
-class TopLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatLogprob]
+    content: Raw
+    """A list, which `engine.api.logprobs` wrote position by position."""
 
 
 class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: Raw
+    """A list of objects from token to logprob, or null."""
 
 
-class PromptLogprob(Struct, frozen=True):
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
 StopReason = str | int | None
 
 
@@ -117,7 +99,7 @@ class ChatCompletion(_Answer, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -153,7 +135,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

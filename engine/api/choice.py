@@ -17,11 +17,14 @@ from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogp
 
 @dataclass(slots=True)
 class Piece:
-    """What one output added to a choice. `token_ids` and `logprobs` may run ahead of `text`, which can be held back."""
+    """What one output added to a choice. `token_ids` and `logprobs` may run ahead of `text`, which can be held back.
+
+    An answer takes logprobs out as it formats them."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     thought: str = ""
@@ -32,13 +35,14 @@ class Piece:
 
 @dataclass(slots=True)
 class Choice:
-    """`text`, `thought`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers sent at
-    the end."""
+    """`text`, `thought`, `token_ids` hold the whole answer so far where `keep` is set, for answers sent at the end;
+    `logprobs` and `prompt_logprobs` where `keeps_logprobs` is set, for `LLM`."""
 
     index: int
     params: SamplingParams
     detokenizer: Detokenizer
     keep: bool
+    keeps_logprobs: bool = False
     speech: Speech | None = None
     """None: all is text, and no string stops it."""
     completion_tokens: int = 0
@@ -77,9 +81,8 @@ class Choice:
         assert self.finish_reason is None
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
         piece = self._decode(output)
+        piece.prompt_logprobs = output.prompt_logprobs or []
         self.completion_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -92,7 +95,10 @@ class Choice:
             self.texts.append(piece.text)
             self.thoughts.append(piece.thought)
             self.token_ids.extend(piece.token_ids)
+        if self.keeps_logprobs:
             self.logprobs.extend(piece.logprobs)
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
         return piece
 
     def _decode(self, output: SequenceOutput) -> Piece:
@@ -102,7 +108,8 @@ class Choice:
             text = self.detokenizer.push(spoken)
             if reason is not None:
                 text += self.detokenizer.flush()
-            return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
+            ended = None if reason is None else reason.value
+            return Piece(text, ids, logprobs, finish_reason=ended, stop_reason=output.stop_token_id)
         said = Said()
         for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
             text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
@@ -130,7 +137,10 @@ class Choice:
     ) -> Piece:
         assert self.speech is not None
         thought = "".join(said.thought) if self.speech.plan.shows_thought else ""
-        return Piece("".join(said.text), ids, logprobs, reason, stop_reason, thought, _merged(said.calls), aborts)
+        return Piece(
+            "".join(said.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason, thought=thought,
+            calls=_merged(said.calls), aborts=aborts,
+        )  # fmt: skip
 
     def _spoken(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
@@ -158,6 +168,7 @@ def new_choice(
     factory: DetokenizerFactory,
     *,
     keep: bool,
+    keeps_logprobs: bool = False,
     skip_special_tokens: bool = True,
     plan: SpeechPlan = NO_SPEECH,
 ) -> Choice:
@@ -167,5 +178,6 @@ def new_choice(
         params=params,
         detokenizer=factory.new(skip_special_tokens, plan.marks),
         keep=keep,
+        keeps_logprobs=keeps_logprobs,
         speech=Speech(plan, params) if params.stop or plan.thought or plan.calls else None,
     )

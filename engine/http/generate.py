@@ -36,6 +36,8 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+PAUSE_LOGPROBS = 2048
+"""Logprobs that are formatted between two pauses of the loop: some milliseconds."""
 LAST_WORDS_S = 1.0
 """For the error that ends a stream at its deadline."""
 Answer = ChatAnswer | CompletionAnswer | MessagesAnswer | ResponsesAnswer
@@ -119,8 +121,8 @@ async def _serve(
         follower = PieceStream(state, generation, stream)
         if generation.body.stream:
             return await _stream(state, generation, writer, follower, answer)
-        async for _ in follower:
-            pass
+        async for pieces in follower:
+            await follower.format_logprobs(answer, pieces)
         whole = answer.whole()
         _store(state, answer)
         return await writer.whole(whole)
@@ -163,6 +165,20 @@ class PieceStream:
         now_s = time.perf_counter()
         return [self._take(output, now_s) for output in outputs]
 
+    async def format_logprobs(self, answer: Answer, pieces: list[tuple[Choice, Piece]]) -> None:
+        """Format the logprobs of pieces, some at a time: between them the loop serves everybody else."""
+        if not isinstance(answer, (ChatAnswer, CompletionAnswer)):
+            return
+        since_pause = 0
+        for choice, piece in pieces:
+            while count := answer.format_slice(choice, piece):
+                if self._generation.body.stream:
+                    self._stream.logprobs.release(count)
+                since_pause += count
+                if since_pause >= PAUSE_LOGPROBS:
+                    since_pause = 0
+                    await asyncio.sleep(0)
+
     def _take(self, output: SequenceOutput, now_s: float) -> tuple[Choice, Piece]:
         choice = self._generation.by_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
@@ -184,6 +200,7 @@ async def _stream(
 ) -> web.StreamResponse:
     try:
         async for pieces in follower:
+            await follower.format_logprobs(answer, pieces)
             await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
         last = answer.end()
         _store(state, answer)  # a client may go on from it as soon as it has the end

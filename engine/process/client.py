@@ -36,8 +36,10 @@ from engine.messages import (
     ResetPrefixCache,
     frame,
 )
-from engine.types import Request, SequenceOutput
+from engine.process.logprob_budget import LogprobBudget, LogprobShare
+from engine.types import Request, SequenceOutput, count_logprobs
 from events.publisher import PublisherStats
+from prompts import RequestError
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -52,9 +54,13 @@ class EngineDead(RuntimeError):
 
 
 class OutputStream:
-    """The outputs of the sequences of one HTTP request, in order for each sequence, merged where not taken in time."""
+    """The outputs of the sequences of one HTTP request, in order for each sequence, merged where not taken in time.
 
-    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+    Fails, and is closed, where it would hold more logprobs than it may."""
+
+    def __init__(self, client: EngineClient, request_ids: Sequence[str], logprobs: LogprobShare) -> None:
+        self.logprobs = logprobs
+        """Whoever takes outputs releases the logprobs that need no memory any more."""
         self._client = client
         self._open = set(request_ids)
         self._pending: dict[str, SequenceOutput] = {}
@@ -85,6 +91,8 @@ class OutputStream:
 
     def close(self, request_id: str | None = None) -> None:
         """Want no more of one sequence, or of any: what still runs is aborted. Idempotent."""
+        if request_id is None:
+            self.logprobs.close()
         leaving = [request_id] if request_id is not None else list(self._open)
         leaving = [name for name in leaving if name in self._open]
         self._open.difference_update(leaving)
@@ -93,6 +101,14 @@ class OutputStream:
         self._client.abort(leaving)
 
     def deliver(self, output: SequenceOutput) -> None:
+        if output.logprobs or output.prompt_logprobs:
+            count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
+            try:
+                self.logprobs.take(count)
+            except RequestError as error:
+                self.fail(error)
+                self.close()
+                return
         earlier = self._pending.get(output.request_id)
         self._pending[output.request_id] = output if earlier is None else merge(earlier, output)
         self._wake()
@@ -107,13 +123,21 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
+def _prompt_logprobs(request: Request) -> int:
+    """How many logprobs of its prompt a request asks for."""
+    wanted = request.params.prompt_logprobs
+    return 0 if wanted is None else (wanted + 1) * len(request.token_ids)
+
+
 def merge(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
     """Two consecutive outputs of one sequence as one; changes and returns `first`."""
     first.token_ids.extend(second.token_ids)
     if second.logprobs:
-        first.logprobs = (first.logprobs or []) + second.logprobs
-    if first.prompt_logprobs is None:
-        first.prompt_logprobs = second.prompt_logprobs
+        first.logprobs = first.logprobs or []
+        first.logprobs.extend(second.logprobs)
+    if second.prompt_logprobs:
+        first.prompt_logprobs = first.prompt_logprobs or []
+        first.prompt_logprobs.extend(second.prompt_logprobs)
     if first.cached_tokens is None:
         first.cached_tokens = second.cached_tokens
     first.finish_reason = second.finish_reason
@@ -135,6 +159,7 @@ class EngineClient(asyncio.Protocol):
         self._streams: dict[str, OutputStream] = {}
         self._calls_out: dict[int, asyncio.Future[str | None]] = {}
         self._calls = 0
+        self.logprobs = LogprobBudget()
         self._pinged: tuple[int, float] | None = None
         """The ping that is not answered yet, and when it was sent."""
         self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
@@ -171,10 +196,12 @@ class EngineClient(asyncio.Protocol):
         return len(self._streams)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Raises EngineDead, or RequestError where the prompts' logprobs are too many."""
         if self.dead is not None:
             raise EngineDead(self.dead)
+        self.logprobs.check_prompts(sum(map(_prompt_logprobs, requests)))
         payload = self._encoder.encode(Add(list(requests)))  # may refuse, so it comes before anything is registered
-        stream = OutputStream(self, [request.request_id for request in requests])
+        stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprobs))
         for request in requests:
             assert request.request_id not in self._streams, request.request_id
             self._streams[request.request_id] = stream

@@ -40,6 +40,7 @@ from engine.messages import (
     Report,
     ResetPrefixCache,
     frame,
+    split_output,
 )
 from engine.types import DecodedTokens, FinishReason, RunnerLost, SequenceOutput
 from options.logs import configure_logging
@@ -147,9 +148,21 @@ class CoreLoop:
             if stats_due:
                 stats_due_s = now_s + STATS_PERIOD_S
             if refused or outputs or stats_due:
+                self._send_long(outputs)
                 link.send(self._report(refused, outputs, with_stats=stats_due))
             else:
                 link.flush()
+
+    def _send_long(self, outputs: Collection[SequenceOutput]) -> None:
+        """Send what of long outputs comes before their last part, a message each, and leave the last part."""
+        if isinstance(outputs, DecodedTokens):
+            return
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                *parts, last = split_output(output)
+                for part in parts:
+                    self._link.send(Outputs([part]))
+                output.prompt_logprobs = last.prompt_logprobs
 
     def _report(
         self, refused: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool

@@ -55,7 +55,10 @@ class Reader:
                 stopped = [c.get("stop_reason") for chunk in chunks for c in chunk["choices"]][-1]
                 output.stop_token_id = stopped if isinstance(stopped, int) else None
             if choice.finish_reason is None:
-                sent += answer.piece(choice, choice.push(output))
+                piece = choice.push(output)
+                while answer.format_slice(choice, piece):
+                    pass
+                sent += answer.piece(choice, piece) if body.stream else b""
         if not body.stream:
             return json.loads(answer.whole())
         return [json.loads(event[6:]) for event in (sent + answer.end()).split(b"\n\n") if event.startswith(b"data: {")]

@@ -1,0 +1,67 @@
+"""Bound on the logprobs that are held for answers: of one request, and of all in sum.
+
+Requests of a few bytes ask for millions: samples times tokens times `top_logprobs`. Counted is what has come from the
+core and is not sent yet, never what may come. Pure.
+"""
+
+from __future__ import annotations
+
+from prompts import RequestError
+
+REQUEST_LOGPROBS_MAX = 2 << 20
+"""(token, logprob) pairs; 60 bytes each as JSON, about 150 before that."""
+LOGPROBS_MAX = 6 << 20
+
+
+class LogprobBudget:
+    """The sum of one process. Invariant: `held` is the sum of what the open shares hold."""
+
+    def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
+        self.request_max = request_max
+        self.total_max = total_max
+        self.held = 0
+
+    def check_prompts(self, count: int) -> None:
+        """Raises RequestError 400 where the `count` logprobs of a request's prompts are more than it may hold."""
+        if count > self.request_max:
+            raise RequestError(
+                f"prompt_logprobs: asks for {count} logprobs (prompt tokens times samples times (prompt_logprobs + 1)),"
+                f" expected at most {self.request_max}",
+                param="prompt_logprobs",
+            )
+
+
+class LogprobShare:
+    """What one request holds. `close` it."""
+
+    def __init__(self, budget: LogprobBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def take(self, count: int) -> None:
+        """Raises RequestError: 400 where the request would hold too many, 503 where all would."""
+        budget = self._budget
+        if self._held + count > budget.request_max:
+            raise RequestError(
+                f"top_logprobs: the answer has more than {budget.request_max} logprobs that are not sent yet: ask for "
+                "fewer samples, tokens or top_logprobs, or stream the answer and read it faster",
+                param="top_logprobs",
+            )
+        if budget.held + count > budget.total_max:
+            raise RequestError(
+                f"{budget.total_max} logprobs of answers are not sent yet, expected no more of them at a time",
+                param=None,
+                code="unavailable",
+                status=503,
+            )
+        self._held += count
+        budget.held += count
+
+    def release(self, count: int) -> None:
+        """So many were sent; of a share that was closed meanwhile, none are left to release."""
+        count = min(count, self._held)
+        self._held -= count
+        self._budget.held -= count
+
+    def close(self) -> None:
+        self.release(self._held)

@@ -1,0 +1,217 @@
+"""Logprobs in answers: their JSON, in slices between which the loop serves others, and within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api.answers import ChatAnswer, CompletionAnswer
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import Generation, plan_generation
+from engine.api.logprobs import FLOOR
+from engine.api.params import ModelLimits
+from engine.http.generate import PAUSE_LOGPROBS, PieceStream
+from engine.messages import PROMPT_LOGPROBS_MAX, split_output
+from engine.process.client import EngineClient, OutputStream, merge
+from engine.process.logprob_budget import LogprobBudget, LogprobShare
+from engine.tiny.tokenizer import build_tokenizer
+from engine.types import FinishReason, SequenceOutput, TokenLogprobs
+from prompts import RequestError, parse_chat, parse_completion
+
+FACTORY = DetokenizerFactory(build_tokenizer(1024))
+LIMITS = ModelLimits(max_model_len=100_000, vocab_size=1024)
+PROMPT = [5, 6, 7]
+
+logprobs = st.one_of(st.floats(-20, 0, width=32), st.just(-math.inf))
+token_ids = st.integers(0, 1023)
+positions = st.builds(
+    TokenLogprobs, token_ids, logprobs, st.integers(1, 99), st.lists(st.tuples(token_ids, logprobs), max_size=3)
+)
+
+
+def spelled(token_id: int) -> str:
+    return FACTORY.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def floored(logprob: float) -> float:
+    return max(logprob, FLOOR)
+
+
+def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": spelled(token_id), "logprob": floored(logprob), "bytes": list(FACTORY.token_bytes(token_id))}
+
+
+def chat(**fields: Any) -> tuple[Generation, ChatAnswer]:
+    body = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], "logprobs": True, **fields}).encode())
+    generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
+    return generation, ChatAnswer(generation, body, FACTORY)
+
+
+def completion(**fields: Any) -> tuple[Generation, CompletionAnswer]:
+    body = parse_completion(json.dumps({"prompt": PROMPT, "logprobs": 3, **fields}).encode())
+    generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
+    return generation, CompletionAnswer(generation, body, FACTORY, ["abc" if body.echo else ""])
+
+
+def outputs_of(scores: list[TokenLogprobs], prompt: list[TokenLogprobs | None] | None) -> list[SequenceOutput]:
+    outputs = [SequenceOutput(request_id="u-0", token_ids=[s.token_id], logprobs=[s]) for s in scores]
+    outputs[0].prompt_logprobs = prompt
+    outputs[-1].finish_reason = FinishReason.LENGTH
+    return outputs
+
+
+@given(scores=st.lists(positions, min_size=1, max_size=5), prompt=st.lists(positions, max_size=4))
+def test_a_chats_logprobs_are_those_of_the_engine(scores: list[TokenLogprobs], prompt: list[TokenLogprobs]) -> None:
+    generation, answer = chat(top_logprobs=3, prompt_logprobs=3)
+    for output in outputs_of(scores, [None, *prompt]):
+        piece = generation.choices[0].push(output)
+        while answer.format_slice(generation.choices[0], piece):
+            pass
+    told = json.loads(answer.whole())
+    assert told["choices"][0]["logprobs"]["content"] == [
+        in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top]} for s in scores
+    ]
+    assert told["prompt_logprobs"] == [None, *map(in_prompt, prompt)]
+
+
+def in_prompt(score: TokenLogprobs) -> dict[str, Any]:
+    ranked = [(score.token_id, score.logprob, score.rank)]
+    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(score.top, 1)]
+    return {
+        str(token_id): {"logprob": floored(logprob), "rank": rank, "decoded_token": spelled(token_id)}
+        for token_id, logprob, rank in ranked
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@given(scores=st.lists(positions, min_size=1, max_size=5), prompt=st.lists(positions, max_size=4))
+def test_a_completions_logprobs_begin_with_the_echoed_prompt(
+    stream: bool, scores: list[TokenLogprobs], prompt: list[TokenLogprobs]
+) -> None:
+    """However the core cuts the prompt's; a chunk without a token is not sent."""
+    generation, answer = completion(echo=True, stream=stream)
+    first, *more = outputs_of(scores, [None, *prompt])
+    lone = SequenceOutput(request_id="u-0", token_ids=[], prompt_logprobs=[None])
+    first.prompt_logprobs = list(prompt)
+    sent = b""
+    for output in [lone, first, *more]:
+        piece = generation.choices[0].push(output)
+        if stream:
+            sent += answer.piece(generation.choices[0], piece)
+        else:
+            while answer.format_slice(generation.choices[0], piece):
+                pass
+    if stream:
+        chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n") if event]
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert len(parts) == len(scores)
+        told = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    else:
+        told = json.loads(answer.whole())["choices"][0]["logprobs"]
+    every: list[TokenLogprobs | None] = [None, *prompt, *scores]
+    tokens = [spelled(PROMPT[0] if s is None else s.token_id) for s in every]
+    assert told["tokens"] == tokens
+    assert told["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    assert told["token_logprobs"] == [None if s is None else floored(s.logprob) for s in every]
+    assert told["top_logprobs"] == [
+        None if s is None else {spelled(i): floored(p) for i, p in [(s.token_id, s.logprob), *s.top]}
+        for s in every
+    ]
+
+
+def score(top: int) -> TokenLogprobs:
+    return TokenLogprobs(9, -1.0, 1, [(i, -2.0) for i in range(top)])
+
+
+@pytest.mark.parametrize(("samples", "tokens", "prompt"), [(16, 200, 0), (1, 1, 3000), (2, 500, 1000)])
+def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens: int, prompt: int) -> None:
+    generation, answer = completion(n=samples, max_tokens=tokens, logprobs=20, prompt_logprobs=20)
+    budget = LogprobBudget()
+    stream = SimpleNamespace(logprobs=LogprobShare(budget))
+    pieces = [
+        (choice, choice.push(SequenceOutput(
+            request_id="u", token_ids=[9] * tokens, logprobs=[score(20)] * tokens, prompt_logprobs=[score(20)] * prompt,
+        )))
+        for choice in generation.choices
+    ]  # fmt: skip
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        beside = asyncio.ensure_future(others())
+        follower = object.__new__(PieceStream)
+        follower._generation, follower._stream = generation, stream  # type: ignore[assignment]
+        await follower.format_logprobs(answer, pieces)
+        beside.cancel()
+
+    asyncio.run(main())
+    in_all = samples * (tokens + prompt) * 21
+    assert turns >= in_all // (2 * PAUSE_LOGPROBS)
+    assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
+
+
+@given(st.integers(0, 4 * PROMPT_LOGPROBS_MAX))
+def test_the_logprobs_of_a_long_prompt_come_in_parts(count: int) -> None:
+    scores: list[TokenLogprobs | None] = [TokenLogprobs(i, -1.0, 1, []) for i in range(count)]
+    whole = SequenceOutput(request_id="r", token_ids=[4], cached_tokens=0, prompt_logprobs=scores)
+    first, *more = split_output(whole)
+    assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *more))
+    assert [part.token_ids for part in (first, *more)] == [[]] * len(more) + [[4]]
+    for part in more:
+        first = merge(first, part)
+    assert (first.token_ids, first.prompt_logprobs, first.cached_tokens) == ([4], scores, 0)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def abort(self, names: list[str]) -> None:
+        self.aborted += names
+
+
+def scored(name: str, tokens: int) -> SequenceOutput:
+    return SequenceOutput(request_id=name, token_ids=[1] * tokens, logprobs=[score(1)] * tokens)
+
+
+@pytest.mark.parametrize(("request_max", "total_max", "status"), [(10, 100, 400), (100, 10, 503)])
+def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total_max: int, status: int) -> None:
+    budget, client = LogprobBudget(request_max, total_max), Client()
+
+    async def main() -> None:
+        stream = OutputStream(client, ["a", "b"], LogprobShare(budget))  # type: ignore[arg-type]
+        stream.deliver(scored("a", 3))
+        stream.deliver(scored("b", 2))
+        await anext(stream)
+        stream.logprobs.release(6)
+        stream.deliver(scored("a", 3))
+        assert not client.aborted
+        stream.deliver(scored("b", 1))
+        assert sorted(client.aborted) == ["a", "b"]
+        with pytest.raises(RequestError, match="logprobs") as caught:
+            await anext(stream)
+        assert caught.value.status == status
+        assert budget.held == 0
+
+    asyncio.run(main())
+
+
+def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> None:
+    generation, _ = completion(prompt_logprobs=2, n=4)
+    client = object.__new__(EngineClient)
+    client.dead, client.logprobs = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
+    with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as caught:
+        client.submit(generation.requests)
+    assert (caught.value.param, caught.value.status) == ("prompt_logprobs", 400)
