@@ -121,8 +121,7 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
     assert told["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
     assert told["token_logprobs"] == [None if s is None else floored(s.logprob) for s in every]
     assert told["top_logprobs"] == [
-        None if s is None else {spelled(i): floored(p) for i, p in [(s.token_id, s.logprob), *s.top]}
-        for s in every
+        None if s is None else {spelled(i): floored(p) for i, p in [(s.token_id, s.logprob), *s.top]} for s in every
     ]
 
 
