@@ -278,6 +278,7 @@ class RouterProcess:
             self._admin.routes,
             guard=guard,
             reasons=self._reasons,
+            look_for=self._fleet.look_for,
             kind=kind,
             serves=not isinstance(self._config, EppConfig),
         )

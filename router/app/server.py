@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
@@ -71,10 +71,13 @@ class RouterApp:
         *,
         guard: Guard,
         reasons: Reasons | None = None,
+        look_for: Callable[[str], Awaitable[None]] | None = None,
         kind: Callable[..., Exchange] = Exchange,
         serves: bool = True,
     ) -> None:
-        """`kind`: makes what carries a request, or has it carried. `serves`: this address passes requests on."""
+        """`look_for`: asks workers for a model that none is known to serve.
+
+        `kind`: makes what carries a request, or has it carried. `serves`: this address passes requests on."""
         self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
@@ -88,6 +91,7 @@ class RouterApp:
         self._own = routes
         self._guard = guard
         self._reasons = reasons
+        self._look_for = look_for
         passed = PASSED | dict.fromkeys(config.pass_routes, PASSED_METHODS) if serves else {}
         self._passed: dict[str, tuple[str, ...]] = OWN | passed
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
@@ -180,7 +184,14 @@ class RouterApp:
         else:
             self._later(exchange, tenant, _with(asked, read))
 
-    def _later(self, exchange: Exchange, tenant: str, reading: Coroutine[Any, Any, tuple[Asked, PromptRead]]) -> None:
+    def _later(
+        self,
+        exchange: Exchange,
+        tenant: str,
+        reading: Coroutine[Any, Any, tuple[Asked, PromptRead]],
+        *,
+        looked: bool = False,
+    ) -> None:
         """Place a request once its prompt was read. Whatever raises ends it."""
         task = asyncio.get_running_loop().create_task(reading)
         self._pending.add(task)
@@ -192,7 +203,7 @@ class RouterApp:
             raised = task.exception()  # not `result`: what raises here would keep the task, and so itself
             try:
                 if raised is None:
-                    self._place(exchange, tenant, *task.result())
+                    self._place(exchange, tenant, *task.result(), looked=looked)
                 elif isinstance(raised, RequestError):
                     self._reject(exchange, raised)
                 elif isinstance(raised, Exception):
@@ -206,8 +217,19 @@ class RouterApp:
         self._metrics.http_errors[str(error.status)] += 1
         exchange.reject(error)
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
-        """Hand a request whose prompt was read to the core."""
+    async def _look_again(self, exchange: Exchange, model: str) -> tuple[Asked, PromptRead]:
+        """Read a request anew after the workers were asked for its model."""
+        assert self._look_for is not None
+        await self._look_for(model)
+        request = exchange.request
+        return await self._reading.read(request, request.path, lambda: not exchange.done)
+
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead, *, looked: bool = False) -> None:
+        """Hand a request whose prompt was read to the core. `looked`: workers were asked for its model already."""
+        unknown = asked.parsed.model is not None and not self._proxy.core.registry.is_known(asked.model)
+        if unknown and not looked and self._look_for is not None and not exchange.done:
+            self._later(exchange, tenant, self._look_again(exchange, asked.model), looked=True)
+            return
         fields = self._tenants.apply(tenant, exchange.request.path, asked)
         if asked.is_renamed:
             fields["model"] = asked.model

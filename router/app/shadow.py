@@ -69,7 +69,7 @@ class ShadowApp(RouterApp):
         assert isinstance(exchange, Mirrored)
         exchange.answer()
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead, *, looked: bool = False) -> None:
         assert isinstance(exchange, Mirrored)
         self._metrics.tokenize_s.observe(read.seconds)
         route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)

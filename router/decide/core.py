@@ -115,7 +115,16 @@ class RouterCore:
 
     def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
-        self.workers[worker_id].drain(on=on)
+        self.workers[worker_id].is_drained = on
+        self.registry.changed()
+        return self._try_held(now)
+
+    def sleep(self, worker_id: str, now: float, *, on: bool) -> list[Instruction]:
+        """Its engine says that it sleeps, or (`on` is False) that it does not."""
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.is_asleep is on:
+            return []
+        worker.is_asleep = on
         self.registry.changed()
         return self._try_held(now)
 

@@ -34,6 +34,8 @@ class EngineLoad:
     waiting: int
     usage: float | None = None
     """Share of the KV memory that running sequences hold; None where it does not say."""
+    is_asleep: bool = False
+    """It has given its memory back, and the cache in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,10 @@ class Registry:
             self._models = merge_models(self.workers.values())
         return self._models
 
+    def is_known(self, model: str) -> bool:
+        """Whether any worker, in whatever state, is known to serve it."""
+        return model in self.models() or bool(self._serving(model))
+
     def serves(self, model: str, worker_id: str | None = None) -> bool:
         """Whether somebody, or this worker, takes requests for it now."""
         if worker_id is not None:
@@ -220,7 +224,7 @@ class Registry:
 
     def _refuse(self, request: RouteRequest) -> Refuse:
         serving = self._serving(request.model)
-        if not serving and any(w.state is WorkerState.UP for w in self.workers.values()):
+        if not serving and any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()):
             names = ", ".join(sorted(self.models())) or "none"
             return Refuse(
                 request.request_id, 404, "unknown_model", f"No worker serves model {request.model!r}; served: {names}."

@@ -19,12 +19,13 @@ OURS, VLLM = "blockcast", "vllm"
 
 
 class WorkerState(str, enum.Enum):
-    """UP takes work. STARTING was never reached yet. DRAINING finishes what it has. DOWN is broken; PROBING is DOWN
-    whose pause is over, so that one request may try it."""
+    """UP takes work. STARTING was never reached yet. DRAINING finishes what it has. SLEEPING has given its memory back
+    until its operator wakes it. DOWN is broken; PROBING is DOWN whose pause is over, so that one request may try it."""
 
     STARTING = "starting"
     UP = "up"
     DRAINING = "draining"
+    SLEEPING = "sleeping"
     DOWN = "down"
     PROBING = "probing"
 
@@ -78,7 +79,8 @@ class Worker:
     """A worker as the core keeps it. `holders[rank]` names its streams in the index."""
 
     spec: WorkerSpec
-    state: WorkerState
+    health: WorkerState
+    """STARTING, UP, DOWN or PROBING: its state, but for what its operator did."""
     models: dict[str, ServedModel] = field(default_factory=dict)
     """What it serves, by name."""
     holders: list[HolderId] = field(default_factory=list)
@@ -90,37 +92,34 @@ class Worker:
     """The request that probes it."""
     heard_s: float = -math.inf
     """When a request's answer began, went on or ended there last."""
-    state_reason: str = ""
-    behind: WorkerState = WorkerState.UP
-    """While DRAINING: what it is but for that, so that one that died meanwhile is not taken back as if it were well."""
+    health_reason: str = ""
+    """Why it is DOWN."""
+    is_drained: bool = False
+    """An operator of the router wants it to be given nothing new."""
+    is_asleep: bool = False
+    """Its engine says that it sleeps."""
 
     @property
     def worker_id(self) -> str:
         return self.spec.worker_id
 
     @property
-    def health(self) -> WorkerState:
-        """Its state, an operator's wish aside."""
-        return self.behind if self.state is WorkerState.DRAINING else self.state
+    def state(self) -> WorkerState:
+        if self.is_drained:
+            return WorkerState.DRAINING
+        if self.is_asleep and self.health in (WorkerState.UP, WorkerState.PROBING):
+            return WorkerState.SLEEPING
+        return self.health
+
+    @property
+    def state_reason(self) -> str:
+        if self.is_drained:
+            return "drained by an operator"
+        return "its engine sleeps" if self.state is WorkerState.SLEEPING else self.health_reason
 
     @property
     def is_down(self) -> bool:
         return self.health in (WorkerState.DOWN, WorkerState.PROBING)
-
-    def become(self, health: WorkerState, reason: str) -> None:
-        """Its health changed."""
-        if self.state is WorkerState.DRAINING:
-            self.behind = health
-        else:
-            self.state, self.state_reason = health, reason
-
-    def drain(self, *, on: bool) -> None:
-        """Give it no new work, or some again if it is well."""
-        if on and self.state is not WorkerState.DRAINING:
-            self.behind, self.state, self.state_reason = self.state, WorkerState.DRAINING, "drained by an operator"
-        elif not on and self.state is WorkerState.DRAINING:
-            self.state = self.behind
-            self.state_reason = "" if self.behind is WorkerState.UP else "went down while it was drained"
 
 
 class Breaker:
@@ -143,7 +142,7 @@ class Breaker:
         first_s = worker.open_s or self._config.open_s
         worker.open_s = min(first_s * 2, self._config.open_s_max) if longer else first_s
         worker.open_until_s = now + worker.open_s
-        worker.become(WorkerState.DOWN, reason)
+        worker.health, worker.health_reason = WorkerState.DOWN, reason
         worker.probe = None
 
     def success(self, worker: Worker) -> bool:
@@ -153,14 +152,14 @@ class Breaker:
         if worker.health is WorkerState.UP:
             return False
         worker.open_s = 0.0
-        worker.become(WorkerState.UP, "")
+        worker.health, worker.health_reason = WorkerState.UP, ""
         return worker.state is WorkerState.UP
 
     def half_open(self, worker: Worker, now: float) -> bool:
         """Let a probe through where the pause is over; True where that is so now."""
         over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
         if over:
-            worker.state, worker.probe = WorkerState.PROBING, None
+            worker.health, worker.probe = WorkerState.PROBING, None
         return over
 
 

@@ -161,6 +161,8 @@ class Proxy(Carrier):
                 exchange.move("the worker was removed")
             elif worker is not None and worker.is_down and worker.probe != exchange.request_id:
                 exchange.move("the worker is down")
+            elif worker is not None and worker.is_asleep and exchange.first_byte_s is None:
+                exchange.move("the worker sleeps")
             elif decision.worker in still.workers and now - (exchange.moved_s or now) >= still.still_s:
                 exchange.move("the worker stands still", stalled=True)
         except Exception as error:  # noqa: BLE001  a boundary

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -43,6 +43,7 @@ REQUESTS_MAX = 10**6
 _LOAD_KINDS = {
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage", "vllm:gpu_cache_usage_perc": "usage",
+    "vllm:engine_sleep_state": "awake",
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
 _LOAD = re.compile(rf"^({'|'.join(_LOAD_KINDS)})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
@@ -199,11 +200,14 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     are the same) or SGLang's; series of one rank, one a model, are added up."""
     found: dict[tuple[int, str], list[float]] = {}
     for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
-        engine = number(dict(_LABEL.findall(line[2] or "")).get("engine", "0")) if ranks > 1 else 0
+        labels = dict(_LABEL.findall(line[2] or ""))
+        engine = number(labels.get("engine", "0")) if ranks > 1 else 0
         kind = _LOAD_KINDS[line[1]]
+        if kind == "awake" and labels.get("sleep_state") != "awake":
+            continue  # the other series of that gauge say how deep it sleeps
         value = _float(line[3])
         if engine is not None and engine < ranks:
-            possible = value is not None and 0.0 <= value <= (1.0 if kind == "usage" else REQUESTS_MAX)
+            possible = value is not None and 0.0 <= value <= (REQUESTS_MAX if kind in ("running", "waiting") else 1.0)
             found.setdefault((engine, kind), []).append(value if value is not None and possible else math.nan)
     loads: list[EngineLoad | None] = []
     for rank in range(ranks):
@@ -211,8 +215,18 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
         shares = found.get((rank, "usage"), [math.nan])
         usage = sum(shares) / len(shares)
         told = not math.isnan(running) and not math.isnan(waiting)
-        loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage) if told else None)
+        asleep = sum(found.get((rank, "awake"), [math.nan])) == 0
+        if told:
+            loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage, asleep))
+        else:
+            loads.append(EngineLoad(0, 0, None, asleep) if asleep else None)
     return loads
+
+
+def is_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
+    """Whether a worker sleeps, by what its ranks say; None where they say nothing."""
+    told = [load.is_asleep for load in loads if load is not None]
+    return all(told) if told else None
 
 
 def _float(text: str) -> float | None:

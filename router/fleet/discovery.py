@@ -24,6 +24,7 @@ from router.asking import Unanswered, ask
 from router.decide.engine_load import EngineLoad
 from router.decide.workers import OURS, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
+    is_asleep,
     number,
     read_block_size,
     read_cache_capacity,
@@ -91,6 +92,7 @@ class WorkerFacts:
     engine: str = ""
     host_tokens: int | None = None
     shortest_first: bool = False
+    is_asleep: bool = False
 
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -300,7 +302,22 @@ class Prober:
         # vLLM's label of that name is of its swap space.
         host_tokens = read_host_capacity(metrics) if engine == OURS else None
         shortest_first = engine == OURS and read_shortest_first(metrics)
-        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine, host_tokens, shortest_first)
+        asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
+        return WorkerFacts(
+            True, "", models, sources, capacity, block_size, roots, engine, host_tokens, shortest_first, asleep
+        )
+
+    async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
+        """What the worker serves now: models, and what each was loaded from. Raises Unanswered, DecodeError."""
+        if not flag.url:
+            return (ServedModel(flag.model, flag.model),), {flag.model: flag.root} if flag.root else {}
+        status, body = await self._get(flag, "/v1/models")
+        if status != 200:
+            raise DecodeError(f"/v1/models answers {status}")
+        models = read_models(body)
+        if not models:
+            raise DecodeError("/v1/models lists no model")
+        return models, read_roots(body)
 
     async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""

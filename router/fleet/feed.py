@@ -128,6 +128,14 @@ class IndexFeed:
         for key in [key for key in self._counters if key[0] == worker_id]:
             del self._counters[key]
 
+    def empty(self, worker_id: str) -> None:
+        """The worker's cache is empty, although its events do not say so, or not yet: it gave its memory back. Its
+        streams go on from where they are."""
+        for stream in self._workers.get(worker_id, []):
+            with self._lock:
+                self._clear(stream)
+                stream.since = 0  # what comes now is all there is
+
     def lost(self, worker_id: str) -> None:
         """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
         streams = self._workers.get(worker_id, [])

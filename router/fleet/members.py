@@ -20,11 +20,12 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from events.types import EventsError
+from events.types import DecodeError, EventsError
 from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
+from router.fleet.answers import is_asleep
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
@@ -43,6 +44,12 @@ RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 """After a fault of our own in a worker's watch, or in following a list: doubles up to the second."""
 LOADS_S_MAX = 60.0
+LOOK_EVERY_S, LOOK_EVERY_S_A_WORKER = 1.0, 0.01
+"""Between two looks for models that nobody is known to serve, the longer of the two: of all workers and of each."""
+LOOK_WAIT_S_MAX, LOOK_TURN_S = 2.0, 0.02
+"""How long a client waits for such a look, and the pauses in which it sees whether its model came."""
+LOOKS_AT_ONCE = 32
+"""Workers that are asked at once."""
 REASON_CHARS_MAX = 300
 """What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
@@ -127,6 +134,9 @@ class Fleet:
         self._now = now
         self._members: dict[str, _Member] = {}
         self._closed = False
+        self._looking: asyncio.Task[None] | None = None
+        """Asks all workers which models they serve."""
+        self._looked_s = -math.inf
         self._background: set[asyncio.Task[None]] = set()
         self.unusable: Counter[str] = Counter()
         """worker -> checks and probes that failed: for `/metrics`."""
@@ -182,6 +192,18 @@ class Fleet:
         self._prompts.forget(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
+
+    async def look_for(self, model: str) -> None:
+        """A client asks for a model that nobody serves: ask all workers now, and wait for it. Those who ask meanwhile
+        share one look, and after one there is none for a while: names come from clients."""
+        looking = self._looking
+        if looking is None or looking.done():
+            if self._now() - self._looked_s < max(LOOK_EVERY_S, LOOK_EVERY_S_A_WORKER * len(self._members)):
+                return
+            looking = self._looking = self._spawn(self._look_at_models())
+        deadline_s = self._now() + LOOK_WAIT_S_MAX
+        while not looking.done() and self._now() < deadline_s and not self._core.registry.is_known(model):
+            await asyncio.wait({looking}, timeout=LOOK_TURN_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
         self._perform(self._core.drain(worker_id, self._now(), on=on))
@@ -272,11 +294,12 @@ class Fleet:
         for flag in flags:
             self.watch(flag, origin=origin)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(_report_crash)
+        return task
 
     # One worker ---------------------------------------------------------------------------------------------------
 
@@ -295,6 +318,8 @@ class Fleet:
                 self._unhealthy(member, problem, suspected=suspected)
                 continue
             member.failures, member.problem = 0, ""
+            if not was_down:
+                await self._look_at_names(member)
             if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
                 looked_s = self._now()
                 await self._look_again(member, was_down=was_down)
@@ -325,10 +350,47 @@ class Fleet:
         try:
             loads = await self._prober.loads(member.flag, len(sent))
             self._core.engine_says(worker_id, loads, sent, self._now())
-            silent = all(load is None for load in loads)
+            asleep = is_asleep(loads)
+            silent = asleep is None
+            if asleep is not None:
+                self._sleep(worker_id, asleep=asleep)
         finally:
             member.loads_pause_s = _longer(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
             member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
+
+    def _sleep(self, worker_id: str, *, asleep: bool) -> None:
+        """An engine that sleeps has lost its cache, and tells so with its first step afterwards at the earliest."""
+        worker = self._core.workers.get(worker_id)
+        if worker is not None and worker.is_asleep is not asleep:
+            self._feed.empty(worker_id)
+            self._perform(self._core.sleep(worker_id, self._now(), on=asleep))
+
+    async def _look_at_models(self) -> None:
+        """Ask all workers which models they serve."""
+        try:
+            turns = asyncio.Semaphore(LOOKS_AT_ONCE)
+
+            async def look(member: _Member) -> None:
+                async with turns:
+                    await self._look_at_names(member)
+
+            await asyncio.gather(*(look(member) for member in list(self._members.values()) if member.facts is not None))
+        finally:
+            self._looked_s = self._now()
+
+    async def _look_at_names(self, member: _Member) -> None:
+        """Does the worker serve other models than before? Adapters are loaded while it runs, and another process may
+        have taken its place."""
+        try:
+            models, roots = await self._prober.models(member.flag)
+        except (Unanswered, DecodeError) as error:
+            member.problem = str(error)[:REASON_CHARS_MAX]
+            self.unusable[member.flag.worker_id] += 1
+            return
+        facts = member.facts
+        if facts is not None and (set(models), roots) != (set(facts.models), facts.roots):
+            log.info("worker %s serves other models than before", member.flag.worker_id)
+            await self._join(member)
 
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""
@@ -348,6 +410,8 @@ class Fleet:
         await self._read_tokenizers(member, facts)
         is_new = member.flag.worker_id not in self._core.workers
         snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
+        if self._members.get(member.flag.worker_id) is not member:
+            return False  # it was removed meanwhile
         self._register(member, facts, snapshots)
         member.restart_s = 0.0
         log.info(
@@ -361,8 +425,9 @@ class Fleet:
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots)
-        if worker.state_reason not in NOT_CURED_BY_HEALTH:
+        if worker.health_reason not in NOT_CURED_BY_HEALTH:
             self._perform(self._core.worker_up(spec.worker_id, self._now()))
+        self._sleep(spec.worker_id, asleep=facts.is_asleep)
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""

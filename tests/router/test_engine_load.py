@@ -21,7 +21,7 @@ from router.decide.core import RouterCore
 from router.decide.engine_load import DOUBTS, Claim, EngineLoad, LoadClaims
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, read_cache_capacity, read_loads, wanted_lines
+from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, is_asleep, read_cache_capacity, read_loads, wanted_lines
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -44,6 +44,38 @@ def test_loads_are_read_by_rank_and_in_sum() -> None:
     assert read_loads(
         'sglang:num_running_reqs{model_name="m"} 4\nsglang:num_queue_reqs{a="{}"} 1 1700000000000\n', 1
     ) == [EngineLoad(4, 1, None)]
+
+
+def sleeping(*awake: str) -> str:
+    """vLLM's gauge of so many ranks."""
+    return "".join(
+        f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="awake"}} {value}\n'
+        f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="weights_offloaded"}} {1 - float(value)}\n'
+        f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="discard_all"}} 0.0\n'
+        for rank, value in enumerate(awake)
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "ranks", "asleep"),
+    [
+        (sleeping("1.0"), 1, None),
+        (sleeping("0.0"), 1, True),
+        (sleeping("0.0", "0.0"), 2, True),
+        (sleeping("0.0", "0.0"), 1, True),
+        (VLLM + sleeping("0.0", "1.0"), 2, False),
+        (VLLM + sleeping("0.0", "1.0"), 1, False),
+        (VLLM + sleeping("1.0", "1.0"), 2, False),
+        (VLLM + sleeping("0.0", "0.0"), 2, True),
+        (VLLM + sleeping("nan"), 1, False),
+        (VLLM + sleeping("-1"), 1, False),
+        (VLLM, 2, False),
+        ("", 1, None),
+    ],
+)
+def test_a_worker_sleeps_where_all_of_its_ranks_say_so(page: str, ranks: int, asleep: bool | None) -> None:
+    kept = b"\n".join(wanted_lines(page.encode())).decode()
+    assert is_asleep(read_loads(kept, ranks)) is asleep
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "1e30", "+Inf", "-Inf", "", "0x10", "seven", "1e400", "1_0e99"])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import aiohttp
 import pytest
+from aiohttp import web
+from core_by_hand import request
 
 from options import ConfigError
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.engine_load import EngineLoad
-from router.decide.workers import ServedModel
-from router.fleet.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
+from router.decide.messages import Refuse
+from router.decide.workers import ServedModel, WorkerState
+from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import Fleet, FleetConfig, _Member
 from router.index import make_index
 
@@ -119,6 +126,7 @@ class Asked:
         return WorkerFacts(False, "refused")
 
 
+RARELY_HEALTH = FleetConfig(health_s=3600.0)
 RARELY = FleetConfig(starting_s=3600.0, starting_s_max=3600.0)
 
 
@@ -201,6 +209,9 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         async def healthy(self, flag: WorkerFlag) -> None:
             self.looks += 1
 
+        async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
+            return (ServedModel("m", "m"),), {}
+
         async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
             self.asked += 1
             return await self.answers.get()
@@ -235,7 +246,177 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         assert times == [4, 8, 16, 32]
         await fleet.close()
 
-    async def no_tokenizer(*_: object) -> None:
-        return None
+    asyncio.run(run())
+
+
+async def no_tokenizer(*_: object) -> None:
+    return None
+
+
+class Page:
+    """A vLLM worker's pages over HTTP, which a test changes."""
+
+    def __init__(self) -> None:
+        self.names = ["base"]
+        self.metrics = ""
+        self.asked: Counter[str] = Counter()
+        self.status = 200
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        if request.path == "/v1/models":
+            cards = [{"id": name, "owned_by": "vllm", "parent": "base" if name != "base" else None}
+                     for name in self.names]  # fmt: skip
+            return web.json_response({"data": cards}, status=self.status)
+        if request.path == "/metrics":
+            return web.Response(text=self.metrics)
+        return web.Response(status=200 if request.path == "/health" else 404)
+
+
+@contextlib.asynccontextmanager
+async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[tuple[Fleet, RouterCore, str]]:
+    """A fleet that knows the worker of this page; and the worker's id."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", page.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    async with aiohttp.ClientSession() as session:
+        core = RouterCore(make_index(seed=1), CoreConfig())
+        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
+        now = asyncio.get_running_loop().time
+        fleet = Fleet(core, Prober(session), feed, prompts, lambda _: None, config, now=now)
+        name = await fleet.add({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "events": "none"})
+        await until(lambda: name in core.workers)
+        yield fleet, core, name
+        await fleet.close()
+    await runner.cleanup()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.002)
+
+
+def feed_of(**more: Any) -> Any:
+    nothing = {"follow": lambda *_: None, "incomplete": lambda _: {}, "forget": lambda _: None, "empty": lambda _: None}
+    return SimpleNamespace(**{**nothing, **more})
+
+
+def test_models_are_looked_at_with_the_health_check() -> None:
+    """An adapter comes and goes; another process takes the worker's place."""
+
+    async def run() -> None:
+        page = Page()
+        async with watching(page, FleetConfig(health_s=0.001), feed_of()) as (_, core, name):
+            for names in (["base", "tuned"], ["base"], ["other"], ["other", "other-2"]):
+                page.names = names
+                await until(lambda names=names: sorted(core.workers[name].models) == names)
+            page.names = ["base"]
+            page.status = 503
+            asked = page.asked["/v1/models"]
+            await until(lambda: page.asked["/v1/models"] > asked + 3)
+            assert sorted(core.workers[name].models) == ["other", "other-2"], "it does not say: as before"
+            page.names, page.status = [], 200
+            asked = page.asked["/v1/models"]
+            await until(lambda: page.asked["/v1/models"] > asked + 3)
+            assert sorted(core.workers[name].models) == ["other", "other-2"]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every_time() -> None:
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            page.names = ["base", "tuned"]
+            await asyncio.gather(*(fleet.look_for("tuned") for _ in range(100)))
+            assert core.resolve_model("tuned") == ServedModel("tuned", "base", lora="tuned")
+            looks = page.asked["/v1/models"]
+            assert looks <= 4, "joined, looked for, joined again"
+            page.names.append("later")
+            for _ in range(100):
+                await fleet.look_for("later")
+            assert page.asked["/v1/models"] == looks
+            fleet._looked_s = -1e9  # a while later
+            await fleet.look_for("nonsense")
+            assert core.resolve_model("later") is not None
+            await fleet.remove(name)
+            await fleet.look_for("base")
+            assert not core.workers
+
+    asyncio.run(run())
+
+
+def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            page.names = ["base", "tuned"]
+            member = fleet._members[name]
+            looking = asyncio.create_task(fleet._join(member))
+            await asyncio.sleep(0)
+            await fleet.remove(name)
+            assert not await looking
+            assert name not in core.workers
+
+    asyncio.run(run())
+
+
+def sleep_state(awake: int, engine: int = 0) -> str:
+    """What vLLM's page says of an engine."""
+    labels = [f'engine="{engine}",model_name="base",sleep_state="{kind}"' for kind in ("awake", "weights_offloaded")]
+    return "".join(
+        f"vllm:{name} {value}\n"
+        for name, value in (
+            (f'num_requests_running{{engine="{engine}"}}', 0.0),
+            (f'num_requests_waiting{{engine="{engine}"}}', 0.0),
+            (f"engine_sleep_state{{{labels[0]}}}", float(awake)),
+            (f"engine_sleep_state{{{labels[1]}}}", float(not awake)),
+        )
+    )
+
+
+def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
+    async def run() -> None:
+        page, emptied = Page(), list[str]()
+        page.metrics = sleep_state(1)
+        config = FleetConfig(health_s=0.001, loads_s=0.001)
+        async with watching(page, config, feed_of(empty=emptied.append)) as (fleet, core, name):
+            worker = core.workers[name]
+            await until(lambda: core.snapshot(0.0).workers[0].engine_load)
+            assert (worker.state, emptied) == (WorkerState.UP, [])
+            page.metrics = sleep_state(0)
+            await until(lambda: worker.state is WorkerState.SLEEPING)
+            assert emptied == [name]
+            refused = core.route(request("r", [1, 2, 3], model="base"), 0.0)
+            assert isinstance(refused, Refuse)
+            assert (refused.status, refused.message) == (503, "No worker of model 'base' is up: 1 sleeping.")
+            page.metrics = ""  # it does not answer: as before
+            asked = page.asked["/metrics"]
+            await until(lambda: page.asked["/metrics"] > asked + 3)
+            assert worker.state is WorkerState.SLEEPING
+            page.metrics = sleep_state(1)
+            await until(lambda: worker.state is WorkerState.UP)
+            assert emptied == [name, name], "what came meanwhile is not believed either"
+            await fleet.drain(name, on=True)
+            page.metrics = sleep_state(0)
+            await until(lambda: worker.is_asleep)
+            assert worker.state is WorkerState.DRAINING
+            await fleet.drain(name, on=False)
+            assert worker.state is WorkerState.SLEEPING
+            core.worker_down(name, 0.0, "gone")
+            assert worker.state is WorkerState.DOWN
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_joins_asleep_sleeps() -> None:
+    async def run() -> None:
+        page = Page()
+        page.metrics = sleep_state(0)
+        async with watching(page, RARELY_HEALTH, feed_of()) as (_, core, name):
+            assert core.workers[name].state is WorkerState.SLEEPING
 
     asyncio.run(run())

@@ -121,6 +121,25 @@ def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex
     again.close()
 
 
+def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
+    index: ReferenceIndex, feed: IndexFeed
+) -> None:
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source_of(pub)], [holder])
+    pub.publish(stored(0, 5))
+    until(lambda: cached(index, holder) == 20, "awake")
+    feed.empty("a")
+    assert cached(index, holder) == 0
+    assert "a" in feed.emptied
+    assert feed.incomplete("a") == {}, "nothing is missing"
+    pub.publish([AllBlocksCleared(), *stored(0, 2)])
+    until(lambda: cached(index, holder) == 8, "awake again")
+    assert feed.totals()["a"]["gaps"] == 0
+    feed.empty("unknown")
+    pub.close()
+
+
 def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("a", "m")

@@ -27,6 +27,8 @@ def lose(edge: Any, name: str, how: str) -> None:
     now = time.monotonic()
     if how == "down":
         edge.proxy.perform(edge.core.worker_down(name, now, "no answer to /health"))
+    elif how == "asleep":
+        edge.proxy.perform(edge.core.sleep(name, now, on=True))
     else:
         edge.proxy.perform(edge.core.remove_worker(name, now))
 
@@ -74,7 +76,7 @@ def text_of(answer: bytes) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-@pytest.mark.parametrize("how", ["down", "removed"])
+@pytest.mark.parametrize("how", ["down", "removed", "asleep"])
 @pytest.mark.parametrize(
     ("path", "body"),
     [

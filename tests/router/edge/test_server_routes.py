@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.app.accounting import count_end
 from router.app.guard import AdminGuard
+from router.decide.workers import ServedModel
 from router.http.config import ClientTimeouts, HttpLimits
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -26,6 +29,36 @@ def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     return int(first.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: Any, size: int) -> None:
+    """Once for each request; what they serve now is what counts, also for a long body, which is read elsewhere."""
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply(b'"answered"'), "a")
+        asked: list[str] = []
+
+        async def look_for(model: str) -> None:
+            asked.append(model)
+            if model == "tuned":
+                spec = edge.core.workers["a"].spec
+                models = (*spec.models, ServedModel("tuned", "tiny", lora="tuned"))
+                edge.core.add_worker(dataclasses.replace(spec, models=models), time.monotonic())
+
+        edge.app._look_for = look_for
+        for model, status, body in (
+            ("tuned", 200, b'"answered"'), ("tuned", 200, b'"answered"'), ("nobody", 404, b"No worker serves model"),
+            ("tiny", 200, b'"answered"'),
+        ):  # fmt: skip
+            sent = json.dumps({"model": model, "prompt": "x " * size}).encode()
+            answer = await edge.exchange(make_post(sent, b"/v1/completions"))
+            assert answer.startswith(b"HTTP/1.1 %d" % status)
+            assert body in answer
+        assert asked == ["tuned", "nobody"]
+
+    edge.run(scenario())
 
 
 def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
