@@ -65,10 +65,10 @@ class Carrier:
         served = self.core.resolve_model(model)
         return served.max_model_len if served is not None else None
 
-    def broke(self, request_id: str, what: str, reason: str) -> None:
+    def broke(self, trace_id: bytes, what: str, reason: str) -> None:
         """An answer broke off in the middle, and was continued, completed or cut."""
         self.metrics.broken_streams[what] += 1
-        log.info("the answer to %s broke off and was %s: %s", request_id, what, reason)
+        log.info("the answer to %s broke off and was %s: %s", trace_id.decode("latin-1"), what, reason)
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         """Do what the core says."""

@@ -23,6 +23,7 @@ from router.edge.continuation import Continuation, continuation
 from router.edge.progress import Progress
 from router.edge.rewrite import answer_head, request_head
 from router.edge.upstream import UpstreamConnection
+from router.http.chunked import ChunkedBody
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
@@ -134,9 +135,17 @@ class Exchange:
     # From the client's side ---------------------------------------------------------------------------------------
 
     def client_gone(self) -> None:
-        """The client closed its connection: cancel upstream at once."""
-        if self._end("client_gone"):
+        """The client closed its connection: cancel upstream at once. An answer whose last event it has is complete."""
+        head = self._head
+        if head is not None and self._is_said(head):
+            self._account(head, reusable=False)
+        elif self._end("client_gone"):
             self._let_go()
+
+    def _is_said(self, head: ResponseHead) -> bool:
+        """Whether all of a stream was passed on but the end of its body."""
+        streams = not self.outcome and self.client.answering and head.status == 200 and _is_stream(head)
+        return streams and self.progress.is_final(self.request.path)
 
     def _let_go(self) -> None:
         """Of the worker and of the core, where they still have it."""
@@ -339,6 +348,12 @@ class Exchange:
         return self.request.path != RESPONSES or b"response.output" in data or b"event: response." not in data
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
+        """All of the answer was passed on."""
+        if self._account(head, reusable=reusable):
+            self.client.finish(keep_alive=self._keeps_alive(head))
+
+    def _account(self, head: ResponseHead, *, reusable: bool) -> bool:
+        """End with a whole answer; False where the exchange had ended."""
         connection, now = self._connection, self._proxy.now()
         if connection is not None:
             if self._paused:
@@ -350,7 +365,7 @@ class Exchange:
             self._connection = None
         self.usage = self.progress.usage()
         if not self._end(f"status_{head.status}"):
-            return
+            return False
         if self.in_core:
             self.in_core = False
             refused = head.status >= 400
@@ -359,7 +374,7 @@ class Exchange:
             # Of an answer that went on, it is about another request than the last one that was routed.
             usage = None if self._stream is not None and self._stream.goes_on else self.usage
             self._proxy.perform(self._proxy.core.finished(self.request_id, usage, now, refused=refused))
-        self.client.finish(keep_alive=self._keeps_alive(head))
+        return True
 
     # Ends ---------------------------------------------------------------------------------------------------------
 
@@ -439,10 +454,22 @@ class Exchange:
     def _broken(self, reason: str, kind: FailureKind = FailureKind.STREAM) -> None:
         """The answer cannot be completed."""
         self._drop_connection()
-        if not self.client.answering:
+        head = self._head
+        if head is not None and self._is_said(head):
+            self._end_body(head)
+        elif not self.client.answering:
             self._attempt_failed(FailureKind.RESET, reason)
         elif not self._go_on(reason, kind):
             self._cut(reason, kind)
+
+    def _end_body(self, head: ResponseHead) -> None:
+        """The worker left before the end of a body whose last event was passed on."""
+        body, noted = head.body, self._stream is not None and self._stream.tokens is not None
+        if self._payload is None and isinstance(body, ChunkedBody) and (noted or body.is_between_chunks):
+            self.client.write(_LAST_CHUNK)
+            self._complete(head, reusable=False)
+        elif self._account(head, reusable=False):
+            self.client.cut()
 
     def _cut(self, reason: str, kind: FailureKind | None) -> None:
         """Nobody can complete what the client has the beginning of. `kind`: None where no worker failed."""
@@ -452,7 +479,7 @@ class Exchange:
         if kind is not None:
             self._proxy.attempt_failed(self.decision, kind, reason)
         self._forget_in_core(kind)
-        self._proxy.broke(self.request_id, "cut", reason)
+        self._proxy.broke(self.trace_id, "cut", reason)
         self.client.cut()
 
     def _fails(self, stream: Continuation) -> bool:
@@ -471,7 +498,7 @@ class Exchange:
             return False
         ending = None if stream is None else stream.ending(usage_sent=self.progress.usage() is not None)
         if ending is not None:
-            proxy.broke(self.request_id, "completed", reason)
+            proxy.broke(self.trace_id, "completed", reason)
             self.client.write(_chunk(ending) + _LAST_CHUNK)
             self._complete(head, reusable=False)
             return True
@@ -491,7 +518,7 @@ class Exchange:
             return False
         self._drop_connection()
         proxy.attempt_failed(self.decision, kind, reason)
-        proxy.broke(self.request_id, "continued", reason)
+        proxy.broke(self.trace_id, "continued", reason)
         if stream is not None and stream.tokens is not None:
             stream.begin_rest(rest, proxy.tokens_max(route.model))
         self.route, self._head = rest, None
@@ -541,11 +568,15 @@ class Exchange:
         return True
 
 
-def _is_readable_stream(head: ResponseHead) -> bool:
+def _is_stream(head: ResponseHead) -> bool:
     """Whether the answer is a stream of events, and not an encoded one."""
-    if head.status != 200 or not head.chunked or head.headers.get(b"content-encoding") is not None:
-        return False
-    return b"event-stream" in (head.headers.get(b"content-type") or b"")
+    events = b"event-stream" in (head.headers.get(b"content-type") or b"")
+    return events and head.headers.get(b"content-encoding") is None
+
+
+def _is_readable_stream(head: ResponseHead) -> bool:
+    """Whether a stream's events can be noted as they pass."""
+    return head.status == 200 and head.chunked and _is_stream(head)
 
 
 def _chunk(content: bytes) -> bytes:

@@ -15,9 +15,23 @@ from router.decide.messages import ReportedUsage
 TAIL_BYTES: Final = 2048
 TAIL_READS: Final = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
-BEGINNING_BYTES: Final = 512
+BEGINNING_BYTES: Final = 2048
+"""Holds the event that starts a message, whose usage may be all that is told of the prompt."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_LAST = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"
+_BLANK_LINE = rb"\n\r?\n(?:\r\n)?\Z"
+"""The end of an event that is the end of what came, with the end of its chunk."""
+_EVENT_END = re.compile(_BLANK_LINE)
+_FINAL = re.compile(
+    rb"(?:\A|\n)(?:data: ?\[DONE\][\r\n]*\Z|(?:event: ?"
+    + _LAST
+    + rb'\r?\ndata:|data: ?\{"type": ?"'
+    + _LAST
+    + rb'")[^\n]*'
+    + _BLANK_LINE
+    + rb")"
+)
 _COUNTS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
 _OTHER_COUNTS = (b'"input_tokens"', b'"cache_read_input_tokens"', b'"output_tokens"', b'"cache_creation_input_tokens"')
 """Of Anthropic's Messages, whose first does not hold the second and the last."""
@@ -54,8 +68,26 @@ class Progress:
             self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
 
     def usage(self) -> ReportedUsage | None:
-        """What the answer cost, as its end says."""
-        return find_usage(b"".join(self._tail))
+        """Return what the answer cost, as its end says, or of its prompt as its beginning says: Messages may tell that
+        once, in the event that starts the message."""
+        last = find_usage(b"".join(self._tail))
+        if last is not None and last.prompt_tokens:
+            return last
+        found = _USAGE.search(self.beginning)
+        first = None if found is None else _read_usage(self.beginning, found.end())
+        if first is None or not first.prompt_tokens:
+            return last
+        is_start = b'"message_start"' in self.beginning  # what it says of the answer is not the end of it
+        output = last.completion_tokens if last is not None else None if is_start else first.completion_tokens
+        return ReportedUsage(first.prompt_tokens, first.cached_tokens, output)
+
+    def is_final(self, path: str) -> bool:
+        """Whether the last event of a stream to a request for `path` was passed on, by its API's rules."""
+        tail = b"".join(self._tail)
+        if _FINAL.search(tail) is not None:
+            return True
+        # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end.
+        return path == "/v1/responses" and _EVENT_END.search(tail) is not None and find_usage(tail) is not None
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
@@ -63,14 +95,17 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
     at = tail.rfind(b'"usage"')
     while at >= 0 and (found := _USAGE.match(tail, at)) is None:
         at = tail.rfind(b'"usage"', 0, at)
-    if at < 0 or found is None:
-        return None
-    end = found.end()
-    prompt, cached, completion = [_count(tail, end, key) for key in _COUNTS]
+    return None if at < 0 or found is None else _read_usage(tail, found.end())
+
+
+def _read_usage(text: bytes, start: int) -> ReportedUsage:
+    """The `usage` object that has its first key from `start` on."""
+    prompt, cached, completion = [_count(text, start, key) for key in _COUNTS]
     if prompt is None:
-        new, read, said, kept = [_count(tail, end, key) for key in _OTHER_COUNTS]
-        if new is not None:
-            return ReportedUsage(new + (read or 0) + (kept or 0), cached if read is None else read, said)
+        new, read, said, kept = [_count(text, start, key) for key in _OTHER_COUNTS]
+        if new is not None or said is not None:
+            whole = None if new is None else new + (read or 0) + (kept or 0)
+            return ReportedUsage(whole, cached if read is None else read, completion if said is None else said)
     return ReportedUsage(prompt, cached, completion)
 
 

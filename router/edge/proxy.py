@@ -101,7 +101,7 @@ class Proxy(Carrier):
         try:
             if isinstance(instruction, Forward):
                 if exchange.sampled:
-                    fields = instruction.decision.fields()
+                    fields = {**instruction.decision.fields(), "request_id": exchange.trace_id.decode("latin-1")}
                     text = msgspec.json.encode(fields).decode()
                     log.info("decision %s", text, extra={"fields": {"decision": fields}})
                 exchange.forward(instruction.decision)

@@ -147,6 +147,11 @@ class ChunkedBody:
         if self._content_max is not None:
             self._count(length, len(line))
 
+    @property
+    def is_between_chunks(self) -> bool:
+        """Whether the last chunk could come next."""
+        return self.left == BETWEEN_CHUNKS and not self._line and not self._trailers
+
     def finish(self) -> None:
         """The connection ended. Raises `ProtocolError` where that cuts the body short."""
         if not self.done:

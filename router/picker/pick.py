@@ -192,7 +192,8 @@ class Pick(Exchange):
 
     def left(self) -> None:
         """Envoy asks no more. Where the answer's body does not come by, that is its end."""
-        if self._status and not self._caller.sees_answer:
+        is_said = self._status == 200 and self.progress.is_final(self.request.path)
+        if self._status and (is_said or not self._caller.sees_answer):
             self.completed()
         else:
             self.client_gone()
