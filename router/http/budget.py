@@ -1,4 +1,5 @@
-"""How many bytes of clients' requests are kept at once: in sum, and for each party (an API key, else an address).
+"""How many bytes of clients' requests, and of answers that wait for them, are kept at once: in sum, and for each party
+(an API key, else an address).
 
 Owns the books: who takes bytes gives them back. Refuses to know what the bytes are. Invariant: what is held is the sum
 over the parties, and a party that holds none is not listed.

@@ -22,8 +22,9 @@ from router.http.decoding import BodyDecoder, Decoding, body_coding
 from router.http.request import BadRequest, HttpRequest, RequestParser
 from router.http.turns import LoopTurns
 
-WRITE_BUFFER_BYTES: Final = 256 * 1024
-"""Answer bytes that wait for a slow client before its worker is not read any more."""
+WRITE_BUFFER_BYTES: Final = 64 * 1024
+"""Answer bytes that wait for a slow client before its worker, and what the client asks next, are not read any more.
+What waits beyond this is booked in the budget."""
 LINGER_S: Final = 2.0
 """How long an early error stays readable while the client is still sending."""
 AHEAD_BYTES_MAX: Final = 64 * 1024
@@ -95,8 +96,9 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_path", "_paused_reading", "_registry", "_since_s", "_stepping", "_transport",
-        "_unread", "_waiting", "answering", "peer", "tls", "work",
+        "_path", "_paused_reading", "_paused_writing", "_registry", "_since_s", "_stepping", "_taken_bytes",
+        "_taken_s", "_transport", "_unread", "_unsent_bytes", "_waiting", "_written_bytes", "answering", "peer", "tls",
+        "work",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -125,6 +127,16 @@ class ClientConnection(asyncio.Protocol):
         self._stepping = False
         self._keep_alive = True
         self._paused_reading = False
+        self._paused_writing = False
+        """The client reads slower than it is answered: no further request of it is begun."""
+        self._unsent_bytes = 0
+        """Bytes of answers that wait for the client, while writing is paused."""
+        self._written_bytes = 0
+        """Bytes of all answers so far."""
+        self._taken_bytes = 0
+        """Bytes of `_written_bytes` that had left the write buffer at the last sweep."""
+        self._taken_s = time.monotonic()
+        """When bytes were last seen to leave the write buffer, or the buffer was empty."""
         self._unread = False
         """The client may still be sending what will not be read."""
         self._lingers = False
@@ -152,12 +164,12 @@ class ClientConnection(asyncio.Protocol):
             self._since_s = time.monotonic()
         try:
             self._parser.feed(data)
-            if self._busy:
+            if self._busy or self._paused_writing:
                 self._wait_ahead()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
             return
-        if not self._busy:
+        if not self._busy and not self._paused_writing:
             self._step(len(data))
 
     def eof_received(self) -> bool:
@@ -178,18 +190,27 @@ class ClientConnection(asyncio.Protocol):
             self._held = 0
 
     def pause_writing(self) -> None:
+        self._paused_writing = True
         try:
+            self._hold_answer()
             if self.work is not None:
                 self.work.client_paused()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
 
     def resume_writing(self) -> None:
+        self._paused_writing = False
+        self._unsent_bytes = 0
+        if not self._busy and not self._parser.midway:
+            self._since_s = time.monotonic()  # what it asked meanwhile begins to be read now
         try:
+            if self._held:
+                self._hold()
             if self.work is not None:
                 self.work.client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
+        self._step_if_due()
 
     # For whoever answers ------------------------------------------------------------------------------------------
 
@@ -197,7 +218,10 @@ class ClientConnection(asyncio.Protocol):
         """Send bytes of the current answer."""
         self.answering = True
         if self._transport is not None:
+            self._written_bytes += len(data)
             self._transport.write(data)
+            if self._paused_writing:
+                self._hold_answer()
 
     def finish(self, *, keep_alive: bool) -> None:
         """The current answer is complete."""
@@ -209,8 +233,8 @@ class ClientConnection(asyncio.Protocol):
         self._since_s = time.monotonic()
         if not keep_alive or not self._keep_alive:
             self._close()
-        elif not self._stepping and (self._paused_reading or not self._parser.empty):
-            self._step()
+        else:
+            self._step_if_due()
 
     def crash(self, error: Exception) -> None:
         """What answers the current request raised `error`: end that request, and nothing else."""
@@ -267,8 +291,13 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self, now: float, timeouts: ClientTimeouts) -> None:
         """Close what waits too long for its client."""
+        if self._transport is None:
+            return
+        if now - self._last_taken(now) > timeouts.send_s:
+            self._transport.abort()
+            return
         waited = now - self._since_s
-        if self._busy or self._transport is None:
+        if self._busy:
             return
         if self._lingers:
             if waited > LINGER_S:
@@ -297,7 +326,7 @@ class ClientConnection(asyncio.Protocol):
         self._stepping = True
         try:
             for _ in range(TURN_REQUESTS):
-                if self._busy or self._transport is None or not self._keep_alive:
+                if self._busy or self._paused_writing or self._transport is None or not self._keep_alive:
                     break
                 request = self._parser.next()
                 if request is None:
@@ -317,6 +346,13 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
         finally:
             self._stepping = False
+
+    def _step_if_due(self) -> None:
+        """Go on with what the client asked next, if it may be begun."""
+        if self._busy or self._paused_writing or self._stepping:
+            return
+        if self._paused_reading or not self._parser.empty:
+            self._step()
 
     def _wait_for_turn(self, request: HttpRequest) -> None:
         """Many begin at once. Raises RequestError where there is no room to keep it."""
@@ -387,8 +423,7 @@ class ClientConnection(asyncio.Protocol):
         self.respond_error(error)
 
     def _go_on(self) -> None:
-        if not self._busy:
-            self._step()
+        self._step_if_due()
 
     def _read_on(self) -> None:
         """What is sent after an early error: to be read and dropped."""
@@ -407,7 +442,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _hold(self) -> None:
         """Book what is kept for this client. Raises RequestError where that is too much."""
-        kept = self._body_bytes + self._parser.buffered
+        kept = self._body_bytes + self._parser.buffered + self._unsent_bytes
         if kept <= SMALL_BYTES:
             if not self._held:
                 return
@@ -415,6 +450,28 @@ class ClientConnection(asyncio.Protocol):
         if kept != self._held:
             self._app.budget.change(self._party, self._held, kept)
             self._held = kept
+
+    def _hold_answer(self) -> None:
+        """Book the bytes of answers that wait for the client. Without room for them the connection is broken off."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        try:
+            self._hold()
+        except RequestError as refused:
+            self._app.rejected(refused.status)
+            self._unsent_bytes = 0
+            self._keep_alive = False
+            self._transport.abort()
+
+    def _last_taken(self, now: float) -> float:
+        """When the client last took bytes of an answer; `now` if none wait."""
+        assert self._transport is not None
+        waiting = self._transport.get_write_buffer_size()
+        taken = self._written_bytes - waiting
+        if not waiting or taken != self._taken_bytes:
+            self._taken_bytes, self._taken_s = taken, now
+        return self._taken_s
 
     def _wait_for_more(self, received: int) -> None:
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""

@@ -386,6 +386,9 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.written.append(data)
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def writelines(self, parts: tuple[bytes, ...]) -> None:
         self.written += parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import tracemalloc
 from collections import Counter
 from dataclasses import fields
@@ -18,9 +19,11 @@ from prompts.errors import RequestError
 from router.counters import Metrics
 from router.http import headers as headers_module
 from router.http.budget import Budget
-from router.http.config import HttpLimits
+from router.http.config import ClientTimeouts, HttpLimits
+from router.http.connection import WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
 from router.http.request import BadRequest, RequestParser
+from router.http.routes import Answer
 
 MIB = 1 << 20
 KEY = b"Authorization: Bearer k1\r\n"
@@ -171,6 +174,107 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
             tracemalloc.stop()
             gc.enable()
         assert kept < MIB, kept
+
+    edge.run(scenario())
+
+
+def unread(edge: Any) -> int:
+    """Bytes of answers that wait in the router."""
+    return sum(connection._transport.get_write_buffer_size() for connection in edge.listener.connections)
+
+
+async def connect_deaf(edge: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that takes next to nothing until it reads."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", edge.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+    writer.transport.pause_reading()
+    return reader, writer
+
+
+def add_page(edge: Any, size: int) -> None:
+    edge.admin.routes.add("GET", "/page", lambda *_: Answer(bytes(size)), public=True)
+
+
+PAGE = b"GET /page HTTP/1.1\r\nHost: r\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [3_000, 300_000])
+def test_no_request_is_begun_while_answers_wait(edge: Any, size: int) -> None:
+    asked = 40 * MIB // size
+
+    async def scenario() -> None:
+        await edge.start()
+        add_page(edge, size)
+        reader, writer = await connect_deaf(edge)
+        writer.write(PAGE * asked)
+        while not unread(edge):
+            await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            assert unread(edge) <= WRITE_BUFFER_BYTES + size + 4096
+        writer.transport.resume_reading()
+        for _ in range(asked):  # and once they are read, every request is answered
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(size)
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_answers_that_wait_are_booked_and_given_back(edge: Any, make_post: Any) -> None:
+    limits = HttpLimits(held_bytes_max=14 * MIB, party_bytes_max=14 * MIB)
+
+    async def scenario() -> None:
+        await edge.start(limits=limits)
+        add_page(edge, 12 * MIB)
+        reader, writer = await connect_deaf(edge)
+        writer.write(PAGE)
+        while edge.metrics.held_bytes < MIB:
+            await asyncio.sleep(0.01)
+        body = b'{"model":"tiny","x":"' + b"y" * 8 * MIB + b'"}'
+        assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
+        other, another = await connect_deaf(edge)
+        another.write(PAGE)
+        another.transport.resume_reading()
+        assert len(await other.read(-1)) < 12 * MIB  # broken off
+        assert edge.metrics.refused_bytes["party"] == 2
+        writer.transport.resume_reading()
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(12 * MIB)
+        writer.write(PAGE)
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(12 * MIB)
+        writer.close()
+        another.close()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["pages", "last page", "stream"])
+def test_who_takes_nothing_of_an_answer_is_cut_off(edge: Any, make_post: Any, what: str) -> None:
+    async def stream(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        while True:
+            writer.write(b"data: x\n\n" * 1000)
+            await writer.drain()
+
+    async def scenario() -> None:
+        await edge.start(client_timeouts=ClientTimeouts(send_s=0.2, keep_alive_s=0.1))
+        add_page(edge, 10 * MIB)
+        await edge.worker(stream)
+        _, writer = await connect_deaf(edge)
+        if what == "stream":
+            writer.write(make_post(b'{"model":"tiny","prompt":"x","stream":true}', b"/v1/completions"))
+        else:
+            writer.write(PAGE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") if "last" in what else PAGE * 5)
+        while not unread(edge):
+            await asyncio.sleep(0.01)
+        while edge.listener.connections:
+            await asyncio.sleep(0.01)
+        writer.close()
 
     edge.run(scenario())
 
