@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
-from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
+from events.frames import ASK_SNAPSHOT, SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply, parse_snapshot, request_frames
 from events.stream import StreamState
 from events.stream_types import Clear, Instruction, Malformed, Overflowed, RequestReplay, RequestSnapshot
 from events.types import DecodeError
@@ -362,7 +362,7 @@ class EventFeed:
             return
         stream.topic = frame.topic
         now = time.monotonic()
-        self._guarded(stream, self._stimulate, stream, lambda state: state.live(frame.seq, frame.payload, now))
+        self._guarded(stream, self._stimulate, stream, lambda state: state.live(*frame[1:3], now, frame.publisher_id))
 
     def _stream_of_topic(self, subscription: Subscription, frame: LiveFrame, descriptor: int) -> FollowedStream | None:
         """The stream of a publisher that connected to us; brings it online if this is a new connection."""
@@ -422,9 +422,10 @@ class EventFeed:
                 continue
             instruction = stream.take()
             if isinstance(instruction, RequestReplay):
-                self._request(stream, instruction.request_id, instruction.start_seq)
+                replay = request_frames(instruction.start_seq)
+                self._request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
             elif isinstance(instruction, RequestSnapshot):
-                self._request(stream, instruction.request_id, SNAPSHOT_SEQ)
+                self._request_snapshot(stream, instruction.request_id)
             elif isinstance(instruction, Instruction):
                 stream.more = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
@@ -435,14 +436,23 @@ class EventFeed:
             self._handler.handle(stream.source.stream_id, Overflowed(dropped), stream.topic)
         self._busy.add(stream) if stream.busy else self._busy.discard(stream)
 
-    def _request(self, stream: FollowedStream, request_id: int, start_seq: int) -> None:
+    def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
+        source = stream.source
+        if source.snapshot_endpoint is None:
+            self._request(stream, request_id, source.replay_endpoint, request_frames(SNAPSHOT_SEQ))
+        else:
+            self._request(stream, request_id, source.snapshot_endpoint, [b"", ASK_SNAPSHOT])
+            stream.asks_snapshot = True
+
+    def _request(self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]) -> None:
         """Ask on a connection of its own, so that late replies to an older request cannot be taken for its."""
         self._drop_request(stream)
-        assert stream.source.replay_endpoint is not None
+        assert endpoint is not None
+        stream.asks_snapshot = False
         try:
-            dealer = ask(self._context, stream.source.replay_endpoint, start_seq)
+            dealer = ask(self._context, endpoint, request)
         except zmq.ZMQError as error:
-            reason = f"cannot ask {stream.source.replay_endpoint!r}: {error}"
+            reason = f"cannot ask {endpoint!r}: {error}"
             self._perform(stream, stream.state.request_failed(request_id, time.monotonic(), reason))
             return
         stream.dealer, stream.request_id = dealer, request_id
@@ -474,15 +484,19 @@ class EventFeed:
         self._work(stream)
 
     def _reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
-        now = time.monotonic()
+        now, request_id = time.monotonic(), stream.request_id
         try:
+            if stream.asks_snapshot:
+                snapshot = parse_snapshot(frames)
+                self._drop_request(stream)
+                return stream.state.snapshot(request_id, *snapshot, now)
             reply = parse_reply(frames)
         except DecodeError as error:
             return [Malformed(str(error))]
         if reply.is_end:
             self._drop_request(stream)
             return stream.state.reply_end(stream.request_id, now)
-        return stream.state.reply(stream.request_id, reply.seq, reply.payload, now)
+        return stream.state.reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
         for command in self._turns.asked():  # what was bound or added last must be closed too

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 
-from events.frames import HANDSHAKE_MS_MAX, request_frames
+from events.frames import HANDSHAKE_MS_MAX
 from events.stream import StreamState
 from events.stream_types import Apply, Instruction, StreamConfig
 
@@ -45,6 +45,8 @@ class StreamSource:
     """Take only this topic; None or empty: whatever comes."""
     config: StreamConfig = field(default_factory=StreamConfig)
     resume: tuple[int, int] | None = None
+    snapshot_endpoint: str | None = None
+    """Of a socket that answers snapshots only, as vLLM's; ours answers them at `replay_endpoint`."""
 
 
 class FollowedStream:
@@ -57,6 +59,8 @@ class FollowedStream:
         """Of the last live message; replies of older vLLM carry none."""
         self.dealer: Socket | None = None
         self.request_id = 0
+        self.asks_snapshot = False
+        """The request under way is to `snapshot_endpoint`."""
         self.connected = False
         self.lost_at: float | None = None
         """When its connection broke off, until there is another one."""
@@ -120,8 +124,13 @@ class FollowedStream:
         self.again_at = again_at
 
     def _begin(self, resume: tuple[int, int] | None) -> StreamState:
-        can_ask = self.source.config.can_ask and self.source.replay_endpoint is not None
-        return StreamState(StreamConfig(**{**self.source.config.__dict__, "can_ask": can_ask}), resume)
+        source = self.source
+        config = replace(
+            source.config,
+            can_replay=source.config.can_replay and source.replay_endpoint is not None,
+            has_snapshots=source.snapshot_endpoint is not None,
+        )
+        return StreamState(config, resume)
 
 
 class Subscription:
@@ -181,8 +190,8 @@ class Subscription:
         self.socket.close(0)
 
 
-def ask(context: Context, endpoint: str, start_seq: int) -> Socket:
-    """A socket on which the batches from `start_seq` on will come. Raises zmq.ZMQError for an unusable address."""
+def ask(context: Context, endpoint: str, request: list[bytes]) -> Socket:
+    """A socket on which the answer to this request will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = QUEUED_MAX
@@ -194,5 +203,5 @@ def ask(context: Context, endpoint: str, start_seq: int) -> Socket:
     except zmq.ZMQError:
         dealer.close(0)
         raise
-    dealer.send_multipart(request_frames(start_seq))
+    dealer.send_multipart(request)
     return dealer

@@ -11,6 +11,10 @@ from typing import NamedTuple
 from events.types import DecodeError
 
 SEQ_BYTES = 8
+PUBLISHER_ID_BYTES = 16
+"""Behind the sequence number, where a publisher names itself (vLLM with snapshots): another id is another process."""
+ASK_SNAPSHOT = b"snapshot"
+"""What is asked of a socket that answers nothing else."""
 END_SEQ = 2**64 - 1
 """Sequence number of the marker that ends every reply; its payload is empty."""
 SNAPSHOT_SEQ = 2**64 - 2
@@ -26,11 +30,14 @@ class LiveFrame(NamedTuple):
     topic: bytes
     seq: int
     payload: bytes
+    publisher_id: bytes = b""
+    """Empty where the publisher does not name itself."""
 
 
 class ReplyFrame(NamedTuple):
     seq: int
     payload: bytes
+    publisher_id: bytes = b""
 
     @property
     def is_end(self) -> bool:
@@ -41,17 +48,32 @@ def pack_seq(seq: int) -> bytes:
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
-def _seq(frame: bytes) -> int:
-    if len(frame) != SEQ_BYTES:
-        raise DecodeError(f"sequence frame: expected {SEQ_BYTES} bytes, got {len(frame)}: {frame[:16]!r}")
-    return int.from_bytes(frame, "big")
+class SnapshotFrames(NamedTuple):
+    """The answer of a snapshot socket."""
+
+    last_seq: int | None
+    """The batch after which the chunks are true, -1 before the first; None: there is no snapshot now."""
+    publisher_id: bytes
+    chunks: Sequence[bytes]
+    """Payloads of batches."""
+
+
+def _seq(frame: bytes) -> tuple[int, bytes]:
+    """(sequence number, publisher id)."""
+    if len(frame) not in (SEQ_BYTES, SEQ_BYTES + PUBLISHER_ID_BYTES):
+        raise DecodeError(
+            f"sequence frame: expected {SEQ_BYTES} bytes, or {SEQ_BYTES + PUBLISHER_ID_BYTES} with a publisher id, "
+            f"got {len(frame)}: {frame[:16]!r}"
+        )
+    return int.from_bytes(frame[:SEQ_BYTES], "big"), frame[SEQ_BYTES:]
 
 
 def parse_live(frames: Sequence[bytes]) -> LiveFrame:
     """`[topic, seq, payload]`. Raises DecodeError for any other shape."""
     if len(frames) != 3:
         raise DecodeError(f"live message: expected 3 frames (topic, seq, payload), got {len(frames)}")
-    return LiveFrame(frames[0], _seq(frames[1]), frames[2])
+    seq, publisher_id = _seq(frames[1])
+    return LiveFrame(frames[0], seq, frames[2], publisher_id)
 
 
 def request_frames(start_seq: int) -> list[bytes]:
@@ -63,7 +85,7 @@ def parse_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
     """(peer identity, start_seq) of what a ROUTER received: `[identity, "", start_seq]`. Raises DecodeError."""
     if len(frames) != 3 or frames[1]:
         raise DecodeError(f"replay request: expected frames identity, empty, start_seq; got {len(frames)} frames")
-    return frames[0], _seq(frames[2])
+    return frames[0], _seq(frames[2])[0]
 
 
 def reply_frames(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -75,4 +97,19 @@ def parse_reply(frames: Sequence[bytes]) -> ReplyFrame:
     """What a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises DecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise DecodeError(f"replay reply: expected frames empty, (topic,) seq, payload; got {len(frames)} frames")
-    return ReplyFrame(_seq(frames[-2]), frames[-1])
+    seq, publisher_id = _seq(frames[-2])
+    return ReplyFrame(seq, frames[-1], publisher_id)
+
+
+def parse_snapshot(frames: Sequence[bytes]) -> SnapshotFrames:
+    """What a DEALER received of a snapshot socket: `["", last seq (signed), publisher id, chunk ...]`, or without the
+    empty frame. Raises DecodeError."""
+    if frames and not frames[0]:
+        frames = frames[1:]
+    if len(frames) < 2 or len(frames[0]) != SEQ_BYTES or len(frames[1]) != PUBLISHER_ID_BYTES:
+        raise DecodeError(
+            f"snapshot: expected frames of {SEQ_BYTES} and {PUBLISHER_ID_BYTES} bytes, then chunks; "
+            f"got {[len(frame) for frame in frames[:4]]}"
+        )
+    last_seq = int.from_bytes(frames[0], "big", signed=True)
+    return SnapshotFrames(None if last_seq < -1 else last_seq, frames[1], frames[2:])

@@ -203,7 +203,8 @@ def sources_of(
         for source in found:
             rank = f"#{source.data_parallel_rank}" if len(found) > 1 else ""
             about = topic or source.topic or None
-            yield StreamSource(address + rank, source.endpoint, source.replay_endpoint, about, config)
+            ends = source.endpoint, source.replay_endpoint
+            yield StreamSource(address + rank, *ends, about, config, snapshot_endpoint=source.snapshot_endpoint)
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})

@@ -34,6 +34,8 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     topic: str = ""
     data_parallel_rank: int = 0
+    snapshot_endpoint: str | None = None
+    """Of a socket that answers snapshots only (vLLM's open change 57789)."""
     epoch: str | None = None
     """Changes with every start of the publisher. None: the worker does not tell."""
     snapshot: bool = False
@@ -74,6 +76,7 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
             source,
             endpoint=resolve_endpoint(source.endpoint, host),
             replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, host),
+            snapshot_endpoint=source.snapshot_endpoint and resolve_endpoint(source.snapshot_endpoint, host),
         )
         for source in sources
     ]

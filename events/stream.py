@@ -20,6 +20,8 @@ a new one replaces it. Everything buffered is bounded, and what overflows become
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from events.frames import SNAPSHOT_SEQ
 from events.stream_memory import AppliedBatches, EarlyBatches, digest
 from events.stream_types import (
@@ -40,6 +42,7 @@ from events.stream_types import (
 )
 
 NO_REPLAY = "the publisher offers no replay"
+NO_SNAPSHOT = "the publisher has no snapshot now"
 
 
 class StreamState:
@@ -60,6 +63,7 @@ class StreamState:
         if resume is not None:
             self._next = resume[0] + 1
             self._recent.remember(*resume)
+        self._publisher_id = b""
         self._epoch: str | None = None
         self._restarted_since_epoch = False
         self._held = self._joined  # something was applied since the last Clear
@@ -104,10 +108,13 @@ class StreamState:
         self._deadline = None
         return []
 
-    def live(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+    def live(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
         """A batch came on the subscription."""
         if not self.online:
             return []  # older than the reconnect that is coming; replay has it
+        if self._is_another(publisher_id):
+            self._activity_at = now
+            return self._restarted("the publisher has another id", now, seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return [Malformed(f"live message with the reserved seq {seq}")]
         self._activity_at = now
@@ -127,10 +134,14 @@ class StreamState:
             return self._stale(seq)
         return self._restarted(f"two different batches with seq {seq}", now, seq, payload)
 
-    def reply(self, request_id: int, seq: int, payload: bytes, now: float) -> list[Instruction]:
+    def reply(
+        self, request_id: int, seq: int, payload: bytes, now: float, publisher_id: bytes = b""
+    ) -> list[Instruction]:
         """One message of the reply to a request, in the order it came; not the end marker."""
         if self._deadline is None or request_id != self._request_id:
             return []
+        if self._is_another(publisher_id):
+            return self._restarted("the publisher has another id", now)
         self._deadline = now + self.config.request_timeout_s
         if self.phase is StreamPhase.SNAPSHOT:
             return self._snapshot_reply(seq, payload)
@@ -159,6 +170,28 @@ class StreamState:
             assert self._next is not None
             return self._restarted(f"the publisher does not know seq {self._next - 1}", now)
         return self._synced(now)
+
+    def snapshot(
+        self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
+    ) -> list[Instruction]:
+        """A snapshot socket answered: chunks that are true after batch `last_seq` (None: there is no snapshot now)."""
+        if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
+            return []
+        if last_seq is None:
+            return self.request_failed(request_id, now, NO_SNAPSHOT)
+        if self._is_another(publisher_id):
+            return self._restarted("the publisher has another id", now)
+        self._deadline = None
+        self.stats.snapshots += 1
+        self._next, self._held = last_seq + 1, True
+        applied: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
+        return applied + self._synced(now)
+
+    def _is_another(self, publisher_id: bytes) -> bool:
+        """Note the id; True where it is another process's than before."""
+        before = self._publisher_id
+        self._publisher_id = publisher_id or before
+        return bool(before) and self._publisher_id != before
 
     def request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
         """The request got no (complete) answer."""
@@ -206,7 +239,7 @@ class StreamState:
         if self._retry_at is not None and now >= self._retry_at:
             return [*self._clear("asking for a snapshot again"), *self._rejoin(now)]
         silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
-        if self.phase is StreamPhase.LIVE and silent and self._next is not None and self.config.can_ask:
+        if self.phase is StreamPhase.LIVE and silent and self._next is not None and self.config.can_replay:
             self._activity_at = None
             instructions = self._repair(now)
             self._tail_check = True
@@ -263,10 +296,12 @@ class StreamState:
         if self._next is None:
             self.phase = StreamPhase.LIVE
             return []
-        if not self.config.can_ask:
-            return self._give_up(NO_REPLAY, now)
+        if not self.config.can_replay:
+            return self._uncovered(NO_REPLAY, now) if self.config.has_snapshots else self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
-        self._unverified = self._next > 0
+        # Of the last batch in vLLM's snapshot no bytes are known: its id tells whether this is the same process.
+        by_id = self._publisher_id and self._recent.digest_of(self._next - 1) is None
+        self._unverified = self._next > 0 and not by_id
         return [RequestReplay(self._ask(now), max(0, self._next - 1))]
 
     def _rejoin(self, now: float) -> list[Instruction]:
@@ -276,7 +311,8 @@ class StreamState:
         if not self.config.can_ask or self._rejoins > self.config.attempts_max:
             return self._give_up("cannot catch up" if self.config.can_ask else NO_REPLAY, now)
         self._attempts = 0
-        return self._ask_snapshot(now) if self.config.join is Join.SNAPSHOT else self._rebuild(now)
+        asks = self.config.join is Join.SNAPSHOT or not self.config.can_replay
+        return self._ask_snapshot(now) if asks else self._rebuild(now)
 
     def _ask_snapshot(self, now: float) -> list[Instruction]:
         self.phase = StreamPhase.SNAPSHOT
@@ -284,6 +320,8 @@ class StreamState:
         return [RequestSnapshot(self._ask(now))]
 
     def _rebuild(self, now: float) -> list[Instruction]:
+        if not self.config.can_replay:
+            return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REBUILD
         return [RequestReplay(self._ask(now), 0)]
 

@@ -36,8 +36,10 @@ EARLY_MAX, EARLY_BYTES_MAX = 20_000, 256 << 20
 @dataclass(frozen=True)
 class StreamConfig:
     join: Join = Join.SNAPSHOT
-    can_ask: bool = True
+    can_replay: bool = True
     """False where the publisher has no replay endpoint."""
+    has_snapshots: bool = False
+    """It has a socket that answers nothing but snapshots."""
     buffer_frames_max: int = EARLY_MAX
     buffer_bytes_max: int = EARLY_BYTES_MAX
     recent_max: int = 1024
@@ -49,6 +51,11 @@ class StreamConfig:
     """After nobody could say what was missed: when to ask for a snapshot again."""
     tail_check_s: float = 1.0
     """After so much silence the publisher is asked once whether the last batch seen is its last."""
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether anything that was missed can be had."""
+        return self.can_replay or self.has_snapshots
 
 
 @dataclass

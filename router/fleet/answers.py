@@ -117,7 +117,7 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
 
 def _odd(source: EventSource) -> str | None:
     """Why a stream cannot be followed."""
-    for endpoint in (source.endpoint, source.replay_endpoint or source.endpoint):
+    for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
         found = _PORT.fullmatch(endpoint)
         if found is None or not 0 < int(found[1] or 1) < 65536:
             return f"{endpoint[:80]!r} is no address"

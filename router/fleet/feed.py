@@ -161,6 +161,7 @@ class IndexFeed:
             and stream.since != 0
             and stream.source.replay_endpoint is not None
             and not stream.source.snapshot
+            and stream.source.snapshot_endpoint is None
         }
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:

@@ -113,14 +113,20 @@ class WorkerStream:
 
     def is_at(self, source: EventSource, holder: HolderId) -> bool:
         """Whether following `source` for `holder` would change nothing but the epoch."""
-        old, new = ((s.endpoint, s.replay_endpoint, s.topic) for s in (self.source, source))
+        old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
     def address(self, resume: tuple[int, int] | None = None) -> StreamSource:
         """Where the feed finds it."""
         source = self.source
         return StreamSource(
-            self.stream_id, source.endpoint, source.replay_endpoint, source.topic or None, StreamConfig(), resume
+            self.stream_id,
+            source.endpoint,
+            source.replay_endpoint,
+            source.topic or None,
+            StreamConfig(),
+            resume,
+            source.snapshot_endpoint,
         )
 
     def check_rank(self, told: int | None) -> None:

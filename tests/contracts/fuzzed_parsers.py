@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from events.codec import decode_batch, encode_batch
-from events.frames import parse_live, parse_reply, parse_request
+from events.frames import parse_live, parse_reply, parse_request, parse_snapshot
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
 from prompts.anthropic import as_chat, parse_messages
 from prompts.chat_template import ChatTemplate, ChatTemplateError
@@ -204,8 +204,15 @@ def _peer(data: bytes) -> None:
 
 def _events(data: bytes) -> None:
     _unless(DecodeError, decode_batch, data)
-    for parse in (parse_live, parse_reply, parse_request):
-        for frames in ([b"kv", data[:8], data[8:]], [data[:8], data[8:]], [b"", data[:8], data], [data]):
+    for parse in (parse_live, parse_reply, parse_request, parse_snapshot):
+        for frames in (
+            [b"kv", data[:8], data[8:]],
+            [b"", data[:24], data[:8]],
+            [b"", data[:8], data[:16], data],
+            [data[:8], data[8:]],
+            [b"", data[:8], data],
+            [data],
+        ):
             _unless(DecodeError, parse, frames)
 
 

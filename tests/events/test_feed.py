@@ -33,7 +33,9 @@ from events import (
     Subscriber,
     block_hash,
 )
+from events.codec import encode_batch
 from events.frames import END_SEQ, pack_seq
+from events.stream_types import Malformed
 
 BLOCK = 4
 
@@ -255,6 +257,46 @@ def test_old_vllm_replay_without_topic_and_no_snapshot(follow: Follow) -> None:
                 router.send_multipart([identity, b"", pack_seq(seq), ring[seq]])
             router.send_multipart([identity, b"", pack_seq(END_SEQ), b""])
         follower.until(lambda: follower.held == names(set(range(4))))
+    finally:
+        pub.close(0)
+        router.close(0)
+        context.term()
+
+
+def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Follow) -> None:
+    """Sequence frames of 24 bytes, a snapshot socket, empty batches as heartbeats, no replay; then another process."""
+    context = zmq.Context()
+    pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    try:
+        pub_port, router_port = (socket.bind_to_random_port("tcp://127.0.0.1") for socket in (pub, router))
+        end = "tcp://127.0.0.1:{}".format
+        follower = follow(StreamSource("w", end(pub_port), snapshot_endpoint=end(router_port)))
+
+        def answer(last_seq: int, publisher_id: bytes, *keys: int) -> None:
+            assert router.poll(10_000)
+            identity, *request = router.recv_multipart()
+            assert request == [b"", b"snapshot"]
+            chunks = [encode_batch(EventBatch(1.0, [stored(key)], 0)) for key in keys]
+            seq = last_seq.to_bytes(8, "big", signed=True)
+            router.send_multipart([identity, b"", seq, publisher_id, *chunks])
+
+        def send(seq: int, publisher_id: bytes, *events: Any) -> None:
+            pub.send_multipart([b"kv@w", pack_seq(seq) + publisher_id, encode_batch(EventBatch(1.0, [*events], 0))])
+
+        one, other = b"1" * 16, b"2" * 16
+        answer(-2, one)
+        answer(4, one, 0, 1, 2)
+        follower.until(lambda: follower.held == names({0, 1, 2}))
+        for seq, events in ((5, [stored(3)]), (6, []), (7, []), (8, [stored(4)])):
+            send(seq, one, *events)
+        follower.until(lambda: follower.held == names(set(range(5))))
+        assert not follower.saw(Malformed)
+        send(9, other, stored(7))
+        answer(8, other, 6)
+        follower.until(lambda: follower.held == names({6, 7}))
+        assert follower.saw(Restarted)
+        pub.send_multipart([b"kv@w", b"x" * 12, b""])
+        follower.until(lambda: follower.saw(Malformed))
     finally:
         pub.close(0)
         router.close(0)

@@ -107,7 +107,7 @@ def test_ring_publisher_never_leaves_a_false_hit(script: list[tuple[str, int]], 
 @given(steps)
 def test_without_replay_only_consecutive_batches_are_held(script: list[tuple[str, int]]) -> None:
     script = [step for step in script if step[0] != "restart"]  # an idle restart cannot be seen without replay
-    world = World(StreamConfig(can_ask=False), 0, snapshots=False)
+    world = World(StreamConfig(can_replay=False), 0, snapshots=False)
     world.connect()
     run(world, script)
     assert world.follower.stream.stats.requests == 0
@@ -283,3 +283,138 @@ def test_many_seeds() -> None:
         run(world, script)
         world.settle()
         assert world.follower.held == world.publisher.resident, f"seed {seed}"
+
+
+# ---------------------------------------------------------------- publishers that name themselves, and their snapshots
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def requests_of(instructions: list[Instruction]) -> list[Instruction]:
+    return [one for one in instructions if isinstance(one, RequestReplay | RequestSnapshot)]
+
+
+def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
+    """A stream that joined by the answer of a snapshot socket."""
+    stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
+    assert stream.connected(0.0) == [RequestSnapshot(1)]
+    assert stream.live(last_seq, b"early", 0.1, A) == []
+    applied = stream.snapshot(1, last_seq, A, [b"one", b"two"], 0.2)
+    assert applied[:2] == [Apply(None, b"one", Origin.SNAPSHOT), Apply(None, b"two", Origin.SNAPSHOT)]
+    assert requests_of(applied) == []
+    assert stream.phase is StreamPhase.LIVE
+    stream.check_invariants()
+    return stream
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+@pytest.mark.parametrize("last_seq", [-1, 4])
+def test_a_snapshot_sockets_answer_joins_at_its_seq(can_replay: bool, last_seq: int) -> None:
+    stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
+    stream.connected(0.0)
+    stream.live(last_seq + 1, b"next", 0.1, A)
+    instructions = stream.snapshot(1, last_seq, A, [b"x"], 0.2)
+    assert instructions == [Apply(None, b"x", Origin.SNAPSHOT), Apply(last_seq + 1, b"next", Origin.LIVE)]
+    assert stream.live(last_seq + 2, b"heartbeat", 0.3, A) == [Apply(last_seq + 2, b"heartbeat", Origin.LIVE)]
+    assert stream.stats.snapshots == 1
+    stream.check_invariants()
+
+
+def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
+    for seq in (0, 4, 5, 6, 1000):
+        stream = snapshotted(can_replay=False)
+        restarted, clear, request = stream.live(seq, b"of another", 1.0, B)
+        assert isinstance(restarted, Restarted)
+        assert isinstance(clear, Clear)
+        assert isinstance(request, RequestSnapshot)
+        assert stream.stats.restarts == 1
+        assert stream.snapshot(request.request_id, seq, A, [b"old"], 1.1)[0] == Restarted(
+            "the publisher has another id"
+        )
+        stream.check_invariants()
+
+
+def test_without_ids_nothing_is_said_about_them() -> None:
+    stream = snapshotted(can_replay=True)
+    assert stream.live(5, b"x", 1.0) == [Apply(5, b"x", Origin.LIVE)]
+
+
+def test_a_gap_is_replayed_where_it_can_be_and_else_taken_from_a_snapshot() -> None:
+    stream = snapshotted(can_replay=True)
+    gap, request = stream.live(7, b"7", 1.0, A)
+    assert (gap, request) == (Gap(5, 7), RequestReplay(2, 4))
+    assert stream.reply(2, 5, b"5", 1.1, A) == [Apply(5, b"5", Origin.REPLAY)]
+    assert stream.reply(2, 6, b"6", 1.1, A) == [Apply(6, b"6", Origin.REPLAY)]
+    assert stream.reply_end(2, 1.2) == [Apply(7, b"7", Origin.LIVE)]
+    stream = snapshotted(can_replay=False)
+    assert [type(one) for one in stream.live(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
+    assert stream.snapshot(2, 6, A, [], 1.1) == [Apply(7, b"7", Origin.LIVE)]
+    assert [type(one) for one in stream.connected(2.0)] == [Clear, RequestSnapshot]
+    assert stream.tick(2.1) == []
+
+
+def test_a_replay_of_another_process_is_a_restart() -> None:
+    stream = snapshotted(can_replay=True)
+    (request,) = stream.connected(1.0)
+    assert isinstance(request, RequestReplay)
+    restarted, clear, again = stream.reply(request.request_id, 5, b"5", 1.1, B)
+    assert isinstance(restarted, Restarted)
+    assert isinstance(clear, Clear)
+    assert isinstance(again, RequestSnapshot)
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: bool) -> None:
+    stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
+    instructions = stream.connected(0.0)
+    for _ in range(stream.config.attempts_max):
+        (request,) = requests_of(instructions)
+        assert isinstance(request, RequestSnapshot)
+        instructions = stream.snapshot(request.request_id, None, A, [], 0.1)
+    assert [type(one) for one in requests_of(instructions)] == ([RequestReplay] if can_replay else [])
+    if not can_replay:
+        assert stream.phase is StreamPhase.LIVE
+        assert stream.live(9, b"9", 0.2, A) == [Apply(9, b"9", Origin.LIVE)]
+        (clear, request) = stream.tick(0.1 + stream.config.retry_s)
+        assert isinstance(clear, Clear)
+        assert isinstance(request, RequestSnapshot)
+    assert stream.snapshot(99, 3, A, [], 0.3) == [], "of an older request"
+    stream.check_invariants()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.sampled_from(["batch", "lose", "restart", "snapshot", "connect"]), max_size=40), st.booleans())
+def test_what_is_held_is_one_process_without_holes(script: list[str], late: bool) -> None:
+    """Against a publisher whose batches say whose they are, where a snapshot answers each loss, or nothing does."""
+    stream = StreamState(StreamConfig(can_replay=False, has_snapshots=True, attempts_max=1 if late else 3))
+    life, seq, pending = 0, 0, list[Instruction]()
+    held: list[tuple[int, int]] = []
+
+    def perform(instructions: list[Instruction]) -> None:
+        for one in instructions:
+            if isinstance(one, Clear):
+                held.clear()
+            elif isinstance(one, Apply):
+                whose, first, last = map(int, one.payload.split())
+                assert not held or held[-1] == (whose, first - 1), (held, one)
+                held.append((whose, last))
+            elif isinstance(one, RequestSnapshot):
+                pending[:] = [one]
+
+    perform(stream.connected(0.0))
+    for number, step in enumerate(script):
+        now = 0.1 + number / 100
+        identity = life.to_bytes(16, "big")
+        if step in ("batch", "lose"):
+            if step == "batch":
+                perform(stream.live(seq, b"%d %d %d" % (life, seq, seq), now, identity))
+            seq += 1
+        elif step == "restart":
+            life, seq = life + 1, seq // 2
+        elif step == "connect":
+            perform(stream.connected(now))
+        elif pending:
+            request = pending.pop()
+            assert isinstance(request, RequestSnapshot)
+            perform(stream.snapshot(request.request_id, seq - 1, identity, [b"%d 0 %d" % (life, seq - 1)], now))
+        stream.check_invariants()
