@@ -106,7 +106,7 @@ class History:
         self.bench.device.fail_next = False
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (30, 60, 90))])
 def test_every_read_every_event_and_every_answer_is_right(first: int) -> None:
     for seed in range(first, first + 30):
         print(f"seed {seed}")

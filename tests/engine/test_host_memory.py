@@ -61,7 +61,7 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
     return said, core
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", list(RECIPES))
 def test_tokens_are_those_of_an_engine_without_a_cache(family: str, adaptive: bool) -> None:
     plain, _ = conversations(family, 0, enable_prefix_caching=False)

@@ -110,6 +110,7 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
         assert (core.stats().preemptions > 0) == (token_count == 100)
 
 
+@pytest.mark.long
 def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
     """Interpreted, a layer of a step takes a second: few of either, but tables that grow by blocks and change."""
     few: dict[str, Any] = {"count": 6, "answer_tokens": 9, "recipe": SMALLEST}

@@ -124,7 +124,7 @@ def alone(requests: list[Request], grammars: Grammars) -> dict[str, list[int]]:
     return calm.said
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)

@@ -47,7 +47,10 @@ def make_core(family: str, token_count: int, block_size: int, host_units: int = 
 
 
 @pytest.mark.parametrize("family", list(RECIPES))
-@pytest.mark.parametrize(("block_size", "host_units"), [(4, 0), (16, 0), (4, 100)])
+@pytest.mark.parametrize(
+    ("block_size", "host_units"),
+    [(16, 0), pytest.param(4, 0, marks=pytest.mark.long), pytest.param(4, 100, marks=pytest.mark.long)],
+)
 def test_conversations_in_a_small_cache(family, block_size, host_units):
     seed = random.randrange(2**32)
     print("seed", seed)

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_parts_of_a_step(tmp_path: Path, device: str) -> None:
     target = tmp_path / "host.json"

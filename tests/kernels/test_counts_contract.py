@@ -14,7 +14,13 @@ from kernels.counts import PenaltyRows, TokenCounts
 VOCAB = 3000
 
 
-@pytest.fixture(params=["reference", "triton", pytest.param("triton-gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("triton", marks=pytest.mark.long),
+        pytest.param("triton-gpu", marks=pytest.mark.gpu),
+    ]
+)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")

@@ -219,6 +219,7 @@ def test_which_prefixes_are_attended_once():
     assert sorted(plan_of(both, lens).shared()) == [(1088, 2), (1280, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 def test_shared_prefixes_in_threads(ops, dtype, rng, threads):
     torch.set_num_threads(threads)

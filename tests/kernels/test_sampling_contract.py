@@ -18,7 +18,13 @@ from kernels.triton import backend as triton_ops
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
-@pytest.fixture(params=["reference", "triton", pytest.param("triton-gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("triton", marks=pytest.mark.long),
+        pytest.param("triton-gpu", marks=pytest.mark.gpu),
+    ]
+)
 def draw(request: pytest.FixtureRequest) -> Draw:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")

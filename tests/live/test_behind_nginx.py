@@ -17,7 +17,7 @@ import pytest
 from programs import Program, call, until
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/bin")
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "step_s": 0.01, "kv_tokens": 65536})
 RATE = 40

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 from programs import Program, call, until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 STREAMS, TOKENS = 50, 100
 HAIR = 1e-5

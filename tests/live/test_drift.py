@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from programs import Program, call, until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 REQUESTS_MAX = 50
 OTHER_TEMPLATE = """\
 {% for message in messages %}{{ '### ' + message['role'] + ':\\n' + message['content'] + '\\n\\n' }}{% endfor %}\

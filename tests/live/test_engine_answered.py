@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from programs import call
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 PROMPT = "Give me some words, numbers and signs: "
 BODIES: dict[str, dict[str, Any]] = {

@@ -267,6 +267,7 @@ def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> Non
     until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0, "its blocks are free")
 
 
+@pytest.mark.long
 def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 4}
     address = urlsplit(engine.url)

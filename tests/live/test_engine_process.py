@@ -18,7 +18,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,7 +16,7 @@ from events import StreamSource, Subscriber
 from events.subscriber import Message
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from programs import Program, call, until
 
 from engine.loading import model_folder
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 PROMPT = "What was computed once is not computed again, unless it was computed by others. " * 8
 
 

@@ -333,7 +333,9 @@ def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int, promp
     return sim.workload.Workload("sessions", requests, "")
 
 
-@pytest.mark.parametrize("prompts", [1, 4, 16])
+@pytest.mark.parametrize(
+    "prompts", [4, pytest.param(1, marks=pytest.mark.long), pytest.param(16, marks=pytest.mark.long)]
+)
 def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim: Any, prompts: int) -> None:
     """A ninth worker joins eight warm ones after two minutes; a minute later it has a ninth of what begins, within a
     fifth. TTFT by half minutes is at no time above what it was before, by more than those half minutes differ."""

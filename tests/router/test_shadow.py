@@ -25,6 +25,7 @@ def benchmark() -> Iterator[Any]:
     sys.path[:] = before
 
 
+@pytest.mark.long
 def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
     given = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
     rows = benchmark.simulated(benchmark.parser().parse_args(given))
