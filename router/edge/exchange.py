@@ -29,7 +29,7 @@ from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
-    from router.edge.reasons import Comparison
+    from router.edge.comparison import Comparison
     from router.http.connection import Client
     from router.turns.ledger import Begun
 

@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
+from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
@@ -40,34 +41,6 @@ HINT = (
     "The last prompt of its conversation was not kept, so that the two were not compared: send the header "
     "x-blockcast-explain: 1 with the requests of a conversation, or name its session to POST /requests/watch."
 )
-
-
-class Sampling(NamedTuple):
-    """Whether a request is compared with the last prompt of its conversation."""
-
-    is_compared: bool
-    is_sampled: bool
-    """As one of the share, which is counted by reason."""
-    unknown_before: bool
-    """Earlier prompts of the conversation may have been, and were not kept."""
-
-
-class Comparison:
-    """A request that is to be compared, until that is done. Holds no text of its body but in `pieces`."""
-
-    __slots__ = ("begins", "ended", "has_begun", "outline", "pieces", "sampling")
-
-    def __init__(self, read: ReadTurn, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.outline = read.outline()
-        self.pieces = None if read.pieces is None else (read.pieces, read.parsed.kind)
-        """The body, and its kind, where its outline is made by another process."""
-        is_named = read.session.name is not None
-        self.begins = None if is_named or read.parsed.kind != "chat" else read.beginning()
-        self.has_begun = False
-        """Its first byte came, and its outline is being made."""
-        self.ended: tuple[ReportedUsage | None, int, float, bool] | None = None
-        """Usage, tokens of the answer, when, whether it is logged: of what ended while its outline was made."""
 
 
 class Reasons:

@@ -18,7 +18,6 @@ EVENT_BYTES_MAX: Final = 4 << 20
 IDS_MAX: Final = 2 << 20
 """Ids noted of an answer, and of its prompt; no worker goes on with a longer one."""
 
-_EVENT = re.compile(rb"(?s:.*?)\n\r?\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
 _KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
@@ -78,12 +77,13 @@ class Tokens:
         pending += content
         passed, taken = [], 0
         if not self.failed and _BLANK_LINE.search(pending, self._searched):
-            for event in _EVENT.findall(pending):
+            for blank_line in _BLANK_LINE.finditer(bytes(pending)):
+                event = bytes(pending[taken : blank_line.end()])
                 if event.startswith(_FAILURE):
                     self.failed = True
                     break
                 passed.append(self._event(event))
-                taken += len(event)
+                taken = blank_line.end()
             del pending[:taken]
         self._searched = max(len(pending) - _BLANK_LINE_BYTES, 0)
         if len(pending) > EVENT_BYTES_MAX:

@@ -1,0 +1,36 @@
+"""A request that is compared with the last prompt of its conversation, for why its turn missed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from router.decide.messages import ReportedUsage
+from router.prompting.turn import ReadTurn
+
+
+class Sampling(NamedTuple):
+    """Whether a request is compared with the last prompt of its conversation."""
+
+    is_compared: bool
+    is_sampled: bool
+    """As one of the share, which is counted by reason."""
+    unknown_before: bool
+    """Earlier prompts of the conversation may have been, and were not kept."""
+
+
+class Comparison:
+    """A request that is to be compared, until that is done. Holds no text of its body but in `pieces`."""
+
+    __slots__ = ("begins", "ended", "has_begun", "outline", "pieces", "sampling")
+
+    def __init__(self, read: ReadTurn, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.outline = read.outline()
+        self.pieces = None if read.pieces is None else (read.pieces, read.parsed.kind)
+        """The body, and its kind, where its outline is made by another process."""
+        is_named = read.session.name is not None
+        self.begins = None if is_named or read.parsed.kind != "chat" else read.beginning()
+        self.has_begun = False
+        """Its first byte came, and its outline is being made."""
+        self.ended: tuple[ReportedUsage | None, int, float, bool] | None = None
+        """Usage, tokens of the answer, when, whether it is logged: of what ended while its outline was made."""
