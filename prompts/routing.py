@@ -18,6 +18,7 @@ from prompts.errors import RequestError, bad_value
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
+from prompts.worker_fields import may_have_worker_fields
 
 Kind = Literal["chat", "completion", "messages", "responses", "other"]
 KINDS: dict[str, Kind] = {
@@ -74,6 +75,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """Every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
     echoes_chat: bool = False
     """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
+    has_worker_fields: bool = False
+    """It may have fields of prompts/worker_fields.py."""
     has_media: bool = False
     """The prompt holds images or other media: only the text before the first can be routed on."""
 
@@ -121,6 +124,7 @@ class RoutedBody(msgspec.Struct):
 
 
 _bodies = msgspec.json.Decoder(RoutedBody)
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
@@ -132,6 +136,14 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
 def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     """The same of a body whose kind is known."""
     check_object(data)
+    parsed = _read_kind(kind, data)
+    fields: dict[str, msgspec.Raw] = decode_json(_names, data)
+    if may_have_worker_fields(fields):
+        return parsed.replaced(has_worker_fields=True)
+    return parsed
+
+
+def _read_kind(kind: Kind, data: bytes) -> RoutingRequest:
     if kind in ("messages", "responses"):
         source = _parse_source(kind, data)
         if source is not None:

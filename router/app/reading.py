@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
+from prompts.worker_fields import CONTAINERS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
@@ -147,6 +148,8 @@ class RequestReading:
         self.stored = StoredResponses()
         self.names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
+        self.passed_fields: frozenset[str] = frozenset()
+        """Fields of prompts/worker_fields.py that clients may set."""
         self.model_header: bytes | None = None
         """A header whose model counts instead of the body's: a gateway's."""
         self._scopes: dict[tuple[str, str | None], Scope] = {}
@@ -172,13 +175,21 @@ class RequestReading:
         return asked
 
     def amend(self, request: HttpRequest, asked: Asked, fields: dict[str, object]) -> None:
-        """Give fields of the body other values. What is neither JSON nor a form stays. Raises RequestError where the
-        body holds a field twice."""
+        """Give fields of the body other values, and take out those that are not the client's to set. What is neither
+        JSON nor a form stays. Raises RequestError where the body holds a field twice."""
         if asked.spans is None:
-            if _IS_JSON.match(request.pieces[0]) is None:
+            if not (fields or asked.parsed.has_worker_fields) or _IS_JSON.match(request.pieces[0]) is None:
                 return
             asked.spans = find_fields(request.body)
-        request.pieces = splice(request.pieces, asked.spans.edits(fields))
+        spans, passed = asked.spans, self.passed_fields
+        dropped = [name for name in spans.values if is_worker_field(name) and name not in passed]
+        for name in CONTAINERS:
+            if name in spans.values and name not in passed:
+                kept = _strip(request.body[slice(*spans.values[name])], passed)
+                if kept is not None:
+                    fields[name] = kept
+        if fields or dropped:
+            request.pieces = splice(request.pieces, spans.edits(fields, dropped))
 
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
         holder = self.stored.holder(request, parsed.stored)
@@ -419,6 +430,17 @@ def _format(request: HttpRequest, path: str | None) -> Literal["json", "form"] |
 
 def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
     return read_form(request.pieces, request.header(b"content-type") or b"")
+
+
+def _strip(value: bytes, passed: frozenset[str]) -> Any:
+    """An object of a body, or a form's text of one, without the fields that are not the client's; None where it has
+    none of those."""
+    try:
+        told = msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return None
+    kept = without_worker_fields(told, passed)
+    return None if kept == told else kept
 
 
 def _integer(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
+from prompts.worker_fields import names_worker
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, RequestReading
 from router.app.tenants import Tenants, name_of
@@ -89,6 +90,7 @@ class RouterApp:
         self._metrics = metrics
         self._keys = [key.encode() for key in config.api_keys]
         self._own = routes
+        reading.passed_fields = proxy.passed_fields = frozenset(config.passed_fields)
         self._guard = guard
         self._reasons = reasons
         self._look_for = look_for
@@ -233,12 +235,11 @@ class RouterApp:
         fields = self._tenants.apply(tenant, exchange.request.path, asked)
         if asked.is_renamed:
             fields["model"] = asked.model
-        if fields:
-            try:
-                self._reading.amend(exchange.request, asked, fields)
-            except RequestError as error:
-                self._reject(exchange, error)
-                return
+        try:
+            self._reading.amend(exchange.request, asked, fields)
+        except RequestError as error:
+            self._reject(exchange, error)
+            return
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
         route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
@@ -267,6 +268,8 @@ class RouterApp:
 
     def _trace_id(self, request: HttpRequest) -> bytes:
         given = request.header(b"x-request-id")
+        if given is not None and names_worker(given):
+            given = None
         if given is not None and 0 < len(given) <= TRACE_ID_BYTES_MAX and given.isascii() and given.isalnum():
             return given
         if given is not None and 0 < len(given) <= TRACE_ID_BYTES_MAX and all(33 <= byte < 127 for byte in given):

@@ -44,6 +44,8 @@ class Carrier:
         """Whether a worker may be sent that; the others get no authorization at all."""
         self.tells_cache = True
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
+        self.passed_fields: frozenset[str] = frozenset()
+        """Fields and headers of workers that clients may set, and are answered."""
         self.continues = True
         """Streams whose worker dies go on at another one."""
 

@@ -20,6 +20,8 @@ SessionHeader = Annotated[
 ]
 ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
+WorkerField = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}$", title="NAME", examples=["kv_transfer_params"])]
+
 
 # fmt: off
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class EdgeConfig:
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
         "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. May "
         "be repeated."] = ()
+    passed_fields: Annotated[tuple[WorkerField, ...], Flag("--pass-worker-field", metavar="NAME"),
+        "Let clients set this field, or header, that is workers' own (docs/security.md has the list): where every "
+        "client is trusted. May be repeated."] = ()
     session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
         "A header that names the session, looked at before those that are known anyway (docs/routing.md); "
         "agent=NAME, parent=NAME, parent_agent=NAME, final=NAME: that tells those. May be repeated."] = ()

@@ -225,7 +225,7 @@ class Exchange:
             body, path = asked, stream.path
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
-            traceparent=None if self.span is None else self.span[1],
+            traceparent=None if self.span is None else self.span[1], passed=self._proxy.passed_fields,
         )  # fmt: skip
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
         connection.send(head, body)

@@ -5,6 +5,7 @@ Pure: bytes in, bytes out. Owns which headers are not forwarded and which are ad
 
 from __future__ import annotations
 
+from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
 from router.http.headers import HOP_BY_HOP
@@ -19,9 +20,10 @@ _NOT_FORWARDED = (
     b"content-length",
     b"expect",
     b"x-request-id",
-    b"x-data-parallel-rank",
     b"x-blockcast-explain",
+    *(name.encode() for name in WORKER_HEADERS),
 )
+RANK_HEADER = "x-data-parallel-rank"
 """Of a request. Answers are read here, for their usage and their tokens, and bodies were decoded here: neither may be
 compressed."""
 _KEYS = (b"authorization", b"x-api-key")
@@ -49,9 +51,14 @@ def request_head(
     body: tuple[bytes, ...],
     path: bytes | None = None,
     traceparent: bytes | None = None,
+    passed: frozenset[str] = frozenset(),
 ) -> bytes:
     """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
-    `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none."""
+    `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none.
+    `passed`: headers of workers that clients may set."""
+    dropped = _DROPPED[2 * (authorization is not None) + (traceparent is not None)]
+    if passed:
+        dropped -= {name.encode() for name in passed if rank is None or name != RANK_HEADER}
     more = length = b""
     if traceparent is not None:
         more = b"traceparent: %b\r\n" % traceparent
@@ -64,7 +71,7 @@ def request_head(
         length = b"content-length: %b\r\n" % str(size).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), target.prefix, request.target if path is None else path, target.authority, trace_id,
-        request.headers.without(_DROPPED[2 * (authorization is not None) + (traceparent is not None)]), more, length,
+        request.headers.without(dropped), more, length,
     )  # fmt: skip
 
 

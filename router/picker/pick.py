@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision, FailureKind, RouteRequest
 from router.edge.carrier import RETRYABLE, Carrier
 from router.edge.config import Timeouts
 from router.edge.exchange import PROGRESS_EVERY, Exchange
+from router.edge.rewrite import RANK_HEADER
 from router.http.connection import Client
 from router.http.request import HttpRequest
 from router.picker.conversation import AnswerBegun, Choice
@@ -115,8 +117,8 @@ class Pick(Exchange):
             removed += ["x-api-key"] if keyed else ["authorization", "x-api-key"]
         if decision.rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % decision.rank))
-        else:
-            removed.append("x-data-parallel-rank")
+        kept = self._proxy.passed_fields | ({RANK_HEADER} if decision.rank is not None else set())
+        removed += sorted(WORKER_HEADERS - kept)
         if self.request.is_decoded:
             removed.append("content-encoding")
         if self._caller.sees_answer:

@@ -1,14 +1,14 @@
 """Top-level fields of a request body: where their values are, and the body with other values. Pure.
 
 A body in which a field is changed holds it once: workers disagree about which of two counts, and some refuse both. So
-a value is replaced where it is, a missing field is inserted at the front, and a body that holds a field twice is
-refused. Bodies stay in pieces: only a piece that changes is copied.
+a value is replaced where it is, a missing field is inserted at the front, a field that is dropped goes whole, and a
+body that holds a field twice is refused. Bodies stay in pieces: only a piece that changes is copied.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -31,10 +31,12 @@ class FieldSpans(msgspec.Struct):
     """Field -> (start, end) of its value."""
     inside: int
     """Behind the opening brace."""
+    keys: dict[str, int] = {}
+    """Field -> start of its name."""
 
-    def edits(self, fields: Mapping[str, object]) -> list[Edit]:
-        """What gives these fields these values."""
-        made: list[Edit] = []
+    def edits(self, fields: Mapping[str, object], dropped: Collection[str] = ()) -> list[Edit]:
+        """What gives these fields these values, and takes out those that are dropped."""
+        made = self._cuts(dropped)
         missing: dict[str, object] = {}
         for name, value in fields.items():
             if name in self.values:
@@ -43,15 +45,34 @@ class FieldSpans(msgspec.Struct):
                 missing[name] = value
         if missing:
             inserted = msgspec.json.encode(missing)[1:-1]
-            made.append((self.inside, self.inside, inserted + b"," if self.values else inserted))
+            stay = any(name not in dropped for name in self.values)
+            made.append((self.inside, self.inside, inserted + b"," if stay else inserted))
         return made
+
+    def _cuts(self, dropped: Collection[str]) -> list[Edit]:
+        """Each field goes with the comma before it; those in front of all that stay, with the comma behind them."""
+        names = list(self.values)
+        first = next((i for i, name in enumerate(names) if name not in dropped), len(names))
+        made: list[Edit] = []
+        if first:
+            made.append((self.inside, self._start(names, first), b""))
+        for before, name in zip(names[first:], names[first + 1 :]):
+            if name in dropped:
+                made.append((self.values[before][1], self.values[name][1], b""))
+        return made
+
+    def _start(self, names: list[str], i: int) -> int:
+        """Of a field's name, or the end of the last value where there are no more."""
+        return self.keys[names[i]] if i < len(names) else self.values[names[-1]][1]
 
 
 class FormSpans(FieldSpans):
     """Places in a multipart form (router/prompting/forms.py), whose values are plain text. A missing field stays so."""
 
-    def edits(self, fields: Mapping[str, object]) -> list[Edit]:
-        return [(*self.values[name], str(value).encode()) for name, value in fields.items() if name in self.values]
+    def edits(self, fields: Mapping[str, object], dropped: Collection[str] = ()) -> list[Edit]:
+        values = {**fields, **dict.fromkeys(dropped, "")}
+        texts = {name: v if isinstance(v, str) else msgspec.json.encode(v).decode() for name, v in values.items()}
+        return [(*self.values[name], text.encode()) for name, text in texts.items() if name in self.values]
 
 
 def find_fields(body: bytes) -> FieldSpans:
@@ -60,6 +81,7 @@ def find_fields(body: bytes) -> FieldSpans:
     if len(values) > FIELDS_MAX:
         raise RequestError(f"the body has {len(values)} fields, expected at most {FIELDS_MAX}", param=None)
     found: dict[str, tuple[int, int]] = {}
+    keys: dict[str, int] = {}
     inside = at = body.index(b"{") + 1
     while key := _KEY.match(body, at):
         name: str = msgspec.json.decode(key[1], type=str)
@@ -68,9 +90,9 @@ def find_fields(body: bytes) -> FieldSpans:
         behind = _BEHIND_VALUE.match(body, end) if body.startswith(value, start) else None
         if behind is None or name in found:  # the value is that of the field's last occurrence
             raise field_twice(name)
-        found[name] = start, end
+        found[name], keys[name] = (start, end), key.start(1)
         at = behind.end()
-    return FieldSpans(found, inside)
+    return FieldSpans(found, inside, keys)
 
 
 def splice(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:

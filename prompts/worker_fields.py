@@ -1,0 +1,67 @@
+"""Fields by which routers and engines agree where KV lies, which worker computes, and whose request it is. Pure.
+
+A client that sets such a field makes a worker fetch KV from wherever it says, which can end the worker's process or
+poison its cache for everybody. So a router takes them out of what clients send, and out of what workers answer. Known
+are those of vLLM, SGLang, TensorRT-LLM and Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+# fmt: off
+WORKER_FIELDS: Final = frozenset((
+    # vLLM
+    "kv_transfer_params", "ec_transfer_params", "kv_hints", "do_remote_prefill", "do_remote_decode", "remote_engine_id",
+    "remote_block_ids", "remote_host", "remote_port", "request_id",
+    # SGLang
+    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size", "session_params", "rid",
+    # TensorRT-LLM
+    "disaggregated_params", "ctx_request_id", "disagg_request_id",
+    # Dynamo
+    "backend_instance_id", "worker_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank",
+    "decode_dp_rank", "routing_constraints", "prefill_result",
+))
+WORKER_HEADERS: Final = frozenset((
+    # vLLM, SGLang
+    "x-data-parallel-rank", "x-data-parallel-rank-decode",
+    # llm-d
+    "x-prefiller-host-port", "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
+    # Dynamo
+    "x-worker-instance-id", "x-prefill-instance-id", "x-dp-rank", "x-prefill-dp-rank", "x-dynamo-token-data",
+    "x-dynamo-routing-mode",
+))
+# fmt: on
+"""Headers that say the same."""
+CONTAINERS: Final = ("vllm_xargs", "nvext", "extra_body", "extra_args", "sampling_params", "agent_context")
+"""Objects in a body in which such fields may stand too."""
+_PREFIX: Final = "bootstrap_"
+_ADDRESSES: Final = (b"_addr_",)
+
+
+def is_worker_field(name: str) -> bool:
+    """Whether a field is one of these."""
+    return name in WORKER_FIELDS or name.startswith(_PREFIX)
+
+
+def may_have_worker_fields(names: Iterable[str]) -> bool:
+    """Whether a body with these top-level fields has to be looked into."""
+    return any(name in WORKER_FIELDS or name in CONTAINERS or name.startswith(_PREFIX) for name in names)
+
+
+def without_worker_fields(value: Any, passed: Collection[str]) -> Any:
+    """Return a JSON value without these fields, wherever they stand in it, but for those that are `passed`."""
+    if isinstance(value, dict):
+        return {
+            name: without_worker_fields(item, passed)
+            for name, item in value.items()
+            if name in passed or not is_worker_field(name)
+        }
+    return [without_worker_fields(item, passed) for item in value] if isinstance(value, list) else value
+
+
+def names_worker(request_id: bytes) -> bool:
+    """Whether a request's id tells its worker where KV lies, as vLLM's P2P connector reads it
+    (`___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`)."""
+    return any(part in request_id for part in _ADDRESSES)
