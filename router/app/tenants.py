@@ -73,8 +73,10 @@ class Tenants:
                 del sums[tenant]
 
     def apply(self, tenant: str, path: str, asked: Asked) -> dict[str, object]:
-        """Give a request its key's salt and no more priority than its key may ask for. Return the fields of its body
-        that say so to the worker."""
+        """Give a request its key's name of its session, its key's salt, and no more priority than its key may ask for.
+        Return the fields of its body that say so to the worker."""
+        if self._are_keys:
+            asked.session = asked.session.of_tenant(tenant)
         floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
         if salt is None and asked.priority >= floor and asked.parsed.priority >= floor:
             return {}

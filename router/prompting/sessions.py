@@ -57,6 +57,12 @@ class Session(NamedTuple):
     final: bool = False
     """No request of the session will follow."""
 
+    def of_tenant(self, tenant: str) -> Session:
+        """The same, told apart from sessions that other tenants call so."""
+        name, parent, final = self
+        own = [None if one is None else bounded(f"{tenant}/{one}") for one in (name, parent)]
+        return Session(own[0], own[1], final)
+
 
 class SessionNames:
     """The table, with what the operator adds in front of it."""

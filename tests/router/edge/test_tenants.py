@@ -148,3 +148,40 @@ def test_the_workers_key_goes_to_whom_the_operator_named(edge: Any, make_post: A
         assert workers["added"].received[0].all(b"authorization") == []
 
     edge.run(scenario())
+
+
+def test_a_session_is_its_key_s_own(edge: Any, make_post: Any) -> None:
+    """Who names another key's session, or calls it a parent, neither moves its conversation nor ends it."""
+
+    async def scenario() -> None:
+        await edge.start(core={"session_affinity": True}, api_keys=("one", "two"))
+        for _ in range(3):
+            await edge.worker(edge.reply())
+
+        async def ask(key: bytes, *headers: bytes) -> str:
+            sent = [b"authorization: Bearer " + key, *headers]
+            answer = await edge.exchange(make_post(body(), b"/v1/completions", headers=sent))
+            return answer.partition(b"x-blockcast-worker: ")[2].partition(b"\r\n")[0].decode()
+
+        first = await ask(b"one", b"x-session-id: s")
+        others = [await ask(b"two", b"x-session-id: s") for _ in range(2)]
+        assert len(set(others)) == 1
+        assert set(others) != {first}, "the second key's session begins elsewhere"
+        await ask(b"two", b"x-session-id: s", b"x-dynamo-session-final: true")
+        child = await ask(b"two", b"x-session-id: child", b"x-parent-session-id: s")
+        assert [await ask(b"one", b"x-session-id: s") for _ in range(3)] == [first] * 3
+        assert child
+
+    edge.run(scenario())
+
+
+def test_without_keys_sessions_have_no_tenant(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(core={"session_affinity": True})
+        await edge.worker(edge.reply())
+        seen: list[Any] = []
+        edge.proxy.on_end.append(lambda exchange: seen.append(exchange.route.session))
+        await edge.exchange(make_post(body(), b"/v1/completions", headers=[b"x-session-id: s"]))
+        assert seen == ["s"]
+
+    edge.run(scenario())
