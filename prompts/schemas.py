@@ -8,6 +8,7 @@ wrong is for the worker to say. Refuses to know about tokens, templates and mode
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,10 @@ from prompts.errors import RequestError, bad_value, show
 
 Json = Any
 Message = dict[str, Any]
+_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(rb"\\\\|" + _PAIR + rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
+"""Escapes that must be told apart to find half of a pair, which is group 1."""
+_ESCAPES_MAX = 1_000_000
 _INDEX = re.compile(r"\[[^\[\]]*\]")
 
 # What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
@@ -234,12 +239,24 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
     except msgspec.ValidationError as error:
         raise _field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
+        lone = _lone_surrogate(data)
+        if lone is not None:
+            raise RequestError(f"the body is not valid JSON: {lone}", param=None) from None
         where = f" after {len(data)} bytes" if "truncated" in str(error) else ""
         raise RequestError(f"the body is not valid JSON: {error}{where}", param=None) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {_utf8_reason(data, error)}", param=None) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
+
+
+def _lone_surrogate(data: bytes) -> str | None:
+    """Half of a character of two \\u escapes, which some clients cut in two; None where there is none."""
+    for found in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_MAX):
+        if found[1] is not None:
+            text = found[1].decode()
+            return f"{text} at byte {found.start()} is half of a surrogate pair, expected the whole character"
+    return None
 
 
 def _whole_numbers(value: Json) -> Json:

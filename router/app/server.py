@@ -23,8 +23,9 @@ from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
-from router.http.answers import MethodNotAllowed
+from router.http.answers import MethodNotAllowed, UpgradeRequired
 from router.http.connection import Client, ClientConnection
+from router.http.cors import CorsPolicy
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
@@ -93,6 +94,7 @@ class RouterApp:
         reading.passed_fields = proxy.passed_fields = frozenset(config.passed_fields)
         self._guard = guard
         self._reasons = reasons
+        self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
         self._look_for = look_for
         passed = PASSED | dict.fromkeys(config.pass_routes, PASSED_METHODS) if serves else {}
         self._passed: dict[str, tuple[str, ...]] = OWN | passed
@@ -111,18 +113,32 @@ class RouterApp:
             if not self._own.is_public(request):
                 self._guard(connection, request)
             return connection.peer
-        party = self._party(connection, request)
-        methods = self._passed.get(path) or (
-            OWN["/v1/models"] if path.startswith(MODEL) and ".." not in path else self._methods_below(path)
-        )
+        is_question = request.method == "OPTIONS"  # a browser's, before it sends the key
+        party = connection.peer if is_question else self._party(connection, request)
+        methods = self._methods_of(path)
         if methods is None:
             raise RequestError(
                 f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
                 status=404,
             )  # fmt: skip
-        if request.method not in methods:
+        if b"websocket" in (request.header(b"upgrade") or b"").lower():
+            raise UpgradeRequired(path)
+        if request.method not in methods and not is_question:
             raise MethodNotAllowed(request, methods)
         return party
+
+    def cors_headers(self, request: HttpRequest) -> bytes:
+        """Lines of whatever answer a request under `/v1/` gets: admin routes are for no page but their own."""
+        path = request.path
+        if self._cors is None or not path.startswith("/v1/"):
+            return b""
+        return self._cors.headers(request, self._methods_of(path) or ())
+
+    def _methods_of(self, path: str) -> tuple[str, ...] | None:
+        """Under `/v1/`; None where nothing is there."""
+        if path.startswith(MODEL) and ".." not in path:
+            return OWN["/v1/models"]
+        return self._passed.get(path) or self._methods_below(path)
 
     def _party(self, client: Client, request: HttpRequest) -> str:
         party = self._key_of(request) if self._keys else client.peer
@@ -143,7 +159,10 @@ class RouterApp:
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
         path = request.path
-        if path.startswith("/v1/") and path != "/v1/models" and not path.startswith(MODEL):
+        if request.method == "OPTIONS" and path.startswith("/v1/"):
+            allowed = ", ".join(sorted(["OPTIONS", *(self._methods_of(path) or ())]))
+            connection.respond(200, b"", headers=[(b"allow", allowed.encode())])
+        elif path.startswith("/v1/") and path != "/v1/models" and not path.startswith(MODEL):
             self._serve(connection, request)
         else:
             self._own.handle(connection, request)

@@ -18,6 +18,9 @@ SessionHeader = Annotated[
     str,
     Meta(pattern=rf"^{_TELLS}[!#-'*+.^_`|~\w-]{{1,64}}$", title="NAME", examples=["x-chat-id", "parent=x-parent-chat"]),
 ]
+CorsOrigin = Annotated[
+    str, Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\s/,;]+)$", title="ORIGIN", examples=["https://app.example"])
+]
 ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
 WorkerField = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}$", title="NAME", examples=["kv_transfer_params"])]
@@ -54,6 +57,9 @@ class EdgeConfig:
     passed_fields: Annotated[tuple[WorkerField, ...], Flag("--pass-worker-field", metavar="NAME"),
         "Let clients set this field, or header, that is workers' own (docs/security.md has the list): where every "
         "client is trusted. May be repeated."] = ()
+    cors_origins: Annotated[tuple[CorsOrigin, ...], Flag("--cors-origin", metavar="ORIGIN"),
+        "Let pages of this origin (https://app.example; * for all) call /v1 from browsers. May be repeated. "
+        "[default: none]"] = ()
     session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
         "A header that names the session, looked at before those that are known anyway (docs/routing.md); "
         "agent=NAME, parent=NAME, parent_agent=NAME, final=NAME: that tells those. May be repeated."] = ()

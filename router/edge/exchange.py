@@ -294,7 +294,8 @@ class Exchange:
         self._head = head
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
         told = self.decision if self._proxy.tells_cache else None
-        return answer_head(head, self.trace_id, told, chunks=chunks, keep_alive=keep_alive)
+        cors = self.client.cors_headers
+        return answer_head(head, self.trace_id, told, chunks=chunks, keep_alive=keep_alive, cors_headers=cors)
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         framed = head.chunked or isinstance(head.body, LengthBody)

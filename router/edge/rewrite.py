@@ -8,6 +8,7 @@ from __future__ import annotations
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
+from router.http.cors import NAMES
 from router.http.headers import HOP_BY_HOP
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
@@ -76,9 +77,16 @@ def request_head(
 
 
 def answer_head(
-    head: ResponseHead, trace_id: bytes, decision: Decision | None, *, chunks: bool, keep_alive: bool
+    head: ResponseHead,
+    trace_id: bytes,
+    decision: Decision | None,
+    *,
+    chunks: bool,
+    keep_alive: bool,
+    cors_headers: bytes = b"",
 ) -> bytes:
-    """The head of a worker's answer for the client. `chunks`: the client understands a chunked body."""
+    """The head of a worker's answer for the client. `chunks`: the client understands a chunked body. `cors_headers`:
+    lines that stand in for the worker's own of their kind."""
     told = framing = b""
     if decision is not None:
         told = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
@@ -88,7 +96,8 @@ def answer_head(
         framing = b"transfer-encoding: chunked\r\n"
     elif head.length is not None:
         framing = b"content-length: %b\r\n" % str(head.length).encode()
-    return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b\r\n" % (
-        head.reason_line, trace_id, told, head.headers.without(_NOT_RETURNED), framing,
+    dropped = _NOT_RETURNED | NAMES if cors_headers else _NOT_RETURNED
+    return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
+        head.reason_line, trace_id, told, head.headers.without(dropped), cors_headers, framing,
         b"" if keep_alive else b"connection: close\r\n",
     )  # fmt: skip

@@ -27,12 +27,29 @@ class MethodNotAllowed(RequestError):
         super().__init__(message, param=None, code="method_not_allowed", status=405)
 
 
-def answer_head(status: int, length: int, content_type: bytes, headers: Iterable[Header], *, keep_alive: bool) -> bytes:
-    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells)."""
+class UpgradeRequired(RequestError):
+    """426, to a client that would speak WebSocket: some of them go on over HTTP only after this."""
+
+    def __init__(self, path: str) -> None:
+        message = f"{path}: WebSocket is not spoken here, expected a POST over HTTP/1.1"
+        super().__init__(message, param=None, code="upgrade_required", status=426)
+
+
+def answer_head(
+    status: int,
+    length: int,
+    content_type: bytes,
+    headers: Iterable[Header],
+    *,
+    keep_alive: bool,
+    more: bytes = b"",
+) -> bytes:
+    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells). `more`:
+    lines of further headers."""
     parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
     parts += [b"\r\n%b: %b" % header for header in headers]
-    parts.append(b"\r\ncontent-length: %d" % length)
-    parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+    parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, more))
+    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(parts)
 
 
@@ -42,6 +59,8 @@ def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[He
         yield b"www-authenticate", b"Bearer"
     elif isinstance(error, MethodNotAllowed):
         yield b"allow", error.allow.encode()
+    elif isinstance(error, UpgradeRequired):
+        yield from ((b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade"))
     elif isinstance(error, UnsupportedEncoding):
         yield b"accept-encoding", error.accepted.encode()
     elif error.code == "overloaded" and not given:

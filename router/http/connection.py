@@ -51,6 +51,8 @@ class Client(Protocol):
     work: Work | None
     answering: bool
     peer: str
+    cors_headers: bytes
+    """Lines that every answer to the current request has."""
 
     @property
     def party(self) -> str: ...
@@ -78,6 +80,9 @@ class Application(Protocol):
     arrivals: LoopTurns
     """Of requests that begin."""
 
+    def cors_headers(self, request: HttpRequest) -> bytes:
+        """Header lines of whatever answer `request` gets."""
+
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Who sent `request`, of which only the head need be there. Raises RequestError where it will not be served."""
 
@@ -97,8 +102,8 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
         "_path", "_paused_reading", "_paused_writing", "_registry", "_since_s", "_stepping", "_taken_bytes",
-        "_taken_s", "_transport", "_unread", "_unsent_bytes", "_waiting", "_written_bytes", "answering", "peer", "tls",
-        "work",
+        "_taken_s", "_transport", "_unread", "_unsent_bytes", "_waiting", "_written_bytes", "answering", "cors_headers",
+        "peer", "tls", "work",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -110,6 +115,7 @@ class ClientConnection(asyncio.Protocol):
         self.work: Work | None = None
         """Set by whoever answers later than `handle`."""
         self.peer = ""
+        self.cors_headers = b""
         self.tls = False
         self._busy = False
         self._body_bytes = 0
@@ -264,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """Answer the current request at once."""
         keep_alive = keep_alive and self._keep_alive
-        head = answer_head(status, len(body), content_type, headers, keep_alive=keep_alive)
+        head = answer_head(status, len(body), content_type, headers, keep_alive=keep_alive, more=self.cors_headers)
         self.write(head if self._head_only else head + body)
         self.finish(keep_alive=keep_alive)
 
@@ -377,6 +383,7 @@ class ClientConnection(asyncio.Protocol):
         self._busy = True
         self.answering = False
         self._head_only, self._path = request.method == "HEAD", request.path
+        self.cors_headers = self._app.cors_headers(request)
         if not request.keep_alive:
             self._keep_alive = False
         self._body_bytes = request.body_bytes + len(request.headers.raw)
@@ -478,6 +485,7 @@ class ClientConnection(asyncio.Protocol):
         begun = self._parser.begun()
         if begun is not None:
             self._head_only, self._path = begun.method == "HEAD", begun.path
+            self.cors_headers = self._app.cors_headers(begun)
             self._admit(begun)
         self._hold()
         transport = self._transport

@@ -54,6 +54,7 @@ class Caller:
         self.peer = self.party = peer
         self.work: Work | None = None
         self.answering = False
+        self.cors_headers = b""
         self._pick: Pick | None = None
         self._path = ""
         self._held = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from budget import examples
@@ -355,3 +356,27 @@ def test_routing_refuses_what_is_no_json_object(data):
 def test_a_completion_without_a_prompt_says_so():
     with pytest.raises(RequestError, match="prompt: missing"):
         parse_completion(b'{"max_tokens": 3}')
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (rb"\ud800", rb"\ud800"), (rb"a\\\uD83D b", rb"\uD83D"), (rb"\ud83d\ude00 \ude00", rb"\ude00 at byte 24"),
+        (rb"\udc00\ud800", rb"\udc00"), (rb"\ud83d\ud83d\ude00", rb"\ud83d"), (rb"\ud800A", rb"\ud800"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", [False, True])
+def test_half_of_a_character_is_named(text: bytes, where: bytes, key: bool) -> None:
+    data = b'{"%b":"a"}' % text if key else b'{"prompt":"%b"}' % text
+    if key and b" at" in where:
+        where = where.partition(b" ")[0]
+    for parse in (parse_chat, parse_completion, lambda d: parse_routing("/v1/completions", d)):
+        with pytest.raises(RequestError, match=re.escape(where.decode()) + ".* is half of a surrogate pair"):
+            parse(data)
+
+
+def test_what_only_looks_like_half_of_a_character_is_none() -> None:
+    for text in (rb"\\ud800", rb"\ud83d\ude00", rb"\\\\udc00"):
+        assert parse_routing("/v1/completions", b'{"prompt":"%b"}' % text).prompt is not None
+        with pytest.raises(RequestError, match="truncated after"):
+            parse_routing("/v1/completions", b'{"prompt":"%b' % text)

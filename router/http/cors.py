@@ -1,0 +1,50 @@
+"""Cross-origin requests: pages of which origins may call this API, and what their browsers are told. Pure.
+
+A browser asks first (`OPTIONS`, without a key) and shows a page only the answers that name its origin (Fetch, section
+3.3). Keys are sent by the page itself, so no cookie is ever allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from router.http.request import HttpRequest
+
+ANY: Final = b"*"
+MAX_AGE_S: Final = 600
+"""How long a browser may remember what it was allowed."""
+EXPOSED: Final = b"x-request-id, x-blockcast-worker, x-blockcast-predicted-cached-tokens, retry-after"
+NAMES: Final = frozenset((
+    b"access-control-allow-credentials",
+    b"access-control-allow-headers",
+    b"access-control-allow-methods",
+    b"access-control-allow-origin",
+    b"access-control-expose-headers",
+    b"access-control-max-age",
+))  # fmt: skip
+"""Headers that only one server of an answer may set."""
+
+
+class CorsPolicy:
+    """Origins that are allowed; none by default."""
+
+    def __init__(self, origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(origin.lower().encode() for origin in origins)
+
+    def headers(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
+        """Header lines of the answer to a request; empty where its origin is not allowed. `methods`: of the path, for a
+        request that asks what is allowed."""
+        if not self._origins:
+            return b""
+        origin = request.header(b"origin")
+        if origin is None or not (ANY in self._origins or origin.lower() in self._origins):
+            return b"vary: origin\r\n"
+        lines = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
+        told = lines % (ANY if ANY in self._origins else origin, EXPOSED)
+        if request.method != "OPTIONS":
+            return told
+        asked = request.header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
+        return told + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
+            ", ".join(sorted(methods)).encode(), asked,
+        ) + b"access-control-max-age: %d\r\n" % MAX_AGE_S  # fmt: skip
