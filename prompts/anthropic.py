@@ -2,7 +2,8 @@
 
 `parse_messages` and `parse_count` refuse what vLLM refuses; unknown fields pass. `as_chat` gives the fields of the chat
 that a worker renders: system texts joined (a coding agent's billing line left out), results of tools before the words
-that came with them, thinking as `reasoning`. Knows templates only by what two of these rules ask of them.
+that came with them, thinking as `reasoning`; a last message of the assistant is the beginning of the answer. Knows
+templates only by what two of these rules ask of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from prompts.anthropic_blocks import MEDIA, is_hosted, media_kind, read_block
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
 from prompts.messages import BILLING_LINE, render_chat
@@ -31,10 +33,13 @@ from prompts.schemas import (
     decode_json,
 )
 
-BlockType = Literal[
-    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "tool_addition",
-    "tool_removal",
-]  # fmt: skip
+BLOCK_TYPES = (
+    "text", "image", "document", "search_result", "tool_use", "tool_result", "tool_reference", "thinking",
+    "redacted_thinking", "tool_addition", "tool_removal",
+)  # fmt: skip
+"""Beside those that tell of tools which Anthropic's servers ran."""
+_SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+"""What the types of tools begin with that Anthropic's servers run."""
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 ChoiceType = Literal["auto", "any", "tool", "none"]
@@ -44,14 +49,16 @@ ThinkingType = Literal["enabled", "disabled", "adaptive"]
 class MessageBlock(Struct, frozen=True, kw_only=True):
     """A block of any type: which fields it needs depends on that; one without them says nothing."""
 
-    type: BlockType
+    type: str
     text: str | None = None
-    source: dict[str, Any] | None = None
+    source: dict[str, Any] | str | None = None
+    title: str | None = None
+    context: str | None = None
     id: str | None = None
     tool_use_id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | dict[str, Any] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -65,8 +72,9 @@ class MessageTurn(Struct, frozen=True):
 
 
 class MessagesTool(Struct, frozen=True, kw_only=True):
-    name: str
-    input_schema: dict[str, Any]
+    name: str = ""
+    type: str | None = None
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
@@ -103,6 +111,9 @@ class CountRequest(Struct, kw_only=True, frozen=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+    mcp_servers: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -150,10 +161,41 @@ def _check(request: CountRequest) -> None:
     choice = request.tool_choice
     if choice is not None and choice.type == "tool" and not choice.name:
         raise bad_value("tool_choice.name", choice.name, "the name of a tool")
+    if request.mcp_servers:
+        words = "none: Anthropic's servers call the tools of MCP servers, no server here does; the client may"
+        raise bad_value("mcp_servers", request.mcp_servers, words)
+    if request.output_format is not None and request.output_config is not None and request.output_config.format:
+        raise RequestError("output_format: expected only without output_config.format", param="output_format")
+    for index, tool in enumerate(request.tools or ()):
+        _check_tool(f"tools[{index}]", tool)
     for index, turn in enumerate(request.messages):
         for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            if block.type in ("tool_addition", "tool_removal"):
-                _check_change(f"messages[{index}].content[{number}]", turn.role, block)
+            _check_block(f"messages[{index}].content[{number}]", turn.role, block)
+
+
+def _check_tool(where: str, tool: MessagesTool) -> None:
+    kind = tool.type
+    if tool.input_schema is None and kind is not None and kind.startswith(_SERVER_TOOLS):
+        words = "an input_schema and a client that runs the tool: Anthropic's servers run this one, no server here does"
+        raise bad_value(f"{where}.type", kind, words)
+    if not tool.name:
+        raise RequestError(f"{where}.name: missing, expected this field to be given", param=f"{where}.name")
+    if tool.input_schema is None:
+        message = f"{where}.input_schema: missing, expected this field to be given"
+        if kind not in (None, "custom"):
+            message += f": the client runs {kind}, and only Anthropic's models know it without a schema"
+        raise RequestError(message, param=f"{where}.input_schema")
+
+
+def _check_block(where: str, role: str, block: MessageBlock) -> None:
+    if block.type not in BLOCK_TYPES and not is_hosted(block.type):
+        raise bad_value(f"{where}.type", block.type, f"one of {', '.join(BLOCK_TYPES)}")
+    if block.type in ("tool_addition", "tool_removal"):
+        _check_change(where, role, block)
+    if block.type == "tool_result" and isinstance(block.content, dict):
+        raise bad_value(f"{where}.content", block.content, "a string or an array of blocks")
+    if block.type in ("image", "document") and isinstance(block.source, str):
+        raise bad_value(f"{where}.source", block.source, "an object")
 
 
 def _check_change(where: str, role: str, block: MessageBlock) -> None:
@@ -174,8 +216,10 @@ def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, A
     `template`: renders it; None where that is not here. Raises RequestError.
     """
     merges = template is None or template.needs_system_first()
+    messages = _messages(request, merges)
     fields: dict[str, Any] = {
-        "messages": _messages(request, merges),
+        "messages": messages,
+        "continue_final_message": request.messages[-1].role == "assistant" and _can_go_on(messages[-1]),
         "chat_template_kwargs": request.chat_template_kwargs,
         "reasoning_effort": _effort(request, template),
         "tools": _tools(request),
@@ -186,7 +230,9 @@ def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, A
         named = {"type": "function", "function": {"name": request.tool_choice.name}}
         fields["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
-    form = request.output_config.format if request.output_config is not None else None
+    form = request.output_format
+    if form is None and request.output_config is not None:
+        form = request.output_config.format
     if form is not None:
         schema = JsonSchemaFormat(name=form.type, schema=form.schema)
         fields["response_format"] = ResponseFormat(type=form.type, json_schema=schema)
@@ -201,6 +247,26 @@ def depends_on_template(request: CountRequest) -> bool:
     """Whether another template would be given another chat."""
     disabled = request.thinking is not None and request.thinking.type == "disabled"
     return disabled or any(turn.role == "system" for turn in request.messages)
+
+
+def find_media(request: CountRequest) -> tuple[str, str] | None:
+    """Return (place, `image` or `document`) of the first block that is no text; None where all is text."""
+    for index, turn in enumerate(request.messages):
+        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            inside = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
+            for one in (msgspec.structs.asdict(block), *inside):
+                kind = media_kind(one)
+                if kind is not None:
+                    return f"messages[{index}].content[{number}]", kind
+    return None
+
+
+def _can_go_on(message: Message) -> bool:
+    """Whether the assistant's last message is the beginning of the answer: one that ends with a text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = content[-1].get("text")
+    return bool(content) and "tool_calls" not in message
 
 
 def _messages(request: CountRequest, merges: bool) -> list[Message]:
@@ -253,6 +319,8 @@ def _add_turn(made: list[Message], role: str, blocks: list[MessageBlock]) -> Non
             _add_result(made, block)
         elif block.type == "tool_result":
             parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
+        elif block.type in ("document", "search_result") or is_hosted(block.type):
+            parts.append(read_block(msgspec.structs.asdict(block)))
     message: Message = {"role": role}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -266,19 +334,27 @@ def _add_turn(made: list[Message], role: str, blocks: list[MessageBlock]) -> Non
 
 def _add_result(made: list[Message], block: MessageBlock) -> None:
     """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
-    text, images, references = "", [], []
-    if isinstance(block.content, str):
-        text = block.content
-    elif block.content:
-        items = block.content
-        text = "\n".join(_text_of(item) for item in items if item.get("type") == "text")
-        images = [{"type": "image_url", "image_url": {}} for item in items if item.get("type") == "image"]
-        names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
-        references = [{"type": "tool_reference", "name": name} for name in names if name]
+    texts, media, references = list[str](), list[Message](), list[Message]()
+    for item in block.content if isinstance(block.content, list) else ():
+        kind = item.get("type")
+        if kind == "text":
+            texts.append(_text_of(item))
+        elif kind == "image":
+            media.append({"type": "image_url", "image_url": {}})
+        elif kind == "tool_reference":
+            name = item.get("tool_name") or item.get("name")
+            references += [{"type": "tool_reference", "name": name}] if name else []
+        else:
+            part = read_block(item)
+            if part is MEDIA:
+                media.append(part)
+            else:
+                texts.append(part["text"])
+    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     answer = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
     made.append({**answer, "content": text})
-    if images:
-        made.append({"role": "user", "content": images})
+    if media:
+        made.append({"role": "user", "content": media})
     if references:
         made.append({**answer, "content": references})
 
@@ -308,6 +384,7 @@ def _tools(request: CountRequest) -> list[Message] | None:
         if block.tool.get("type") == "tool_definition":
             try:
                 tools[name] = msgspec.convert(block.tool["definition"], MessagesTool)
+                _check_tool("tool.definition", tools[name])
             except msgspec.ValidationError as error:
                 raise RequestError(f"tool.definition: {error}", param="messages") from None
         elif name not in tools:
@@ -325,6 +402,7 @@ def _changed(change: dict[str, Any]) -> Any:
 
 
 def _function(tool: MessagesTool) -> Message:
+    assert tool.input_schema is not None
     schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
     function: Message = {"name": tool.name, "description": tool.description, "parameters": schema}
     for name in ("strict", "defer_loading"):

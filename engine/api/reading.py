@@ -29,7 +29,7 @@ from prompts import (
     parse_chat,
     parse_completion,
 )
-from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
+from prompts.anthropic import CountRequest, as_chat, find_media, parse_count, parse_messages
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, check_messages, decode_json
@@ -117,12 +117,11 @@ def _shown(request: ResponsesRequest) -> bytes:
 
 
 def _check_text_only(asked: CountRequest) -> None:
-    for index, turn in enumerate(asked.messages):
-        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            inside = block.content if isinstance(block.content, list) else ()
-            if block.type == "image" or any(part.get("type") == "image" for part in inside):
-                where = f"messages[{index}].content[{number}]"
-                raise RequestError(f"{where}: an image; this model reads text only", param=where)
+    found = find_media(asked)
+    if found is not None:
+        where, kind = found
+        # Claude Code knows these first words, and goes on without the image.
+        raise RequestError(f"Could not process {kind}: {where} is one; this model reads text only", param=where)
 
 
 def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, path: str = "/v1/chat/completions") -> Reading:
@@ -165,6 +164,8 @@ def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPl
     place: Place = "after"
     if limits.thought is not None:
         last = body.messages[-1].get("content") if body.continue_final_message else None
+        if isinstance(last, list):
+            last = last[-1].get("text") if last and isinstance(last[-1], dict) else None
         place = place_after(THOUGHTS[limits.thought], prompt, last if isinstance(last, str) else None)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return SpeechPlan(

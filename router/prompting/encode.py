@@ -224,6 +224,8 @@ def question(parsed: RoutingRequest, model: str) -> bytes | None:
         if parsed.messages is None or parsed.chat_template is not None:
             return None
         given = {name: getattr(parsed, name) for name in ASKED_FIELDS}
+        if parsed.continue_final_message:
+            given["add_generation_prompt"] = False  # vLLM's default is true, and refuses both
         return msgspec.json.encode(
             {"model": model, **{name: value for name, value in given.items() if value is not None}}
         )

@@ -113,6 +113,8 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     rest = _read_on(known, mark, body, tokenizer) or _read(known.kind, known.start, mark.end, body, tokenizer)
     if rest is None or rest.told != known.told or rest.heads != known.heads:
         return None
+    if known.kind == "messages" and not rest.new:
+        return None  # a last message of the assistant would be continued, and a known one was not the last
     assert rest.chat.messages is not None
     opening, tail = known.opening, mark.tail
     if rest.heads and rest.chat.messages[: rest.heads] != opening[: rest.heads]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.api.params import ModelLimits
-from engine.api.reading import SHOWN_BYTES_MAX, read_chat, read_completion, read_messages, read_response
+from engine.api.reading import SHOWN_BYTES_MAX, read_chat, read_completion, read_count, read_messages, read_response
 from engine.http import apart
 from engine.http.apart import Reader
 from engine.http.routes import read_detokenize, read_tokenize
@@ -173,3 +173,25 @@ def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_match(
     else:
         start = f"This model's maximum context length is 100 tokens. However, you requested {count} tokens"
         assert error.message.startswith(start)
+
+
+def test_an_image_for_a_model_that_reads_text_is_refused_in_the_words_that_clients_know() -> None:
+    """Claude Code goes on without the image where it reads these first words."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    for content in ([image], [result]):
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": content}]}
+        for work in (read_messages, read_count):
+            with pytest.raises(RequestError, match=r"^Could not process image: messages\[0\]\.content\[0\] is one"):
+                work(json.dumps(body).encode(), tokenizer, LIMITS)
+
+
+def test_a_prefilled_answer_costs_what_the_same_chat_costs() -> None:
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    turns = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1, 2,"}]
+    chat = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    expected = read_chat(json.dumps(chat).encode(), tokenizer, LIMITS).prompts
+    body = json.dumps({"messages": turns, "max_tokens": 5}).encode()
+    assert read_messages(body, tokenizer, LIMITS).prompts == expected
+    assert json.loads(read_count(body, tokenizer, LIMITS)[1]) == {"input_tokens": len(expected[0])}

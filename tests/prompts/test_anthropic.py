@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prompts.anthropic import as_chat, parse_count, parse_messages
+from prompts.anthropic import as_chat, find_media, parse_count, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
+from prompts.messages import render_chat
+from prompts.routing import has_media
 from prompts.schemas import ChatRequest
 
 EARLY = ChatTemplate("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}"
                      "{% endif %}{{ m.content }}{% endfor %}")  # fmt: skip
 ANYWHERE = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ reasoning_effort }}")
+TURNS_CLOSED = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+                            "{% if add_generation_prompt %}<assistant>{% endif %}")  # fmt: skip
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 BILLING = "x-anthropic-billing-header: cch=1;"
 
 
@@ -105,8 +110,99 @@ def test_choices_efforts_and_formats() -> None:
     assert chat(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert chat(EARLY, thinking={"type": "disabled"})["reasoning_effort"] == "low"  # it renders no effort at all
     assert chat(output_config={"effort": "max"}, thinking={"type": "adaptive"})["reasoning_effort"] == "max"
-    form = chat(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})["response_format"]
-    assert form.json_schema.schema == {"type": "object"}
+    for fields in ({"output_config": {"format": FORM}}, {"output_format": FORM}):
+        assert chat(**fields)["response_format"].json_schema.schema == {"type": "object"}
+
+
+SAID = {"role": "assistant", "content": "1, 2,"}
+
+
+@pytest.mark.parametrize(
+    ("last", "goes_on"),
+    [
+        ([SAID], True),
+        ([{"role": "assistant", "content": [text("1,"), text(" 2,")]}], True),
+        ([{"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, text("1,")]}], True),
+        ([SAID, {"role": "user", "content": "go"}], False),
+        ([{"role": "assistant", "content": ""}], False),
+        ([{"role": "assistant", "content": [text("I read"), {"type": "tool_use", "id": "t", "name": "read"}]}], False),
+        ([{"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}], False),
+    ],
+)
+def test_a_last_text_of_the_assistant_is_the_beginning_of_the_answer(last: Any, goes_on: bool) -> None:
+    fields = chat(messages=[{"role": "user", "content": "Count"}, *last])
+    assert fields["continue_final_message"] is goes_on
+    rendered = render_chat(TURNS_CLOSED, ChatRequest(**fields))
+    assert rendered.endswith(("<assistant>1,", "1, 2,", "1,\n 2,")) is goes_on
+    assert (
+        rendered.endswith("</assistant><assistant>" if last[-1]["role"] == "assistant" else "<assistant>")
+        is not goes_on
+    )
+
+
+PLAIN = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "a\nb"}}
+PARTS = {"type": "document", "context": "Of May", "source": {"type": "content", "content": [text("x"), text("y")]}}
+FOUND = {"type": "search_result", "source": "http://x", "title": "X", "content": [text("one"), text("two")]}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+
+
+def test_documents_and_search_results_are_read_wherever_they_stand() -> None:
+    texts = ["Notes\na\nb", "Of May\nx\ny", "X\nhttp://x\none\ntwo"]
+    turn = {"role": "user", "content": [PLAIN, PARTS, FOUND]}
+    assert [part["text"] for part in chat(messages=[turn])["messages"][0]["content"]] == texts
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen"), PLAIN, PARTS, FOUND]}
+    (told,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert told == {"role": "tool", "tool_call_id": "t", "content": "\n".join(["seen", *texts])}
+
+
+def test_parts_of_a_result_that_nobody_knows_are_shown_and_not_dropped() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "json", "value": {"a": 1}}]}
+    (told,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert told["content"] == '[json: {"value":{"a":1}}]'
+
+
+@pytest.mark.parametrize(
+    ("block", "medium"),
+    [
+        (IMAGE, "image"), (PDF, "document"), (PLAIN, None),
+        ({"type": "document", "source": {"type": "file", "file_id": "f"}}, "document"),
+        ({"type": "document", "source": {"type": "content", "content": [text("x"), IMAGE]}}, "image"),
+    ],
+)  # fmt: skip
+def test_media_are_found_and_named(block: Any, medium: str | None) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen"), block]}
+    for content in ([text("a"), block], [text("a"), result]):
+        body = {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+        request = parse_messages(json.dumps(body).encode())
+        assert find_media(request) == (None if medium is None else ("messages[0].content[1]", medium))
+        assert has_media(as_chat(request, ANYWHERE)["messages"]) is (medium is not None)
+
+
+def test_what_a_server_ran_is_told_as_text() -> None:
+    page = {"type": "web_search_result", "url": "http://x", "title": "X", "encrypted_content": "EqgfCioIARgB"}
+    blocks = [
+        text("I search."),
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [page]},
+        {"type": "mcp_tool_use", "id": "m", "name": "echo", "server_name": "n", "input": {}},
+        {"type": "code_execution_tool_result", "tool_use_id": "c", "content": {"type": "r", "stdout": "4"}},
+        {"type": "new_kind_of_tool_result", "content": "words"},
+        {"type": "compaction", "content": "In short: x."},
+    ]
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "!"},
+    ]
+    parts = [part["text"] for part in chat(messages=turns)["messages"][1]["content"]]
+    assert parts == [
+        "I search.", '[server_tool_use: {"name":"web_search","input":{"query":"x"}}]',
+        '[web_search_tool_result: {"content":[{"type":"web_search_result","url":"http://x","title":"X"}]}]',
+        '[mcp_tool_use: {"name":"echo","input":{}}]',
+        '[code_execution_tool_result: {"content":{"type":"r","stdout":"4"}}]',
+        '[new_kind_of_tool_result: {"content":"words"}]', "In short: x.",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -123,6 +219,27 @@ def test_choices_efforts_and_formats() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens: got 2000, expected below"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema: missing"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name: missing"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
+            'tools[0].type: got "web_search_20250305", expected an input_schema and a client that runs the tool: Anth',
+        ),
+        ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}]}, "no server here does"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "to be given: the client runs bash_20250124, and",
+        ),
+        ({"mcp_servers": [{"type": "url", "url": "http://x"}]}, "mcp_servers: got an array of 1 items, expected none"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        (
+            {"output_format": FORM, "output_config": {"format": FORM}},
+            "output_format: expected only without output_config.format",
+        ),
+        ({"messages": [{"role": "user", "content": [{**PLAIN, "source": "x"}]}]}, "messages[0].content[0].source"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": {}}]}]},
+            "messages[0].content[0].content: got an object",
+        ),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
@@ -141,7 +258,10 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-KINDS = ["text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "tool_addition", "tool_removal"]
+KINDS = [
+    "text", "image", "document", "search_result", "server_tool_use", "web_fetch_tool_result", "tool_use", "tool_result",
+    "tool_reference", "thinking", "tool_addition", "tool_removal",
+]  # fmt: skip
 BLOCKS = st.fixed_dictionaries(
     {"type": st.sampled_from(KINDS)},
     optional={

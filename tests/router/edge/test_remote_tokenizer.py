@@ -133,6 +133,10 @@ def test_what_cannot_be_asked_is_not() -> None:
         assert question(parse_routing(path, json.dumps(body).encode()), "m") is None
     first = question(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
     assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
+    turns = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1, 2,"}]
+    begun = question(parse_routing("/v1/messages", json.dumps({"max_tokens": 5, "messages": turns}).encode()), "m")
+    asked = json.loads(begun or b"")
+    assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -1,0 +1,99 @@
+"""Blocks of Anthropic's Messages that OpenAI's chats have no word for, as the text that a model reads.
+
+Documents and search results are texts with a title. Tools that Anthropic's servers ran (`server_tool_use`,
+`web_search_tool_result` ...) stand in the history of a conversation that began there: a model reads what was asked and
+what came back. Knows no requests and no templates. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from prompts.schemas import Message
+
+Block = dict[str, Any]
+MEDIA: Message = {"type": "file", "file": {}}
+"""Part of a chat for a document that is no text."""
+
+
+def is_hosted(kind: str) -> bool:
+    """Whether a block of this type tells what Anthropic's servers did: ran a tool, or shortened the history."""
+    return kind.endswith(("_tool_use", "_tool_result")) or kind == "compaction"
+
+
+def read_block(block: Block) -> Message:
+    """Return a document, a search result or any other block as a part of a chat."""
+    kind = block.get("type")
+    if kind == "document":
+        text = _document(block)
+    elif kind == "search_result":
+        text = _lines(block.get("title"), block.get("source"), _texts(block.get("content")))
+    elif kind == "compaction" and isinstance(block.get("content"), str):
+        text = str(block["content"])
+    elif kind == "image":
+        text = None
+    else:
+        text = _hosted(block)
+    return MEDIA if text is None else {"type": "text", "text": text}
+
+
+def media_kind(block: Block) -> str | None:
+    """Return `image` or `document` for a block that is no text; None for any other."""
+    kind = block.get("type")
+    if kind == "image":
+        return "image"
+    if kind != "document":
+        return None
+    content = (block.get("source") or {}).get("content")
+    inside = content if isinstance(content, list) else ()
+    if any(isinstance(part, dict) and part.get("type") == "image" for part in inside):
+        return "image"
+    return "document" if _document(block) is None else None
+
+
+def _document(block: Block) -> str | None:
+    """Its title, its context and its text. None where it is a file: a PDF, or one that is elsewhere."""
+    source = block.get("source")
+    if not isinstance(source, dict):
+        return None
+    kind, text = source.get("type"), None
+    if kind == "text" and isinstance(source.get("data"), str):
+        text = source["data"]
+    elif kind == "content":
+        text = _texts(source.get("content"))
+    return None if text is None else _lines(block.get("title"), block.get("context"), text)
+
+
+def _texts(content: Any) -> str | None:
+    """A text, or all of a list of text blocks; None where it holds anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "\n".join(texts) if len(texts) == len(content) else None
+
+
+def _lines(*texts: Any) -> str:
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _hosted(block: Block) -> str:
+    """What was asked or what came back, without what only Anthropic's servers can read."""
+    shown = {name: value for name in ("name", "input") if (value := block.get(name)) is not None}
+    content = block.get("content")
+    if isinstance(content, list):
+        shown["content"] = [_readable(part) for part in content]
+    elif content is not None:
+        shown["content"] = _readable(content)
+    if not shown:
+        shown = {name: value for name, value in _readable(block).items() if name != "type" and value is not None}
+    return f"[{block.get('type')}: {msgspec.json.encode(shown).decode()}]"
+
+
+def _readable(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: inner for name, inner in value.items() if not name.startswith("encrypted")}
