@@ -293,8 +293,12 @@ class ChatTemplate:
                 if len(message) != 2 or message.get("content") is None or message.get("role") is None:
                     chat[i] = _with_reasoning(_without_nulls(message))
         final_text: str | None = None
+        whole_chat = None
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            if chat[-1].get("tool_calls") and field == "content":
+                whole_chat = list(chat)
+                chat[-1] = {**_without_calls(chat[-1]), "content": chat[-1].get("content") or ""}
             final_text = _tag_final_message(chat, field, compiled.source)
         context = {
             **self._variables,
@@ -308,15 +312,12 @@ class ChatTemplate:
             context[KNOWN] = chat[:behind]
         else:
             context.pop(KNOWN, None)  # a client's own variable
-        try:
-            text = compiled.render(context)
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
-            # A template is a program over what the client sent: any of its failures is an answer to the client.
-            reason = f"{type(error).__name__}: {error}"
-            raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
-        return text if final_text is None else _cut_at_tag(text, final_text)
+        text = _render(compiled, context)
+        if final_text is None:
+            return text
+        if whole_chat is None:
+            return _cut_at_tag(text, final_text)
+        return _cut_ending(_render(compiled, {**context, "messages": whole_chat}), _behind_tag(text))
 
     @staticmethod
     def _compiled(source: str) -> _Compiled:
@@ -324,6 +325,21 @@ class ChatTemplate:
             return _compile(source)
         except ChatTemplateError as error:
             raise RequestError(str(error), param="chat_template") from error
+
+
+def _render(compiled: _Compiled, context: dict[str, Any]) -> str:
+    try:
+        return compiled.render(context)
+    except jinja2.TemplateError as error:
+        raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+        # A template is a program over what the client sent: any of its failures is an answer to the client.
+        reason = f"{type(error).__name__}: {error}"
+        raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
+
+
+def _without_calls(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
 def _without_nulls(message: Message) -> Message:
@@ -375,6 +391,23 @@ def _cut_at_tag(text: str, final_text: str) -> str:
         )
     at = text.rindex(bare)
     return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
+
+
+def _behind_tag(text: str) -> str:
+    """What the template writes behind a message without calls: the end of a turn."""
+    _, found, ending = text.rpartition(_CONTINUE_TAG)
+    return ending if found else text.rpartition(_CONTINUE_TAG.strip())[2]
+
+
+def _cut_ending(text: str, ending: str) -> str:
+    """Leave the last turn open behind its calls. (transformers would drop the calls.)"""
+    if not text.endswith(ending):
+        raise RequestError(
+            "continue_final_message: the chat template ends a message with tool_calls in a way of its own, expected a "
+            "last message without tool_calls",
+            param="continue_final_message",
+        )
+    return text.removesuffix(ending)
 
 
 def _detect_content_format(tree: jinja2.nodes.Template) -> ContentFormat:

@@ -1,14 +1,16 @@
 """One tool call out of the text that follows its opening: what every reader does, and those of calls in JSON.
 
 A reader takes the text as it comes and tells a `Sink` the function's name as soon as it is sure that this is a call,
-then the arguments piece by piece. Before that moment it may find that the text is none (`BAD`); what it took is then
-text again. After it, what was told stays told: arguments that are no JSON reach the client as they were written.
+then the arguments piece by piece, line breaks in their strings as escapes. Before that moment it may find that the text
+is none (`BAD`); what it took is then text again. After it, what was told stays told: arguments that are no JSON reach
+the client as they were written.
 Every reader looks at a character once. Pure.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Mapping
 from typing import Protocol
@@ -19,7 +21,9 @@ NAME_CHARS_MAX = 256
 Types = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Of each tool's parameters: the JSON types that its schema allows."""
 _SPACE = " \t\r\n"
-NAME = re.compile(r"[\w.\-/]+")
+NAME = re.compile(r"[\w.\-/$:@]+")
+_CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
+"""Characters that JSON's strings hold as escapes only. Models write line breaks into them all the same."""
 
 
 class Status(enum.Enum):
@@ -80,7 +84,7 @@ class JsonValue:
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
     _NESTED = re.compile(r'["{}\[\]]')
-    _IN_STRING = re.compile(r'["\\]')
+    _IN_STRING = re.compile(r'["\\\x00-\x1f]')
     _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
     def __init__(self) -> None:
@@ -88,27 +92,32 @@ class JsonValue:
         self._in_string = self._escaped = self._scalar = False
         self.done = False
 
-    def read(self, text: str, at: int) -> int:
-        """The end of what of `text[at:]` belongs to the value, whose first character is the first that is read."""
+    def read(self, text: str, at: int) -> tuple[int, str]:
+        """Return the end of what of `text[at:]` belongs to the value, and that as JSON: with control characters in
+        strings escaped. The value's first character is the first that is read."""
+        valid: list[str] = []
+        while at < len(text) and not self.done:
+            at, piece = self._next(text, at)
+            valid.append(piece)
+        return at, "".join(valid)
+
+    def _next(self, text: str, at: int) -> tuple[int, str]:
         if self._scalar:
             return self._read_scalar(text, at)
-        while at < len(text):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = (self._IN_STRING if self._in_string else self._NESTED).search(text, at)
-            if self._depth == 0 and not self._in_string and (found is None or found.start() != at):
-                self._scalar = True
-                return self._read_scalar(text, at)
-            if found is None:
-                return len(text)
-            at = found.end()
-            self._take(found[0])
-            if self._depth <= 0 and not self._in_string:
-                self.done = True
-                return at
-        return at
+        if self._escaped:
+            self._escaped = False
+            return at + 1, _CONTROLS[text[at]][1:] if text[at] in _CONTROLS else text[at]  # its backslash is written
+        found = (self._IN_STRING if self._in_string else self._NESTED).search(text, at)
+        if self._depth == 0 and not self._in_string and (found is None or found.start() != at):
+            self._scalar = True
+            return self._read_scalar(text, at)
+        if found is None:
+            return len(text), text[at:]
+        if found[0] in _CONTROLS:
+            return found.end(), text[at : found.start()] + _CONTROLS[found[0]]
+        self._take(found[0])
+        self.done = self._depth <= 0 and not self._in_string
+        return found.end(), text[at : found.end()]
 
     def _take(self, char: str) -> None:
         if self._in_string:
@@ -119,10 +128,18 @@ class JsonValue:
         else:
             self._depth += 1 if char in "{[" else -1
 
-    def _read_scalar(self, text: str, at: int) -> int:
+    def _read_scalar(self, text: str, at: int) -> tuple[int, str]:
         found = self._AFTER_SCALAR.search(text, at)
         self.done = found is not None
-        return len(text) if found is None else found.start()
+        end = len(text) if found is None else found.start()
+        return end, text[at:end]
+
+
+def with_escapes(text: str) -> str:
+    """A JSON value as its model wrote it, with control characters in strings escaped."""
+    text = text.strip(_SPACE)
+    end, valid = JsonValue().read(text, 0)
+    return valid + text[end:]
 
 
 class ObjectCall(CallReader):
@@ -152,11 +169,11 @@ class ObjectCall(CallReader):
         self._told = self._streams
         while at < len(text) and self.status is Status.MORE:
             if self._value is not None:
-                end = self._value.read(text, at)
+                end, piece = self._value.read(text, at)
                 if not self._streams:
-                    self._raw.append(text[at:end])
+                    self._raw.append(piece)
                 else:
-                    self._sink.arguments(text[at:end])
+                    self._sink.arguments(piece)
                     self._streams = not self._value.done
                     if self._value.done:
                         self._value = None
@@ -242,8 +259,8 @@ class NamedCall(CallReader):
     def _take(self, text: str, at: int) -> int | None:
         if self._value is None:
             return self._head(text, at)
-        end = self._value.read(text, at)
-        self._sink.arguments(text[at:end])
+        end, piece = self._value.read(text, at)
+        self._sink.arguments(piece)
         if self._value.done:
             self.status = Status.DONE
         return end
@@ -292,7 +309,7 @@ def _whole_arguments(raw: str | None, needed: bool) -> str | None:
     if raw == "null":
         return "{}"
     if raw.startswith('"'):  # JSON in a string
-        raw = _json_string(raw) or ""
+        raw = with_escapes(_json_string(raw) or "")
     try:
         return raw if isinstance(msgspec.json.decode(raw), dict) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -14,7 +14,8 @@ from typing import Any
 
 from engine.api.call_readers import NAME, CallReader, NamedCall, ObjectCall, Sink, Status, Types
 from engine.api.detokenizer import Marks
-from engine.api.markup_calls import PythonCall, XmlCall, schema_types
+from engine.api.markup_calls import PythonCall, XmlCall
+from engine.api.schemas.reading import property_types
 
 _SPACE = " \t\r\n"
 _NAMED = ""
@@ -84,14 +85,12 @@ def format_of(template: str) -> Format | None:
 
 def parameter_types(tools: list[dict[str, Any]]) -> Types:
     """What a reader of a format that has no types of its own must know of the tools."""
-    types: dict[str, dict[str, tuple[str, ...]]] = {}
-    for tool in tools:
-        function = tool.get("function") or {}
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        if isinstance(properties, dict) and isinstance(function.get("name"), str):
-            types[function["name"]] = {key: schema_types(schema) for key, schema in properties.items()}
-    return types
+    functions = [tool.get("function") or {} for tool in tools]
+    return {
+        function["name"]: property_types(function.get("parameters"))
+        for function in functions
+        if isinstance(function.get("name"), str)
+    }
 
 
 @dataclass(slots=True)
@@ -140,6 +139,11 @@ class CallParser:
         self._growing: list[_Growing] = []
         self.count = 0
         """Calls that have been told."""
+
+    @property
+    def in_call(self) -> bool:
+        """A call has been told, and its end has not come."""
+        return self._reader is not None and self._reader.begun
 
     def push(self, piece: str) -> tuple[str, list[CallPiece]]:
         """Take the next of the text: (what is said, what is called)."""

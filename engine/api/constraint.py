@@ -8,14 +8,16 @@ calls that `tool_choice` forces, in the markup that the model's tool parser read
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.api.call_readers import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
-from prompts.schemas import Json, Message, ResponseFormat, StructuredOutputs
+from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 
 Format = dict[str, Any]
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -36,6 +38,8 @@ class ToolMarkup:
     """One call of the function of that name, its arguments as the schema says."""
     trigger: str
     """What text that is no call never holds."""
+    names: re.Pattern[str] = re.compile(r"(?s:.+)")
+    """Names of functions that it can write."""
     begin: str = ""
     separator: str = ""
     end: str = ""
@@ -69,11 +73,11 @@ _HERMES = ToolMarkup(_json_call("<tool_call>\n", "arguments", "\n</tool_call>"),
 _PLAIN = _json_call("", "arguments", "")
 MARKUPS = {
     "hermes": _HERMES,
-    "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", separator="\n"),
+    "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
     "llama3_json": ToolMarkup(_json_call("", "parameters", ""), '{"name": ', separator="; "),
-    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", "[TOOL_CALLS][", ", ", "]"),
-    "pythonic": ToolMarkup(_pythonic, "[", "[", ", ", "]"),
-    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", "<|tool_call|>[", ", ", "]"),
+    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", begin="[TOOL_CALLS][", separator=", ", end="]"),
+    "pythonic": ToolMarkup(_pythonic, "[", NAME, begin="[", separator=", ", end="]"),
+    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", begin="<|tool_call|>[", separator=", ", end="]"),
 }
 """By the name of the parser that reads them."""
 
@@ -98,9 +102,14 @@ def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None 
     markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
     if text is not None:
         return AskedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
-    if not any(_function(tool).get("strict") for tool in allowed):
+    if not any(tool.is_strict for tool in allowed):
         return None
     return AskedConstraint("tools", _free_calls(markup, allowed, many))
+
+
+def must_call(body: ChatRequest) -> bool:
+    """Whether the answer must be calls and nothing else. Raises RequestError."""
+    return _chosen(body)[0]
 
 
 def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
@@ -204,9 +213,27 @@ def _from_text(value: Json, param: str) -> Json:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(body: ChatRequest) -> tuple[bool, list[Message]]:
+class _Tool(NamedTuple):
+    """A tool that may be called, and the field of the request that it is in."""
+
+    where: str
+    name: str
+    parameters: Json
+    is_strict: bool
+
+
+def _tools(body: ChatRequest) -> list[_Tool]:
+    found = []
+    for number, tool in enumerate(body.tools or ()):
+        function = tool["function"]
+        strict = bool(function.get("strict"))
+        found.append(_Tool(f"tools[{number}].function", function["name"], function.get("parameters"), strict))
+    return found
+
+
+def _chosen(body: ChatRequest) -> tuple[bool, list[_Tool]]:
     """(whether a call must be made, the tools that may be called). Raises RequestError."""
-    choice, tools = body.tool_choice, body.tools or []
+    choice, tools = body.tool_choice, _tools(body)
     if choice is None or choice == "auto":
         return False, tools
     if choice == "none":
@@ -217,7 +244,7 @@ def _chosen(body: ChatRequest) -> tuple[bool, list[Message]]:
         raise bad_value("tool_choice", choice, "none or auto where no tools are given")
     if isinstance(choice, str):
         return True, tools
-    by_name = {_function(tool)["name"]: tool for tool in tools}
+    by_name = {tool.name: tool for tool in tools}
     if choice.get("type") == "allowed_tools":
         inner = choice.get("allowed_tools", choice)
         mode, listed = inner.get("mode"), inner.get("tools")
@@ -228,7 +255,7 @@ def _chosen(body: ChatRequest) -> tuple[bool, list[Message]]:
     return True, [by_name[_named(choice, "tool_choice", by_name)]]
 
 
-def _named(choice: Json, where: str, known: dict[str, Message]) -> str:
+def _named(choice: Json, where: str, known: Mapping[str, _Tool]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in known:
@@ -240,23 +267,28 @@ def _is_named(choice: Json) -> bool:
     return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
-def _function(tool: Message) -> dict[str, Json]:
-    return dict(tool["function"])
-
-
-def _tags(markup: ToolMarkup, tools: Sequence[Message]) -> list[Format]:
+def _tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     tags = []
     for tool in tools:
-        function = _function(tool)
-        schema = function.get("parameters")
-        tag = markup.tag(function["name"], {"type": "object"} if schema is None else schema)
-        if not function.get("strict"):  # its arguments match as far as what the schema says is known here
+        if not markup.names.fullmatch(tool.name):
+            raise bad_value(f"{tool.where}.name", tool.name, "a name that calls of this model can have")
+        tag = markup.tag(tool.name, _arguments_schema(tool))
+        tag["content"]["param"] = f"{tool.where}.parameters"
+        if not tool.is_strict:  # its arguments match as far as what the schema says is known here
             tag["content"]["lenient"] = True
         tags.append(tag)
     return tags
 
 
-def _calls(markup: ToolMarkup, tools: Sequence[Message], many: bool) -> Format:
+def _arguments_schema(tool: _Tool) -> Json:
+    """The schema of a tool's arguments: an object, whatever else the tool's own one leaves open."""
+    schema = {} if tool.parameters is None else tool.parameters
+    if not isinstance(schema, dict):
+        raise bad_value(f"{tool.where}.parameters", schema, "a JSON schema of an object")
+    return {**schema, "type": "object"}
+
+
+def _calls(markup: ToolMarkup, tools: Sequence[_Tool], many: bool) -> Format:
     """Nothing but calls, at least one."""
     calls: Format = {
         "type": "tags_with_separator",
@@ -270,7 +302,7 @@ def _calls(markup: ToolMarkup, tools: Sequence[Message], many: bool) -> Format:
     return {"type": "tag", "begin": markup.begin, "content": calls, "end": markup.end}
 
 
-def _free_calls(markup: ToolMarkup, tools: Sequence[Message], many: bool) -> Format:
+def _free_calls(markup: ToolMarkup, tools: Sequence[_Tool], many: bool) -> Format:
     """Text, and calls in it."""
     tags = [_calls(markup, tools, many)] if markup.begin else _tags(markup, tools)
     return {

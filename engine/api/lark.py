@@ -15,8 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.api.call_readers import NAME
 from engine.api.constraint import AskedConstraint, Format, asked_format
 from engine.api.params import ModelLimits
+from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
 from prompts.schemas import Json
@@ -30,6 +32,19 @@ DEPTH_MAX = 64
 _ANY = "/(?s:.*)/"
 _PYTHON = {"json_allowed_escapes": 'nrbtf\\"'}
 """Of a JSON string: then Python reads it alike."""
+_XML_NAME = re.compile(r"(?! )[^<>\n]+(?<! )")
+_XML_END = "\n</parameter>\n"
+_NOTES = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
+                    "deprecated", "readOnly", "writeOnly"))  # fmt: skip
+"""Keywords of a JSON schema that no value can break."""
+_DATE, _TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})"
+TEXT_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""`format` of a text that stands without quotation marks -> its shape. Others are followed in JSON only."""
 
 
 def constraint_of(
@@ -130,10 +145,11 @@ class _Writer:
         style = format.get("style", "json")
         if style == "json":
             return _json(schema, options)
+        param = format.get("param", where)
         if style == "qwen_xml":
-            return self._xml(schema, options)
+            return self._xml(param, schema, options)
         if style == "python":
-            return self._python(schema, options | _PYTHON)
+            return self._python(param, schema, options | _PYTHON)
         raise bad_value(f"{where}.style", style, '"json" or "qwen_xml"')
 
     def sequence(self, where: str, format: Format, depth: int) -> str:
@@ -229,58 +245,94 @@ class _Writer:
         many = one if format.get("stop_after_first") else f"{one} ({separator} {one})*"
         return many if format.get("at_least_one") else f"({many})?"
 
-    def _xml(self, schema: Json, options: Mapping[str, Any]) -> str:
+    def _xml(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
         """Qwen3-Coder's parameters: strings as they are, everything else as JSON."""
-        end = "\n</parameter>\n"
-        found = _properties(schema)
+        found = _properties(param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None)
         if found is None:
             name = self._terminal('/[^>\\n]+/ ">\\n"')
-            free = self._rule(f"{_ANY} {_quoted(end)}", "[lazy]")
+            free = self._rule(f"{_ANY} {_quoted(_XML_END)}", "[lazy]")
             return f'("<parameter=" {name} {free})*'
         parts = []
-        for name, inner, required in found:
-            values = _values(inner)
-            if values is not None:
-                texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-                value = f"({' | '.join(map(self._const, texts))}) {_quoted(end)}"
-            elif isinstance(inner, dict) and inner.get("type") == "string":
-                value = self._rule(f"{_ANY} {_quoted(end)}", "[lazy]")
-            else:
-                value = f"{self._rule(_json(inner, options))} {_quoted(end)}"
-            parameter = self._rule(f"{_quoted(f'<parameter={name}>' + chr(10))} {value}")
-            parts.append(parameter if required else f"{parameter}?")
+        for one in found:
+            value = self._xml_value(one.schema, schema, options)
+            parameter = self._rule(f"{_quoted(f'<parameter={one.name}>' + chr(10))} {value}")
+            parts.append(parameter if one.is_required else f"{parameter}?")
         return " ".join(parts) or '""'
 
-    def _python(self, schema: Json, options: Mapping[str, Any]) -> str:
-        """Arguments by name, as literals of Python."""
-        found = _properties(schema)
+    def _xml_value(self, schema: Json, root: Json, options: Mapping[str, Any]) -> str:
+        """A value and the mark at its end. Its reader takes it as text where `schema_types` has only strings."""
+        values = listed_values(schema, root)
+        if values is not None:
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(map(self._const, texts))}) {_quoted(_XML_END)}"
+        if schema_types(schema, root) == ("string",):
+            return self._rule(f"{self._plain_text(schema, root, 0)} {_quoted(_XML_END)}", "[lazy]")
+        return f"{self._rule(_json(schema, options))} {_quoted(_XML_END)}"
+
+    def _plain_text(self, schema: Json, root: Json, depth: int) -> str:
+        """A terminal of the texts that a schema of strings allows, without quotation marks."""
+        schema = resolve(schema, root)
+        if not isinstance(schema, dict) or depth > DEPTH_MAX:
+            return _ANY
+        values = listed_values(schema, root)
+        if values is not None:
+            return self._terminal(" | ".join(_quoted(value) for value in values if isinstance(value, str)))
+        least, most = (_length(schema.get(name)) for name in ("minLength", "maxLength"))
+        parts = [] if least is most is None else [f"/(?s:.{{{least or 0},{'' if most is None else most}}})/"]
+        if isinstance(schema.get("pattern"), str):
+            parts.append(_search(schema["pattern"]))
+        if schema.get("format") in TEXT_FORMATS:
+            parts.append(_regex(TEXT_FORMATS[schema["format"]]))
+        for name, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
+            branches = schema.get(name)
+            if isinstance(branches, list) and branches:
+                texts = [self._plain_text(branch, root, depth + 1) for branch in branches]
+                parts.append(self._terminal(operator.join(texts)))
+        if len(parts) > 1:
+            return self._terminal(" & ".join(parts))
+        return parts[0] if parts else _ANY
+
+    def _python(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
+        """Arguments by name, as literals of Python. Those inside of others are JSON, which their reader takes too."""
+        found = _properties(param, schema, options, lambda name: True)
         if found is None:
             name = self._terminal("/[A-Za-z_][A-Za-z_0-9]*/")
-            one = self._rule(f'{name} "=" {self._python_any(options)}')
-            return f'({one} (", " {one})*)?'
-        parts = [self._rule(f"{_quoted(name + '=')} {self._python_value(inner, options)}") for name, inner, _ in found]
+            free = self._rule(f'{name} "=" {self._python_any(options)}')
+            return f'({free} (", " {free})*)?'
+        parts = []
+        for one in found:
+            key = one.name if NAME.fullmatch(one.name) else _quoted(one.name)
+            parts.append(self._rule(f"{_quoted(key + '=')} {self._python_value(one.schema, schema, options, 0)}"))
         rests = ['""']
         """Of the arguments from each on, behind another one; the last first."""
-        for part, (_, _, required) in zip(reversed(parts), reversed(found)):
-            rests.append(self._rule(f'", " {part} {rests[-1]}' if required else f'(", " {part})? {rests[-1]}'))
+        for part, one in zip(reversed(parts), reversed(found)):
+            rests.append(self._rule(f'", " {part} {rests[-1]}' if one.is_required else f'(", " {part})? {rests[-1]}'))
         behind = rests[-2::-1]
         firsts = [f"{part} {rest}" for part, rest in zip(parts, behind)]
-        needed = [i for i, (_, _, required) in enumerate(found) if required]
+        needed = [i for i, one in enumerate(found) if one.is_required]
         return " | ".join(firsts[: needed[0] + 1] if needed else [*firsts, '""'])
 
-    def _python_value(self, schema: Json, options: Mapping[str, Any]) -> str:
-        values = _values(schema)
+    def _python_value(self, schema: Json, root: Json, options: Mapping[str, Any], depth: int) -> str:
+        values = listed_values(schema, root)
         if values is not None:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(_quoted, texts))})"
-        kind = schema.get("type") if isinstance(schema, dict) else None
+        found = resolve(schema, root)
+        found = found if isinstance(found, dict) else {}
+        kind = found.get("type")
         if kind == "boolean":
             return '("True" | "False")'
         if kind == "null":
             return '"None"'
-        return (
-            self._rule(_json(schema, options)) if kind in ("string", "integer", "number") else self._python_any(options)
-        )
+        said = set(found) - _NOTES
+        if not said:
+            return self._python_any(options)
+        branches = found.get("anyOf") if said == {"anyOf"} else None
+        if isinstance(kind, list) and kind:
+            branches = [{**found, "type": one} for one in kind]
+        if isinstance(branches, list) and branches and depth < DEPTH_MAX:
+            return f"({' | '.join(self._python_value(one, root, options, depth + 1) for one in branches)})"
+        return self._rule(_json({**_definitions(root), **found}, options))
 
     def _python_any(self, options: Mapping[str, Any]) -> str:
         """Any literal."""
@@ -364,25 +416,62 @@ def _is_plain(format: Json, tokens: Mapping[str, int]) -> bool:
     return isinstance(value, str) and not any(token in value for token in tokens)
 
 
-def _properties(schema: Json) -> list[tuple[str, Json, bool]] | None:
-    """(name, schema, whether it must be there) of each; None where the schema says more, or nothing."""
-    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
+def _properties(
+    param: str, schema: Json, options: Mapping[str, Any], can_write: Callable[[str], bool]
+) -> list[Property] | None:
+    """The properties of arguments that are written one by one; None: any. `can_write`: whether the markup has a way to
+    write a property's name. Raises RequestError for a schema that only JSON could follow and that must be followed."""
+    found = properties_of(schema)
+    if found is not None and all(can_write(one.name) for one in found):
+        return found
+    said = set(schema if isinstance(schema, dict) else ()) - _NOTES - {"type", "additionalProperties"}
+    if found is None and not said:
+        return [] if schema.get("additionalProperties") is False else None
+    if options.get("lenient"):
         return None
-    if schema.get("type") != "object" or {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & set(schema):
-        return None
-    required = schema.get("required")
-    required = required if isinstance(required, list) else []
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return [
-        (name, {**shared, **inner} if isinstance(inner, dict) else inner, name in required)
-        for name, inner in schema["properties"].items()
-    ]
+    raise RequestError(
+        f"{param}: calls of this model are not JSON and cannot follow this schema, expected an object with properties, "
+        'without anyOf, oneOf, allOf and patternProperties; or "strict": false',
+        param=param,
+    )
 
 
-def _values(schema: Json) -> list[str | int | float | None] | None:
-    """The values that a schema lists, where none of them holds others."""
-    if not isinstance(schema, dict):
-        return None
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    plain = isinstance(values, list) and values and all(v is None or isinstance(v, (str, int, float)) for v in values)
-    return values if plain else None
+def _definitions(root: Json) -> dict[str, Json]:
+    names = ("$defs", "definitions")
+    return {name: root[name] for name in names if name in root} if isinstance(root, dict) else {}
+
+
+def _length(value: Json) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**31 else None
+
+
+_DIGITS = {r"\d": "[0-9]"}
+_ESCAPE = re.compile(r"\\.", re.S)
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
+
+
+def _search(pattern: str) -> str:
+    """What a text must be for a pattern of JSON Schema to be found in it, as a regular expression between slashes.
+
+    Anchors elsewhere than at the beginning and the end of an alternative stay: the compiler refuses them.
+    """
+    alternatives: list[list[str]] = [[]]
+    depth = 0
+    for part in _PATTERN_PARTS.findall(pattern):
+        depth += {"(": 1, ")": -1}.get(part, 0)
+        if part == "|" and depth == 0:
+            alternatives.append([])
+        else:
+            alternatives[-1].append(_ESCAPE.sub(_class_escape, part) if part[0] == "[" else _DIGITS.get(part, part))
+    return _regex("|".join(map(_anchored, alternatives)))
+
+
+def _class_escape(found: re.Match[str]) -> str:
+    """An escape inside of a class of characters: digits are those of ASCII, as in JavaScript."""
+    return "0-9" if found[0] == r"\d" else found[0]
+
+
+def _anchored(parts: list[str]) -> str:
+    begins, ends = parts[:1] == ["^"], parts[-1:] == ["$"]
+    inner = "".join(parts[begins : len(parts) - ends])
+    return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"

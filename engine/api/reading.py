@@ -13,6 +13,7 @@ import msgspec
 from engine.api.anthropic import TokenCount
 from engine.api.calls import parameter_types
 from engine.api.choice import NO_SPEECH
+from engine.api.constraint import must_call
 from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_prompt
 from engine.api.responses import SHOWN, AskedResponse
@@ -175,6 +176,7 @@ def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPl
         calls=limits.calls if tools else None,
         types=parameter_types(tools) if tools and limits.calls == "qwen3_coder" else {},
         one_call=body.parallel_tool_calls is False,
+        must_call=must_call(body),
         is_named=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
     )
 

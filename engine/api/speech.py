@@ -1,7 +1,8 @@
 """What becomes of the text that one sequence generates: a thought, what is said, the calls; and where it must stop.
 
-Stop strings are looked for in what follows the thought. What came out after a number of tokens depends on these tokens
-alone, so an answer goes on at another worker from its tokens. Pure.
+Stop strings are looked for in what follows the thought, and not inside of a call, which they would leave half. What
+came out after a number of tokens depends on these tokens alone, so an answer goes on at another worker from its tokens.
+Pure.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class SpeechPlan(msgspec.Struct, frozen=True, kw_only=True):
     types: Types = {}
     one_call: bool = False
     """More calls than one are not told."""
+    must_call: bool = False
+    """The answer is calls and nothing else: stop strings mean none of it."""
     is_named: bool = False
     """The function that must be called was named: the answer ends as any other, as with OpenAI."""
 
@@ -75,7 +78,8 @@ class Speech:
         self._thought = None
         if plan.thought is not None:
             self._thought = Thought(THOUGHTS[plan.thought], plan.place, () if row is None else row.opens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        stops = params.stop if not plan.must_call else ()
+        self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._calls = None if row is None else CallParser(row, plan.types)
 
     @property
@@ -106,7 +110,9 @@ class Speech:
             self._tell(*self._calls.finish(), said)
 
     def _answer(self, piece: str, said: Said, stops: bool) -> None:
-        if self._stops is not None and stops:
+        if self._stops is not None and self._calls is not None and self._calls.in_call:
+            piece = self._stops.release() + piece
+        elif self._stops is not None and stops:
             piece, said.stop = self._stops.push(piece)
         self._parse(piece, said)
 

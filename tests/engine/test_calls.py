@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.api import markup_calls
 from engine.api.calls import FORMATS, CallParser, Format, format_of, parameter_types
+from engine.api.schemas.reading import schema_types
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -32,6 +33,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
     {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}, "y": {}}}}},
 ]
 TYPES = parameter_types(TOOLS)
 Told = tuple[str, list[tuple[str, str]]]
@@ -100,6 +102,21 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "First,\n<function=get_weather><parameter=exact>True</parameter><parameter=at>null</parameter>"
                     "<parameter=other>1</parameter></function> then", "First, then",
      [("get_weather", '{"exact": true, "at": null, "other": "1"}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "1\n\t2\\\n", "b":\n "\\\\\n"}}</tool_call>', "",
+     [("now", '{"a": "1\\n\\t2\\n", "b":\n "\\\\\\n"}')]),
+    ("hermes", '<tool_call>{"arguments": "{\\"a\\": \\"1\\n2\\"}", "name": "now"}</tool_call>', "",
+     [("now", '{"a": "1\\n2"}')]),
+    ("mistral", '[TOOL_CALLS]now{"a": "1\r\n2"}', "", [("now", '{"a": "1\\r\\n2"}')]),
+    ("pythonic", "[get-weather(from='x', class=1, user-id=[None], $filter=\"a=b, c\"), a$b(\"x, y\"=(1), 'z'= 2,)]", "",
+     [("get-weather", '{"from": "x", "class": 1, "user-id": [null], "$filter": "a=b, c"}'),
+      ("a$b", '{"x, y": 1, "z": 2}')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\na</parameter>; </function>\n<parameter=x> "
+                    "<parameter=z>\n</parameter>\n</parameter>\n</function>\n</tool_call>", "",
+     [("f", '{"x": "a</parameter>; </function>\\n<parameter=x> <parameter=z>\\n</parameter>"}')]),
+    ("qwen3_coder", "<function=f><parameter=x>a<parameter=y>b</function> </tool_call>", "",
+     [("f", '{"x": "a", "y": "b"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=rm>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>",
+     "<tool_call>\n<function=rm>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>", []),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=at>\n{\"a\": [1]}\n</parameter>\n<parameter=days>"
                     "\nsoon\n<parameter=city>\n\n a\n\nb \n\n</function>\n</tool_call>", "",
      [("get_weather", '{"at": {"a": [1]}, "days": "soon", "city": "\\n a\\n\\nb \\n"}')]),
@@ -168,6 +185,15 @@ MALFORMED = [
     ("pythonic", "[now(**a)]"),
     ("pythonic", "[now(a=b'x')]"),
     ("pythonic", "[now(a=1e999)]"),
+    ("pythonic", "[now(a=1, a=2)]"),
+    ("pythonic", "[now(a b=1)]"),
+    ("pythonic", "[now(a==1)]"),
+    ("pythonic", "[now(a=)]"),
+    ("pythonic", "[now(,)]"),
+    ("pythonic", "[now(]"),
+    ("pythonic", "[now(a=[1), b=(2])]"),
+    ("pythonic", "[now(a='\\ud800')]"),
+    ("qwen3_coder", "<tool_call>\n<function=undeclared>\n</function>\n</tool_call>"),
     ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
     ("pythonic", "[now(a=" + "[" * 5000 + "]" * 5000 + ")]"),
     ("llama3_json", '{"name": "now", "parameters": 3}'),
@@ -270,7 +296,8 @@ HOSTILE = {
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]f", "[TOOL_CALLS]f[CALL_ID]", "["],
     "llama3_json": ["{", '{"name": "', "<|python_tag|>"],
     "pythonic": ["[f(", "[", "f('", "(", "["],
-    "qwen3_coder": ["<function=f><parameter=", "<function=f>", "<parameter=a>", "\n", "<tool_call>"],
+    "qwen3_coder": ["<function=f><parameter=", "<function=f>", "<parameter=a>", "\n", "<tool_call>",
+                    "<function=f><parameter=x></parameter> ", "<function=f><parameter=x></function>\n"],
 }  # fmt: skip
 
 
@@ -301,10 +328,23 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
         ("True", ("boolean",), "true"), ("0", ("boolean",), "false"), ("0", ("boolean", "integer"), "0"),
         ("null", ("null", "string"), "null"), ("[1,2]", ("array",), "[1,2]"), ('{"a":1}', ("object",), '{"a":1}'),
         ("{a}", ("object",), '"{a}"'), ("1e999", ("number",), '"1e999"'), ("NaN", ("number",), '"NaN"'),
+        ("None", ("null", "string"), "null"), ("none", ("null", "string"), '"none"'), ("None", ("string",), '"None"'),
+        ("{'a': True, 'b': [None]}", ("object",), '{"a": true, "b": [null]}'), ("['x']", ("array",), '["x"]'),
+        ("['x']", ("object",), '"[\'x\']"'), ('{"a": "x\ny"}', ("object",), '{"a": "x\\ny"}'),
+        ("{1}", ("array",), '"{1}"'),
     ],
 )  # fmt: skip
 def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], wanted: str) -> None:
     assert markup_calls.as_json(value, types) == wanted
+
+
+ROOT = {
+    "$defs": {
+        "point": {"properties": {"x": {}}},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+        "circle": {"$ref": "#/$defs/circle"},
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +353,11 @@ def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...]
         ({"type": "int"}, ("integer",)), ({"type": ["string", "null"]}, ("null", "string")), ({}, ("string",)),
         ({"enum": [1, None, "a"]}, ("integer", "null", "string")), (None, ("string",)), ({"type": 5}, ("string",)),
         ({"anyOf": [{"type": "number"}, {"oneOf": [{"type": "array"}]}]}, ("array", "number")),
+        ({"$ref": "#/$defs/point"}, ("object",)), ({"$ref": "#/$defs/maybe"}, ("null", "object")),
+        ({"$ref": "#/$defs/circle"}, ("string",)), ({"$ref": "#/nowhere"}, ("string",)),
+        ({"const": True}, ("boolean",)),
+        ({"oneOf": [{"const": "a"}, {"const": 5}]}, ("integer", "string")), ({"items": {}}, ("array",)),
     ],
 )  # fmt: skip
 def test_types_are_read_from_schemas(schema: Any, types: tuple[str, ...]) -> None:
-    assert markup_calls.schema_types(schema) == types
+    assert schema_types(schema, ROOT) == types

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.api.calls import FORMATS as CALL_FORMATS
+from engine.api.calls import CallParser, parameter_types
 from engine.api.constraint import MARKUPS, asked_format
 from engine.api.lark import constraint_of, write_lark
 from engine.api.params import ModelLimits
@@ -60,7 +63,7 @@ CALLS = {
         '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
     ),
     "pythonic": (
-        '[weather(city="Berlin", metric=True, unit="C", more=["a", {"b": None}])]',
+        '[weather(city="Berlin", metric=True, unit="C", more=["a", "b"])]',
         "[time()]",
         '[weather(city="Berlin", unit="X")]',
     ),
@@ -144,6 +147,115 @@ def test_a_tool_that_is_not_strict_may_have_a_schema_that_is_not_known_here() ->
     lark = grammar(chat(tools=tools, tool_choice="required"), "hermes")
     assert takes(lark, '<tool_call>\n{"name": "odd", "arguments": {"a": 1}}\n</tool_call>')
     assert not takes(lark, '<tool_call>\n{"name": "odd", "arguments": {"a": ""}}\n</tool_call>')
+
+
+DEFS = {
+    "point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+              "additionalProperties": False},
+    "digit": {"type": "integer", "minimum": 0, "maximum": 9},
+}  # fmt: skip
+VALUES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
+    ("qwen3_coder", {"$ref": "#/$defs/point"}, {'{"x": true}': {"x": True}}, ["x", "{}"]),
+    ("qwen3_coder", {"$ref": "#/$defs/digit"}, {"5": 5}, ["12", '"5"']),
+    ("qwen3_coder", {"const": 5}, {"5": 5}, ["6"]),
+    ("qwen3_coder", {"const": True}, {"true": True}, ["True"]),
+    ("qwen3_coder", {"oneOf": [{"const": "a"}, {"const": "b"}]}, {"a": "a", "b": "b"}, ['"a"', "c"]),
+    ("qwen3_coder", {"type": "string", "maxLength": 3}, {"": "", "a\nb": "a\nb"}, ["abcd"]),
+    ("qwen3_coder", {"type": "string", "minLength": 2}, {"ab": "ab"}, ["a"]),
+    ("qwen3_coder", {"type": "string", "pattern": "^[a-c]{2}$"}, {"ab": "ab"}, ["abc", "a", "xab"]),
+    ("qwen3_coder", {"type": "string", "pattern": "^a|\\d$"}, {"ax": "ax", "x5": "x5"}, ["xa", "5x", "\u0665"]),
+    ("qwen3_coder", {"type": "string", "pattern": "[/|(]b", "maxLength": 4}, {"x/by": "x/by"}, ["b", "xx/by"]),
+    ("qwen3_coder", {"type": "string", "format": "date"}, {"2026-11-26": "2026-11-26"}, ["today"]),
+    ("qwen3_coder", {"anyOf": [{"type": "string"}, {"type": "null"}]}, {'"a"': "a", "null": None}, ["5"]),
+    ("qwen3_coder", {"enum": ["a", 1, None]}, {"a": "a", "1": 1, "null": None}, ["b"]),
+    ("pythonic", {"$ref": "#/$defs/point"}, {'{"x": true}': {"x": True}}, ["{}", '{"x": 1}', "None"]),
+    (
+        "pythonic",
+        {"type": "array", "items": {"$ref": "#/$defs/digit"}, "minItems": 1},
+        {"[1, 2]": [1, 2]},
+        ["[]", "[12]"],
+    ),
+    ("pythonic", {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, {"True": True, "None": None}, ["1", "[]"]),
+    ("pythonic", {"type": ["integer", "null"], "maximum": 3}, {"3": 3, "None": None}, ["4"]),
+    ("pythonic", {"description": "anything"}, {"[None, {'a': 1}]".replace("'", '"'): [None, {"a": 1}]}, ["f()"]),
+    ("pythonic", {"type": "string", "maxLength": 2}, {'"ab"': "ab"}, ['"abc"', "ab"]),
+]
+"""(markup, schema of a value, texts that are values of it and those, texts that are none)."""
+
+
+@pytest.mark.parametrize(("markup", "schema", "good", "bad"), VALUES)
+def test_a_strict_value_is_of_its_schema_where_calls_are_not_json(
+    markup: str, schema: dict[str, Any], good: dict[str, Any], bad: list[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"], "additionalProperties": False,
+                  "$defs": DEFS}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    lark = grammar(chat(tools=tools, tool_choice="required", parallel_tool_calls=False), markup)
+
+    def call(value: str) -> str:
+        xml = f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        return xml if markup == "qwen3_coder" else f"[f(v={value})]"
+
+    for text, value in good.items():
+        assert takes(lark, call(text)), text
+        assert arguments_of(call(text), markup, tools) == {"v": value}
+    for text in bad:
+        assert not takes(lark, call(text)), text
+
+
+def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
+    """The arguments of the one call that the reader of the markup finds."""
+    parser = CallParser(CALL_FORMATS[markup], parameter_types(tools))
+    told = [parser.push(text), parser.finish()]
+    assert "".join(said for said, _ in told) == ""
+    assert parser.count == 1
+    return json.loads("".join(piece.arguments for _, pieces in told for piece in pieces))
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+@pytest.mark.parametrize("parameters", [{}, None, {"properties": {}}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object_whatever_a_schema_leaves_open(markup: str, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "time", "parameters": parameters}}]
+    lark = grammar(chat(tools=tools, tool_choice="required"), markup)
+    empty = CALLS[markup][1]
+    assert takes(lark, empty)
+    assert arguments_of(empty, markup, tools) == {}
+    if markup not in ("qwen3_coder", "pythonic"):
+        for other in ("true", "null", "[]", '"a"'):
+            assert not takes(lark, empty.replace(": {}", f": {other}")), other
+
+
+@pytest.mark.parametrize("name", ["from", "class", "user-id", "$filter", "a b", 'say "x", (y)=', "None"])
+def test_names_need_not_be_names_of_python(name: str) -> None:
+    parameters = {"type": "object", "properties": {name: {"enum": ["x"]}}, "required": [name]}
+    tools = [{"type": "function", "function": {"name": "get-weather", "parameters": parameters}}]
+    lark = grammar(chat(tools=tools, tool_choice="required"), "pythonic")
+    key = name if re.fullmatch(r"[\w$-]+", name) else json.dumps(name)
+    text = f'[get-weather({key}="x")]'
+    assert takes(lark, text)
+    assert arguments_of(text, "pythonic", tools) == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    ("markup", "function", "param"),
+    [
+        ("pythonic", {"name": "a(b"}, "tools[0].function.name"),
+        ("qwen3_coder", {"name": "a>b"}, "tools[0].function.name"),
+        ("hermes", {"name": "f", "parameters": [], "strict": True}, "tools[0].function.parameters"),
+        ("qwen3_coder", {"name": "f", "strict": True, "parameters": {"properties": {"a>b": {}}}},
+         "tools[0].function.parameters"),
+        ("pythonic", {"name": "f", "strict": True, "parameters": {"anyOf": [{"properties": {"a": {}}}]}},
+         "tools[0].function.parameters"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_the_markup_cannot_write_is_refused(markup: str, function: dict[str, Any], param: str) -> None:
+    tools = [{"type": "function", "function": function}]
+    with pytest.raises(RequestError) as refused:
+        grammar(chat(tools=tools, tool_choice="required"), markup)
+    assert refused.value.param == param
+    loose = {name: value for name, value in function.items() if name != "strict"}
+    if param.endswith("parameters") and isinstance(function["parameters"], dict):
+        grammar(chat(tools=[{"type": "function", "function": loose}], tool_choice="required"), markup)
 
 
 TAG = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}},

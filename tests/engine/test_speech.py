@@ -231,10 +231,19 @@ def test_stop_strings_are_looked_for_after_the_thought() -> None:
         found = streamed(sent) if stream else message(json.loads(answer.whole()))
         assert (found["reasoning"], found["content"], found["finish_reason"]) == ("a stop here", "no ", "stop")
         assert generation.choices[0].stop_reason == "stop"
-    cut = message(whole(ids_of(CALL), stop=["zone"]))
-    assert cut["tool_calls"] == [{"name": "now", "arguments": '{"'}]
-    assert cut["finish_reason"] == "tool_calls"
     assert message(whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
+
+
+@pytest.mark.parametrize("stop", ["zone", '"', "}", "\n", "</tool_call>"])
+def test_no_stop_string_leaves_half_a_call(stop: str) -> None:
+    forced: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
+    inside = [] if stop in ('"', "\n") else ["auto"]  # these end an answer where it is not known yet to be a call
+    for choice in [*forced, *inside]:
+        for cuts in ((), range(1, len(ids_of(CALL)))):
+            found = message(whole(ids_of(CALL), list(cuts), stop=[stop], tool_choice=choice))
+            assert found["tool_calls"] == [{"name": "now", "arguments": '{"zone": "é🙂"}'}], choice
+    said = message(whole(ids_of(CALL + " and zone x"), stop=["zone"]))
+    assert (said["content"], said["finish_reason"]) == (" and ", "tool_calls")
 
 
 @settings(max_examples=examples(150), deadline=None)
