@@ -30,6 +30,7 @@ from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
+from router.prompting.media import MediaPrompt, read_media
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, has_beginning, may_return
@@ -89,6 +90,7 @@ class Asked(ReadTurn):
         "is_renamed",
         "like",
         "lora",
+        "media",
         "model",
         "priority",
         "role",
@@ -109,6 +111,8 @@ class Asked(ReadTurn):
         """Of a prompt that its known beginning begins."""
         self.alike: int | None = None
         """Tokens that both are known to begin with."""
+        self.media: MediaPrompt | None = None
+        """What it is, where it has images or other media."""
         self.spans: FieldSpans | None = None
         """Where its body's fields are, if that was found out."""
         self.model = model
@@ -167,7 +171,10 @@ class RequestReading:
         parsed = read_routing(kind or "other", request.body) if format == "json" else _NOTHING_READ
         if kind is None:
             parsed = parsed.replaced(kind="completion" if parsed.messages is None else "chat")
-        return self._asked(request, parsed)
+        asked = self._asked(request, parsed)
+        if parsed.kind != "other":
+            asked.media = read_media(parsed, request.body)
+        return asked
 
     def _asked_by_form(self, request: HttpRequest, parsed: RoutingRequest, spans: FieldSpans) -> Asked:
         asked = self._asked(request, parsed)
@@ -245,7 +252,7 @@ class RequestReading:
         started = time.perf_counter()
         parsed, spans, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = self._asked(request, parsed)
-        asked.spans = spans
+        asked.spans, asked.media = spans, made.media
         asked.pieces, asked.begins = request.pieces, made.begins
         ids: Sequence[int] | None
         if isinstance(made.result, bytes):
@@ -341,6 +348,11 @@ class RequestReading:
         if token_ids is None or size is None:
             estimate = self._estimate(asked)
             size = PromptSize(estimate, estimate)
+        home = None
+        if asked.media is not None:
+            home = asked.media.conversation
+            counted = 0 if token_ids is None else size.tokens
+            size = _with_media(counted, asked.media.tokens, asked.tokens_max)
         room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - size.longest, 0)
         return RouteRequest(
             request_id=request_id,
@@ -351,6 +363,7 @@ class RequestReading:
             prompts=size.count,
             longest_tokens=size.longest if size.count > 1 else 0,
             is_counted=size.is_exact,
+            home=home,
             like=asked.like,
             alike=asked.alike,
             output_max=1
@@ -391,6 +404,12 @@ class RequestReading:
             if self._core.resolve_model(lora or base) is not None:
                 self._scopes[base, lora] = known
         return known
+
+
+def _with_media(counted: int, tokens: int, tokens_max: int | None) -> PromptSize:
+    """A prompt's size, estimated with its media: no more than its model takes, and no less than what was counted."""
+    tokens = max(counted, 1, min(tokens, tokens_max or ESTIMATE_MAX))
+    return PromptSize(tokens, tokens, is_exact=False)
 
 
 def conversation(session: Session, parsed: RoutingRequest) -> str:

@@ -9,6 +9,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +31,7 @@ from router.decide.registry import Registry
 from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
-from router.index.protocol import HolderId, Match
+from router.index.protocol import HolderId, Match, Scope
 
 
 class Chosen(msgspec.Struct, eq=False):
@@ -97,6 +98,7 @@ class Chooser:
         self._rotation = 0
         self.own = OwnPolicy(config.policy_function) if config.policy_function is not None else None
         self.sessions = Sessions(config.session_ttl_s, config.sessions_max)
+        self.homes = Homes(config.session_ttl_s, config.sessions_max)
 
     def rotate(self) -> None:
         """A choice was committed: the next tie goes to the next in turn."""
@@ -116,7 +118,8 @@ class Chooser:
         seconds held for each target that go before this request. `explain`: price all, whoever may win."""
         prompt, matches, few = None, None, candidates
         factor = self._tracker.utilisation_factor(now)
-        order = self._registry.order(request, candidates, factor) if self._shortens and not (ahead or held_s) else None
+        shortens = self._shortens and request.home is None
+        order = self._registry.order(request, candidates, factor) if shortens and not (ahead or held_s) else None
         if request.token_ids is not None:
             prompt = self._book.ask(
                 request.token_ids, request.scope, request.prompt_tokens, request.like, request.alike
@@ -133,6 +136,7 @@ class Chooser:
         if few[0].speeds.silent and not all(target.prefills for target in few):
             # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
             chosen.cost.cached = chosen.resident[:]
+        self._find_home(request, chosen, now)
         winner = self._affine(request, few, now) if self._affinity else None
         chosen.winner = self._by_policy(request, few, chosen) if winner is None else winner
         chosen.cost.cached[chosen.winner] = promised[chosen.winner]
@@ -232,6 +236,15 @@ class Chooser:
         choice.cost.ahead = [ahead.get(target.name, 0.0) for target in choice.cost.targets]
         choice.winner = choice.cost.choose(self._rotation)
 
+    def _find_home(self, request: RouteRequest, chosen: Chosen, now: float) -> None:
+        """Price what a conversation with media is taken to have where it was before."""
+        home = None if request.home is None else self.homes.get((request.home, request.scope), now)
+        if home is None:
+            return
+        cost = chosen.cost
+        cost.home = next((i for i, target in enumerate(cost.targets) if target.name == home.target), -1)
+        cost.home_tokens = min(home.tokens, request.prompt_tokens)
+
     def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
         """The candidate this session, or else the one that started it, was sent to before, where affinity is on."""
         if request.session is None:
@@ -278,6 +291,36 @@ class Chooser:
             decision.candidates = sorted(priced, key=lambda t: t.cost)
             decision.not_eligible = self._registry.why_not(request)
         return decision
+
+
+class Home(NamedTuple):
+    """Where the last turn of a conversation with media went."""
+
+    target: str
+    tokens: int
+    """Of that turn's prompt, as estimated."""
+    used_s: float
+
+
+@dataclass(slots=True)
+class Homes:
+    """(how a conversation began, its scope) -> its home. Bounded in number, oldest use first out."""
+
+    ttl_s: float
+    size_max: int
+    known: OrderedDict[tuple[int, Scope], Home] = field(default_factory=OrderedDict)
+
+    def get(self, key: tuple[int, Scope], now: float) -> Home | None:
+        """The conversation's home, unless it was used too long ago."""
+        home = self.known.get(key)
+        return home if home is not None and now - home.used_s <= self.ttl_s else None
+
+    def put(self, key: tuple[int, Scope], home: Home) -> None:
+        """A turn of the conversation was sent."""
+        self.known[key] = home
+        self.known.move_to_end(key)
+        while len(self.known) > self.size_max:
+            self.known.popitem(last=False)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from router.decide.books import CacheBook
-from router.decide.choose import Chooser, Chosen
+from router.decide.choose import Chooser, Chosen, Home
 from router.decide.config import CoreConfig
 from router.decide.engine_load import EngineLoad
 from router.decide.held import HeldQueue, Live, Place, RetryBudget, gave_up
@@ -234,9 +234,9 @@ class RouterCore:
         if usage is not None and worker is not None:
             self.watchdog.finished(
                 decision.worker,
-                # Of several prompts only the first was looked for in the caches.
+                # Of several prompts only the first was looked for in the caches, and media are not counted.
                 counted_tokens=request.prompt_tokens
-                if request.token_ids is not None and request.prompts == 1
+                if request.token_ids is not None and request.prompts == 1 and request.home is None
                 else None,
                 prompt_tokens=told.prompt_tokens,
                 predicted_cached=decision.predicted_cached_tokens,
@@ -442,6 +442,9 @@ class RouterCore:
             )
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
+        if request.home is not None:
+            home = Home(target.name, request.prompt_tokens, now)
+            self._chooser.homes.put((request.home, request.scope), home)
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id

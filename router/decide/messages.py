@@ -31,7 +31,10 @@ class RouteRequest(msgspec.Struct, eq=False):
     longest_tokens: int = 0
     """Of the longest of its prompts; 0 where there is one, of `prompt_tokens`."""
     is_counted: bool = True
-    """False: its prompt is so long that it was not counted to the end."""
+    """False: its prompt was not counted to the end, as it is so long, or has media."""
+    home: int | None = None
+    """Digest of how a conversation with media began; None without media. What such a prompt shares with the turn before
+    cannot be matched: it is taken to be where that turn was."""
     like: PromptMemory | None = None
     """Of a prompt that may begin as this one does."""
     alike: int | None = None
@@ -153,6 +156,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     overtaken_s: float = 0.0
     """What those that wait there, and have more left, wait longer for this prompt, all together: where its engine takes
     who has the least left first. They are not in `queue_s`."""
+    home_tokens: int = 0
+    """Of a prompt with media: taken to be cached here, where its conversation was before. Not in `cached_tokens`."""
     others_requests: int = 0
     """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
     and those that wait in `queue_s`."""

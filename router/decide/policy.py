@@ -87,6 +87,8 @@ class KvCost:
         self.crowding: Sequence[float] | None = None
         self.memory: dict[int, float] = {}
         self.hot_tokens, self.hot_share = 0, 0.0
+        self.home, self.home_tokens = -1, 0
+        """Where the conversation was before, and what it is taken to have there."""
         self.prompt_tokens = prompt_tokens
         self.expected_tokens = expected_tokens
         self.factor = utilisation_factor
@@ -127,7 +129,7 @@ class KvCost:
         hot, hot_share = self.hot_tokens, self.hot_share
         mean_context = length + 0.5 * expected
         # The formula of `terms`, written out: see above.
-        for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
+        for i, (target, hit, wait) in enumerate(zip(self.targets, self.priced_hits, self.waits)):
             prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
             stall = 0.0
             if hit < hot:
@@ -167,6 +169,15 @@ class KvCost:
                 best = min(best, cost)
         return ties[rotation % len(ties)]
 
+    @property
+    def priced_hits(self) -> list[int]:
+        """h of each candidate, or what the conversation is taken to have there, if that is more."""
+        if self.home < 0 or self.home_tokens <= self.cached[self.home]:
+            return self.cached
+        hits = self.cached[:]
+        hits[self.home] = self.home_tokens
+        return hits
+
     def stalled(self, part_s: float) -> float:
         """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
         return (1.0 - self.hot_share) * part_s
@@ -183,7 +194,7 @@ class KvCost:
 
     def terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
-        config, target, hit = self.config, self.targets[i], self.cached[i]
+        config, target, hit = self.config, self.targets[i], self.priced_hits[i]
         prefill = target.prefill_seconds(self.prompt_tokens, hit)
         waiting, overtaken = self.waits[i], 0
         if target.shortest_first:
@@ -207,7 +218,8 @@ class KvCost:
         cost += seat_s + memory_s + rest_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
-            cached_tokens=hit,
+            cached_tokens=self.cached[i],
+            home_tokens=self.home_tokens if i == self.home else 0,
             resident_tokens=resident_tokens,
             prefill_s=prefill,
             queue_s=waiting,

@@ -35,6 +35,7 @@ from router.prompting.encode import (
 )
 from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.known import Known
+from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
 from router.prompting.returning import learn, may_return
@@ -74,6 +75,8 @@ class Made(NamedTuple):
     """Of its prompts; None where a worker is to be asked for the ids of the first."""
     further: Sequence[int] = ()
     """Tokens of each prompt behind the first."""
+    media: MediaPrompt | None = None
+    """What it is, where it has images or other media."""
 
 
 class Helpers:
@@ -224,10 +227,12 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     ids, further = cut(prompt.ids, parsed, order.tokens_max), further_tokens(parsed, tokenizer)
     if not ids:
         asked = None if order.asks is None else question(parsed, order.asks)
-        return Made(asked, digest_beginning(parsed), further=further)
+        return Made(asked, digest_beginning(parsed), further=further, media=read_media(parsed, body))
     size = measure(prompt.ids, parsed, order.tokens_max, further, is_exact=prompt.is_whole)
     may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
     known = learn(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
         known.body, known.ids = b"", array(ID_TYPE)
-    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), digest_beginning(parsed), known, size, further)
+    media = read_media(parsed, body)
+    found = ids if isinstance(ids, array) else array(ID_TYPE, ids)
+    return Made(found, digest_beginning(parsed), known, size, further, media)
