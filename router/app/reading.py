@@ -38,10 +38,13 @@ from router.prompting.sessions import Names, Session, SessionNames
 from router.prompting.turn import ReadTurn
 from router.sharing.names import ModelNames
 
-COUNT: Final = "/v1/messages/count_tokens"
+TOKENIZE: Final = ("/tokenize", "/detokenize")
+"""Routes of vLLM outside of /v1 that clients ask workers."""
+COUNTING: Final = ("/v1/messages/count_tokens", *TOKENIZE)
+"""Routes whose prompts no model reads."""
 JSON_PATHS: Final = frozenset(
     (
-        COUNT,
+        *COUNTING,
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/score",
@@ -59,6 +62,11 @@ ESTIMATE_MAX: Final = 131_072
 _IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """An object in any encoding of JSON that a worker may read."""
 _NOTHING_READ = RoutingRequest(kind="other")
+
+
+def is_for_workers(path: str) -> bool:
+    """Whether a path is a client's to a worker, and none of the router's own (but for the list of models)."""
+    return path.startswith("/v1/") or path in TOKENIZE
 
 
 class HeadFields:
@@ -122,7 +130,7 @@ class Asked(ReadTurn):
         self.lora = lora
         self.tokens_max = tokens_max
         """What the model takes, where that is known."""
-        self.body_bytes = 0 if request.path == COUNT else request.body_bytes
+        self.body_bytes = 0 if request.path in COUNTING else request.body_bytes
         """Of what a model reads."""
         self.priority = parsed.priority if said.priority is None else said.priority
         self.deadline_ms = said.deadline_ms

@@ -1,7 +1,7 @@
 """The router's HTTP application: what each path means, and the processes' one event loop around core, feed and sockets.
 
-Under `/v1/`: request -> what it asks for -> token ids (of completions) -> core -> exchange. What looks at or changes
-the router itself is in router/app/admin.py.
+Under `/v1/`, and for `/tokenize`: request -> what it asks for -> token ids (of completions) -> core -> exchange. What
+looks at or changes the router itself is in router/app/admin.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from prompts.errors import RequestError
 from prompts.worker_fields import names_worker
 from router.app.guard import Guard, bearer
-from router.app.reading import Asked, RequestReading
+from router.app.reading import TOKENIZE, Asked, RequestReading, is_for_workers
 from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
@@ -46,7 +46,7 @@ PASSED = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
+        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *TOKENIZE,
     ), ("POST",)),
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
@@ -109,7 +109,7 @@ class RouterApp:
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
         path = request.path
-        if not path.startswith("/v1/"):
+        if not is_for_workers(path):
             if not self._own.is_public(request):
                 self._guard(connection, request)
             return connection.peer
@@ -130,7 +130,7 @@ class RouterApp:
     def cors_headers(self, request: HttpRequest) -> bytes:
         """Lines of whatever answer a request under `/v1/` gets: admin routes are for no page but their own."""
         path = request.path
-        if self._cors is None or not path.startswith("/v1/"):
+        if self._cors is None or not is_for_workers(path):
             return b""
         return self._cors.headers(request, self._methods_of(path) or ())
 
@@ -159,10 +159,10 @@ class RouterApp:
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
         path = request.path
-        if request.method == "OPTIONS" and path.startswith("/v1/"):
+        if request.method == "OPTIONS" and is_for_workers(path):
             allowed = ", ".join(sorted(["OPTIONS", *(self._methods_of(path) or ())]))
             connection.respond(200, b"", headers=[(b"allow", allowed.encode())])
-        elif path.startswith("/v1/") and path != "/v1/models" and not path.startswith(MODEL):
+        elif is_for_workers(path) and path != "/v1/models" and not path.startswith(MODEL):
             self._serve(connection, request)
         else:
             self._own.handle(connection, request)

@@ -26,7 +26,7 @@ from router.app.admin import HTML
 from router.app.config import ShadowProcessConfig
 from router.app.guard import Guard
 from router.app.process import RouterProcess, run_process
-from router.app.reading import Asked
+from router.app.reading import Asked, is_for_workers
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
 from router.edge.exchange import Exchange
@@ -52,10 +52,10 @@ class ShadowApp(RouterApp):
     """Takes copies of whatever the balancer may know what to do with."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        return connection.peer if request.path.startswith("/v1/") else super().admit(connection, request)
+        return connection.peer if is_for_workers(request.path) else super().admit(connection, request)
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        if not request.path.startswith("/v1/"):
+        if not is_for_workers(request.path):
             self._own.handle(connection, request)
             return
         if request.path in KINDS and request.method == "POST":

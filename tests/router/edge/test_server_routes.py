@@ -31,6 +31,29 @@ def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(first.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
 
 
+def test_texts_are_made_tokens_by_a_worker_of_their_model(edge: Any, make_post: Any) -> None:
+    """Short and long ones, for who brings a key; a model that nobody serves is a 404, another method a 405."""
+
+    async def scenario() -> None:
+        await edge.start(policy="kv", api_keys=("k",))
+        workers = {name: await edge.worker(edge.reply(b'{"count": 1}'), model=name) for name in ("m-a", "m-b")}
+        for path in (b"/tokenize", b"/detokenize"):
+            for text in ("hello", "x " * 200_000):
+                for model, other in (("m-a", "m-b"), ("m-b", "m-a")):
+                    body = json.dumps({"prompt": text, "model": model}).encode()
+                    answer = await edge.exchange(make_post(body, path, (b"Authorization: Bearer k",)))
+                    assert answer.endswith(b'{"count": 1}')
+                    sent = workers[model].received.pop()
+                    assert (sent.line.split()[1], sent.body) == (path, body)
+                    assert not workers[other].received
+            body = json.dumps({"prompt": "hello", "model": "nobody"}).encode()
+            assert parts(await edge.exchange(make_post(body, path, (b"Authorization: Bearer k",))))[0] == 404
+            assert parts(await edge.exchange(make_post(body, path)))[0] == 401
+            assert parts(await edge.exchange(get(path.decode(), "Authorization: Bearer k")))[0] == 405
+
+    edge.run(scenario())
+
+
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: Any, size: int) -> None:
     """Once for each request; what they serve now is what counts, also for a long body, which is read elsewhere."""
