@@ -1,4 +1,4 @@
-"""What a real vLLM made of the same tokens (`scripts/record_answers`), field for field: calls, thoughts, text, ends."""
+"""What a real vLLM made of the same tokens, field for field: calls, thoughts, text, ends."""
 
 from __future__ import annotations
 

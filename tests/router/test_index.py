@@ -1,17 +1,16 @@
-"""The index contract over every implementation, and the captures of real engines through predict_hits."""
+"""The index contract over every implementation, and what it predicts from the captures of real engines."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import index_contract as contract
 import pytest
+from captures import predict
 from reference import ReferenceIndex
 from reference.digest import Digester
 
@@ -19,19 +18,6 @@ from router.index import make_index
 from router.index.protocol import PrefixIndex
 
 TESTS = Path(__file__).resolve().parent.parent
-
-
-def load(path: Path) -> ModuleType:
-    from importlib.machinery import SourceFileLoader
-
-    name = f"loaded_{path.stem}"
-    if name not in sys.modules:
-        loader = SourceFileLoader(name, str(path))
-        spec = importlib.util.spec_from_loader(name, loader)
-        assert spec is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(make_index, id="native")]
@@ -61,11 +47,10 @@ def test_seeded_contract(factory: Callable[[int], PrefixIndex], check: Any) -> N
 @pytest.mark.parametrize("factory", index_factories)
 def test_predicts_what_real_engines_reused(factory: Callable[[], PrefixIndex]) -> None:
     """Every request of every capture but the one after a reset that vLLM announces with the next request."""
-    predict_hits = load(TESTS.parent / "scripts" / "predict_hits")
     captures = sorted(path for path in (TESTS / "golden" / "vllm").glob("*/*.json.gz"))
     captures = [path for path in captures if path.with_name(path.name.replace(".json", ".frames.jsonl")).exists()]
     assert len(captures) >= 26
-    rows = [row for capture in captures for row in predict_hits.predict(capture, factory())]
+    rows = [row for capture in captures for row in predict(capture, factory())]
     wrong = [(Path(row.capture).stem, row.request) for row in rows if row.predicted != row.cached]
     assert wrong == [("reset.json", 2)]
     assert sum(row.cached > 0 for row in rows) > 25
