@@ -1,9 +1,8 @@
-"""What stands between a router and sound workers: workers that answer as they are told, links that can be cut."""
+"""Workers that answer as they are told: bytes, pauses, and connections that end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -117,47 +116,3 @@ class Upstream:
                 writer.close()
                 return True
         return False
-
-
-class Link:
-    """A TCP relay that can be cut."""
-
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._up = True
-        self.port = 0
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            if not self._up:
-                raise ConnectionError
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers |= {writer, far_writer}
-        try:
-            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
-        finally:
-            self._writers -= {writer, far_writer}
-
-    def cut(self) -> None:
-        self._up = False
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    def mend(self) -> None:
-        self._up = True
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.transport.abort()

@@ -25,7 +25,8 @@ from events import (
     decode_batch,
 )
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kv_subscriber"
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "events.kv_subscriber"]
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def stored(key: int) -> BlockStored:
 def command(publisher: EventPublisher, *options: str) -> list[str]:
     source = publisher.source()
     assert source.replay_endpoint
-    return [sys.executable, str(SCRIPT), source.endpoint, "--replay", source.replay_endpoint, "--json", *options]
+    return [*PROGRAM, source.endpoint, "--replay", source.replay_endpoint, "--json", *options]
 
 
 def lines(output: str) -> list[dict[str, object]]:
@@ -111,7 +112,7 @@ def test_wrong_addresses_say_so() -> None:
         (["host:1"], "expected tcp://"),
         (["http://127.0.0.1:1"], "cannot ask"),
     ]:
-        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
         assert done.returncode != 0
         assert says in done.stderr
 
@@ -119,7 +120,7 @@ def test_wrong_addresses_say_so() -> None:
 def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) -> None:
     """As an installed command, which begins in our packages."""
     for name in ("options", "events"):
-        shutil.copytree(SCRIPT.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "events" / "__init__.py").write_text("x = 1\n")
     script = "import sys; sys.argv = ['kv_subscriber', 'http://127.0.0.1:9']\n"
     script += "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ScikitBuild' not in type(finder).__name__]\n"
