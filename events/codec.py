@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from events.fields import read_event
-from events.types import DecodedBatch, DecodeError, EventBatch
+from events.fields import complete, read_event
+from events.types import BlockStored, DecodedBatch, DecodeError, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -47,7 +47,11 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     Raises DecodeError if the envelope is unreadable (truncated, not msgpack, not `[ts, events, rank]`).
     """
     try:
-        return DecodedBatch(_BATCH_DECODER.decode(payload))
+        decoded = DecodedBatch(_BATCH_DECODER.decode(payload))
+        for known in decoded.batch.events:
+            if isinstance(known, BlockStored) and not known.block_size:
+                complete(known)
+        return decoded
     except _UNREADABLE:
         pass  # not all events are well-formed maps of known types: read them one by one
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, ValidationError
 
-from events.types import EVENT_TYPES, BlockName, Event
+from events.types import EVENT_TYPES, AllBlocksCleared, BlockName, BlockStored, Event
 
 _ABSENT = Raw(b"")
 _FIELDS = dict.fromkeys(field for cls in EVENT_TYPES.values() for field in cls.__struct_fields__)
@@ -42,14 +42,43 @@ def read_event(raw: Raw) -> tuple[str, Event | None]:
         if not values:
             raise ValidationError("empty array")
         kind = _TEXT.decode(values[0])
-        known = EVENT_TYPES[kind].__struct_fields__ if kind in EVENT_TYPES else ()
+        known = _POSITIONAL.get(kind, ())
         sent = dict(zip(known, values[1:]))  # more values than known fields are of a newer version
     else:
         raise ValidationError("expected a map or an array")
     cls = EVENT_TYPES.get(kind)
     if cls is None:
         return kind, None
-    return kind, cls(**dict(_read_fields(cls, sent)))
+    event = cls(**dict(_read_fields(cls, sent)))
+    if isinstance(event, BlockStored):
+        complete(event)
+        _place_texts(event)
+    return kind, event
+
+
+def complete(event: BlockStored) -> None:
+    """Derive a block size that the publisher left at 0."""
+    names, tokens = len(event.block_hashes), len(event.token_ids)
+    if event.block_size == 0 and names and tokens % names == 0:
+        event.block_size = tokens // names
+
+
+def _place_texts(event: BlockStored) -> None:
+    """Make a media key of the first text among each block's token ids: TensorRT-LLM sends texts where media stand."""
+    ids: list[Any] = event.token_ids
+    texts = [at for at, value in enumerate(ids) if isinstance(value, str)]
+    if not texts:
+        return
+    names, size = len(event.block_hashes), event.block_size
+    if not names or names * size != len(ids):
+        raise ValidationError("BlockStored.token_ids has texts and not one name a block")
+    keys: list[Any] = list(event.extra_keys or ())
+    keys += [None] * (names - len(keys))
+    first = {at // size: at for at in reversed(texts)}
+    for block, at in first.items():
+        keys[block] = (*(keys[block] or ()), (ids[at], at % size))
+    event.extra_keys = keys
+    event.token_ids = [0 if isinstance(value, str) else value for value in ids]
 
 
 def _read_fields(cls: type[Event], sent: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
@@ -59,6 +88,9 @@ def _read_fields(cls: type[Event], sent: dict[str, Raw]) -> Iterator[tuple[str, 
             if field in _REQUIRED:
                 raise ValidationError(f"{cls.__name__} without {field}")
             yield field, None
+            continue
+        if cls is AllBlocksCleared:
+            yield field, _unneeded(str | None, raw)  # of a medium that cannot be read, all blocks count as cleared
             continue
         try:
             yield field, _READ[field](raw)
@@ -79,14 +111,20 @@ def _unneeded(kind: Any, raw: Raw) -> Any:
 
 
 def _token_ids(raw: Raw) -> list[int]:
-    """SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token."""
+    """SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token. Texts stay,
+    and nil is none at all."""
     try:
-        return _TOKENS.decode(raw)
+        return _TOKENS.decode(raw) or []
     except ValidationError:
-        return [_INT.decode(_first(value) if _form(value) == "array" else value) for value in _ARRAY.decode(raw)]
+        return [_token_id(value) for value in _ARRAY.decode(raw)]
 
 
-_TOKENS = msgspec.msgpack.Decoder(list[int])
+def _token_id(raw: Raw) -> Any:
+    form = _form(raw)
+    return _TEXT.decode(raw) if form == "text" else _INT.decode(_first(raw) if form == "array" else raw)
+
+
+_TOKENS = msgspec.msgpack.Decoder(list[int] | None)
 
 
 def _first(raw: Raw) -> Raw:
@@ -128,6 +166,11 @@ def _form(raw: Raw) -> str:
     return "int" if tag <= 0x7F or tag >= 0xE0 or 0xCC <= tag <= 0xD3 else "other"
 
 
+_NEWER = frozenset({"mm_keys", "remaining_copy_counts", *(f for f in _FIELDS if f.startswith("skipped_"))})
+_POSITIONAL = {
+    kind: tuple(field for field in cls.__struct_fields__ if field not in _NEWER) for kind, cls in EVENT_TYPES.items()
+}
+"""Fields that stand in arrays; whoever sends the newer ones sends maps."""
 _REQUIRED = frozenset({"block_hashes", "token_ids", "block_size"})
 _READ: dict[str, Callable[[Raw], Any]] = {
     "block_hashes": _typed(list[BlockName]),
@@ -146,5 +189,10 @@ _READ: dict[str, Callable[[Raw], Any]] = {
     "session_id": partial(_unneeded, str | None),
     "lookahead_token_ids": partial(_unneeded, list[int] | None),
     "cache_salt": _typed(str | None),
+    "mm_keys": _typed(list[list[Raw] | None] | None),
+    "skipped_parent_block_hash": _typed(BlockName | None),
+    "skipped_token_ids": _typed(list[int] | None),
+    "skipped_extra_keys": _typed(list[list[Raw] | None] | None),
+    "remaining_copy_counts": _typed(list[int] | None),
 }
 assert _READ.keys() == _FIELDS.keys(), "every field of events/types.py is read"

@@ -77,6 +77,13 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     lookahead_token_ids: list[int] | None = None
     cache_salt: str | None = None
     """Salt of the whole run as SGLang sends it; vLLM and our engine put the salt into `extra_keys`."""
+    mm_keys: list[list[Any] | None] | None = None
+    """Media in each block, as TensorRT-LLM sends them."""
+    skipped_parent_block_hash: BlockName | None = None
+    """Name of the block that `skipped_token_ids` follow; None where they start a prompt."""
+    skipped_token_ids: list[int] | None = None
+    """Tokens before the run, up to its parent, of which no block was announced (vLLM's partial blocks)."""
+    skipped_extra_keys: list[list[Any] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -87,10 +94,15 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_de
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    remaining_copy_counts: list[int] | None = None
+    """How many copies of each block are left; None: the publisher does not say, and each removal is of one copy."""
 
 
 class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", omit_defaults=True, gc=False):
-    """Every block of every group and medium left the cache."""
+    """Every block of every group left the cache."""
+
+    medium: str | None = None
+    """Blocks on other media stay; None: all left."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from index_world import dump
 from old_events import encode_as_arrays
@@ -646,6 +647,142 @@ def check_unknown_names_without_tokens_are_counted(make: MakeIndex) -> None:
     assert said(index) == (64, 64, (64, 0, 0, 0))
 
 
+# -- shapes that other publishers send ------------------------------------------------------------------------------
+
+
+def changed(event: BlockStored | BlockRemoved, **fields: Any) -> dict[str, Any]:
+    """An event as a map, with other fields."""
+    return {**msgspec.to_builtins(event), **fields}
+
+
+def foreign(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([1.0, list(events), 0])
+
+
+def check_a_publisher_that_begins_prompts_behind_the_parent_0(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    assert index.ingest(holder, foreign(changed(run(4), parent_block_hash=0))).parked == 0
+    assert tokens_of(index) == 64
+    index.ingest(holder, foreign(changed(run(4), parent_block_hash=0, block_hashes=[0, 91, 92, 93])))
+    index.ingest(holder, foreign(changed(run(1), parent_block_hash=0, block_hashes=[94], token_ids=PROMPT[16:32])))
+    index.ingest(holder, batch(removed(2, 91)))
+    assert tokens_of(index) == 64, "0 is a name like others where it is one"
+
+
+def check_a_block_size_that_is_left_at_0(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    assert index.ingest(holder, foreign(changed(run(4), block_size=0))).malformed == []
+    assert tokens_of(index) == 64
+    report = index.ingest(holder, foreign(changed(run(4), block_size=0, token_ids=PROMPT[:63])))
+    assert report.malformed_events == 1
+
+
+def check_an_adapter_without_number_and_name_is_none(make: MakeIndex) -> None:
+    for fields in ({"lora_id": 0}, {"lora_name": ""}, {"lora_id": 0, "lora_name": "", "extra_keys": [[""]] * 4}):
+        index, holder = one_holder(make)
+        index.ingest(holder, foreign(changed(run(4), **fields)))
+        assert tokens_of(index) == (0 if "extra_keys" in fields else 64)
+    index, holder = one_holder(make)
+    index.ingest(holder, foreign(changed(run(4), lora_id=1, lora_name="")))
+    assert tokens_of(index) == 0
+
+
+def check_media_cut_the_chain_where_they_stand(make: MakeIndex) -> None:
+    """Texts among the token ids and media keys of TensorRT-LLM: what is before them is text, and what is behind is
+    somebody's all the same, so that its removals are known."""
+    key = {"type": "mm_key", "hash": "ab", "start_offset": 0}
+    texts = [*PROMPT[:40], *["image"] * 8, *PROMPT[48:64]]
+    for fields in ({"token_ids": texts}, {"mm_keys": [[], None, [key], []]}, {"mm_keys": [None, None, [key]]}):
+        index, holder = one_holder(make)
+        assert index.ingest(holder, foreign(changed(run(4), **fields))).malformed == []
+        assert tokens_of(index) == 32
+        assert index.ingest(holder, batch(stored([5, 6], PROMPT[64:96], 4))).parked == 0, (
+            "what follows the media is placed behind them"
+        )
+        assert tokens_of(index) == 32
+        assert index.ingest(holder, batch(removed(1, 3, 5))).unknown_removals == 0
+        assert tokens_of(index) == 0
+
+
+def check_names_whose_tokens_are_nil_are_copies(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    copies = changed(run(4), token_ids=None, medium="CPU")
+    assert index.ingest(holder, foreign(copies)).stored == 4
+    index.ingest(holder, batch(removed(1, 2, 3, 4)))
+    assert said(index) == (64, 0, (0, 64, 0, 0))
+
+
+def check_the_copies_that_a_removal_leaves_are_believed(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+
+    def left(*counts: int) -> int:
+        index.ingest(holder, foreign(changed(removed(*range(1, 1 + len(counts))), remaining_copy_counts=list(counts))))
+        return tokens_of(index)
+
+    for _ in range(3):
+        index.ingest(holder, batch(run(4)))
+    assert left(1, 1, 1, 0) == 48
+    assert left(1, 1, 1) == 48, "again, of copies that were not counted here"
+    assert left(2) == 48
+    index.ingest(holder, batch(removed(1)))
+    assert tokens_of(index) == 48
+    index.ingest(holder, batch(removed(1)))
+    assert tokens_of(index) == 0
+    index.set_reannounces(holder, True)
+    index.ingest(holder, batch(run(1)))
+    assert left(5) == 48
+    index.ingest(holder, batch(removed(1)))
+    assert tokens_of(index) == 0
+
+
+def check_one_medium_is_cleared(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4), run(2, medium="CPU")))
+    report = index.ingest(holder, foreign({"type": "AllBlocksCleared", "medium": "cpu"}))
+    assert (report.cleared, report.removed) == (0, 2)
+    assert said(index) == (64, 64, (64, 0, 0, 0))
+    assert index.ingest(holder, batch(stored([9], PROMPT[:16], 8, medium="CPU"))).parked == 1
+    index.ingest(holder, foreign(["AllBlocksCleared", "CPU"]))
+    assert index.stats().parked == 0
+    index.ingest(holder, foreign(["AllBlocksCleared", "GPU"]))
+    assert tokens_of(index) == 0
+    index.ingest(holder, batch(run(4), run(2, medium="CPU")))
+    for odd in ({"type": "AllBlocksCleared", "medium": 5}, ["AllBlocksCleared"], ["AllBlocksCleared", None]):
+        index.ingest(holder, batch(run(4)))
+        assert index.ingest(holder, foreign(odd)).cleared == 1
+        assert tokens_of(index) == 0
+
+
+def check_a_partial_block_with_skipped_ancestry(make: MakeIndex) -> None:
+    """A full block of 64, then one that is not full: 32 tokens of it, of which only the last 16 have a name."""
+
+    def partial(**fields: Any) -> dict[str, Any]:
+        return {
+            **changed(run(1)), "block_hashes": [82], "parent_block_hash": 81, "token_ids": PROMPT[80:96],
+            "skipped_parent_block_hash": 1, "skipped_token_ids": PROMPT[64:80], "skipped_extra_keys": [None], **fields,
+        }  # fmt: skip
+
+    full = {**changed(run(1)), "token_ids": PROMPT[:64], "block_size": 64}
+    for fields, tokens in (
+        ({}, 96),
+        ({"skipped_extra_keys": [["image"]]}, 64),
+        ({"skipped_parent_block_hash": 7}, 64),
+        ({"skipped_token_ids": PROMPT[65:81]}, 64),
+    ):
+        index, holder = one_holder(make)
+        index.ingest(holder, foreign(full, partial(**fields)))
+        assert tokens_of(index) == tokens
+    index.ingest(holder, batch(removed(82)))
+    assert tokens_of(index) == 64
+    index, holder = one_holder(make)
+    gap = partial(skipped_parent_block_hash=1, skipped_token_ids=PROMPT[16:80])
+    index.ingest(holder, foreign(changed(run(1)), gap))
+    assert tokens_of(index) == 16, "between blocks of one size, what was skipped is not there"
+    index.ingest(holder, batch(run(5, first=1)))
+    assert tokens_of(index) == 96
+
+
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 
@@ -840,7 +977,7 @@ def check_bad_events_cost_only_themselves(make: MakeIndex) -> None:
     index, holder = one_holder(make)
     bad = [
         stored([1, 2], PROMPT[:31]),
-        stored([1], PROMPT[:16], size=0),
+        stored([1, 2], PROMPT[:15], size=0),
         stored([1], [2**32] * 16),
         stored([1], [-1] * 16),
     ]

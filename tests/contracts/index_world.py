@@ -106,6 +106,20 @@ class World:
         size, group = (spec.size if mask & 256 else 0), (spec.idx if mask & 512 else None)
         return [BlockStored(names, None, [], size, None, tier, None, group_idx=group)]
 
+    def store_partial(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int, skipped: int) -> list[Event]:
+        """A block that is not full: one token, and `skipped` before it, behind the last full one (vLLM)."""
+        start = block * spec.size
+        end = start + skipped + 1
+        if end > len(prompt):
+            return []
+        event = self._event(
+            spec, tier, [self.name(prompt[:end], 1)], self.name((-2, *prompt[:end]), 1), prompt[end - 1 : end]
+        )
+        event.block_size = 1
+        event.skipped_parent_block_hash = self.name(prompt[:start], spec.size) if start else None
+        event.skipped_token_ids = list(prompt[start : end - 1])
+        return [event]
+
     def remove_without_group(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int) -> list[Event]:
         return [BlockRemoved([self.name(prompt[: (block + 1) * spec.size], spec.size)], tier, None)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from reference import ReferenceIndex
 
 from events.config import KVEventsConfig
@@ -276,6 +277,23 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
     (row,) = feed.details("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
+
+
+def test_messages_without_a_sequence_number_are_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
+    context = zmq.Context()
+    pub = context.socket(zmq.XPUB)
+    try:
+        port = pub.bind_to_random_port("tcp://127.0.0.1")
+        feed.follow("a", [EventSource(endpoint=f"tcp://127.0.0.1:{port}")], [index.add_holder("a", "m")])
+        assert pub.poll(10_000)
+        for frames in ([b"payload"], [b"topic", b"payload"], [b"topic", b"7", b"payload"]):
+            pub.send_multipart(frames)
+        until(lambda: feed.totals()["a"]["malformed"] == 3, "all are counted")
+        (row,) = feed.details("a")["streams"]
+        assert [problem[:12] for problem in row["problems"]] == ["live message", "live message", "sequence fra"]
+    finally:
+        pub.close(0)
+        context.term()
 
 
 def test_a_late_router_starts_from_what_a_peer_knows() -> None:

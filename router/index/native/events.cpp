@@ -86,6 +86,7 @@ private:
     void one(std::size_t index) {
         const u8* start = reader_.position();
         const std::size_t names = batch_.names.size(), tokens = batch_.tokens.size(), extras = batch_.extras.size();
+        const std::size_t skipped = batch_.skipped.size(), copies = batch_.copies.size();
         try {
             event();
         } catch (const Mismatch& error) {
@@ -98,6 +99,8 @@ private:
             batch_.names.resize(names);
             batch_.tokens.resize(tokens);
             batch_.extras.resize(extras);
+            batch_.skipped.resize(skipped);
+            batch_.copies.resize(copies);
             reader_.seek(start);
             reader_.skip();
         }
@@ -151,23 +154,32 @@ private:
         lora_id_.reset();
         medium_.reset();
         raw_extras_.clear();
+        media_blocks_.clear();
+        texts_.clear();
+        has_skipped_keys_ = false;
         seen_names_ = seen_tokens_ = seen_size_ = false;
         stored_.names.begin = batch_.names.size();
         stored_.tokens.begin = batch_.tokens.size();
         stored_.extras.begin = batch_.extras.size();
+        stored_.skipped.begin = batch_.skipped.size();
+        copies_ = Slice{batch_.copies.size(), 0};
+        seen_copies_ = false;
     }
 
     Field positional(std::size_t i) const {
         if (kind_ == Kind::Stored && i < std::size(kStoredOrder)) return kStoredOrder[i];
         if (kind_ == Kind::Removed && i < std::size(kRemovedOrder)) return kRemovedOrder[i];
+        if (kind_ == Kind::Cleared && i == 0) return Field::Medium;
         return Field::Ignored;
     }
 
     // A field that the event's type does not have says nothing, whatever stands there.
     Field named(std::string_view name) const {
-        if (kind_ == Kind::Unknown || kind_ == Kind::Cleared) return Field::Ignored;
+        if (kind_ == Kind::Unknown) return Field::Ignored;
         const Field which = field_named(name);
-        if (kind_ == Kind::Stored) return which;
+        if (kind_ == Kind::Cleared) return which == Field::Medium ? which : Field::Ignored;
+        if (kind_ == Kind::Stored) return which == Field::Copies ? Field::Ignored : which;
+        if (which == Field::Copies) return which;
         return std::find(std::begin(kRemovedOrder), std::end(kRemovedOrder), which) == std::end(kRemovedOrder)
                    ? Field::Ignored : which;
     }
@@ -183,7 +195,7 @@ private:
             case Field::TokenIds: tokens(); break;
             case Field::BlockSize: block_size(); break;
             case Field::LoraId: lora_id_ = optional_int(reader_); break;
-            case Field::Medium: medium_ = optional_str(reader_); break;
+            case Field::Medium: kind_ == Kind::Cleared ? medium_of_cleared() : void(medium_ = optional_str(reader_)); break;
             case Field::LoraName: stored_.lora = optional_str(reader_); break;
             case Field::ExtraKeys: extra_keys(); break;
             case Field::GroupIdx: stored_.group = optional_int(reader_); break;
@@ -198,9 +210,25 @@ private:
                 break;
             }
             case Field::CacheSalt: stored_.salt = optional_str(reader_); break;
+            case Field::MediaKeys: media_keys(); break;
+            case Field::Ancestor:
+                stored_.has_ancestor = !reader_.take_nil();
+                if (stored_.has_ancestor) stored_.ancestor = name();
+                break;
+            case Field::SkippedTokens: skipped_tokens(); break;
+            case Field::SkippedKeys: has_skipped_keys_ = keys_of_blocks([](u32) {}) != 0; break;
+            case Field::Copies: copies(); break;
             case Field::Ignored: reader_.skip(); break;
         }
         at_ = Field::Ignored;
+    }
+
+    // Of a medium that cannot be read all blocks count as cleared.
+    void medium_of_cleared() {
+        medium_.reset();
+        if (reader_.peek() != Type::Str) return reader_.skip();
+        const std::string_view text = reader_.str();
+        if (is_utf8(text)) medium_ = text;
     }
 
     static std::size_t bounded(std::size_t count, std::size_t most) {
@@ -231,16 +259,23 @@ private:
     }
 
     [[gnu::noinline]] void tokens() {
-        const std::size_t count = bounded(reader_.array(), kTokensMax);
+        texts_.clear();
+        const std::size_t count = reader_.take_nil() ? 0 : bounded(reader_.array(), kTokensMax);
         batch_.tokens.resize(stored_.tokens.begin + count);
         u32* out = batch_.tokens.data() + stored_.tokens.begin;
-        for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = token();
+        for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = token(i);
         stored_.tokens.count = count;
         seen_tokens_ = true;
     }
 
-    // SGLang under EAGLE sends (token, next token) pairs: the first is the block's own.
-    u32 token() {
+    // SGLang under EAGLE sends (token, next token) pairs: the first is the block's own. TensorRT-LLM sends texts that stand
+    // for media.
+    u32 token(std::size_t i) {
+        if (reader_.peek() == Type::Str) {
+            bounded(texts_.size() + 1, kExtrasMax);
+            texts_.emplace_back(i, reader_.text());
+            return 0;
+        }
         if (reader_.peek() == Type::Array) {
             const std::size_t count = reader_.array();
             if (count == 0) throw Mismatch("an empty pair in token_ids");
@@ -255,6 +290,47 @@ private:
         const Reader::Int value = reader_.integer();
         if (value.negative || value.bits >> 32 != 0) throw Mismatch("expected 0 <= id < 2^32");
         return static_cast<u32>(value.bits);
+    }
+
+    [[gnu::noinline]] void skipped_tokens() {
+        batch_.skipped.resize(stored_.skipped.begin);
+        const std::size_t count = reader_.take_nil() ? 0 : bounded(reader_.array(), kTokensMax);
+        for (std::size_t i = 0; i < count; ++i) batch_.skipped.push_back(token_id());
+        stored_.skipped.count = count;
+    }
+
+    [[gnu::noinline]] void copies() {
+        batch_.copies.resize(copies_.begin);
+        seen_copies_ = !reader_.take_nil();
+        const std::size_t count = seen_copies_ ? bounded(reader_.array(), kNamesMax) : 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            const Reader::Int value = reader_.integer();
+            if (value.negative) throw Mismatch("expected 0 or more");
+            batch_.copies.push_back(static_cast<u32>(std::min<u64>(value.bits, kCopiesTold)));
+        }
+        copies_.count = count;
+    }
+
+    // A list for each block, or nil: told(block) for every key in it. How many keys that were.
+    template <class Told>
+    std::size_t keys_of_blocks(Told told) {
+        std::size_t keys = 0;
+        const std::size_t blocks = reader_.take_nil() ? 0 : reader_.array();
+        for (std::size_t block = 0; block < blocks; ++block) {
+            const std::size_t count = reader_.take_nil() ? 0 : reader_.array();
+            for (std::size_t i = 0; i < count; ++i) {
+                bounded(++keys, kExtrasMax);
+                told(static_cast<u32>(block));
+                reader_.skip();
+            }
+        }
+        return keys;
+    }
+
+    // TensorRT-LLM's: what they say of a block's media is not looked at.
+    [[gnu::noinline]] void media_keys() {
+        media_blocks_.clear();
+        keys_of_blocks([&](u32 block) { media_blocks_.push_back(block); });
     }
 
     [[gnu::noinline]] void block_size() {
@@ -285,7 +361,11 @@ private:
     void finish() {
         switch (kind_) {
             case Kind::Unknown: ++batch_.unknown; break;
-            case Kind::Cleared: batch_.events.push_back({Event::Kind::Cleared, 0}); break;
+            case Kind::Cleared: {
+                const std::size_t tier = medium_ ? 1 + tier_of(medium_) : 0;
+                batch_.events.push_back({Event::Kind::Cleared, tier});
+                break;
+            }
             case Kind::Digests:
                 if (!seen_names_) throw Mismatch("BlockDigests without blocks");
                 batch_.events.push_back({Event::Kind::Digests, batch_.digests.size()});
@@ -293,8 +373,11 @@ private:
                 break;
             case Kind::Removed:
                 if (!seen_names_) throw Mismatch("BlockRemoved without block_hashes");
+                if (seen_copies_ && copies_.count != stored_.names.count) {
+                    throw Mismatch("BlockRemoved.remaining_copy_counts has not one count for each name");
+                }
                 batch_.events.push_back({Event::Kind::Removed, batch_.removed.size()});
-                batch_.removed.push_back(Removed{stored_.names, tier_of(medium_), stored_.group});
+                batch_.removed.push_back(Removed{stored_.names, copies_, tier_of(medium_), stored_.group});
                 break;
             case Kind::Stored: finish_stored(); break;
         }
@@ -305,6 +388,9 @@ private:
         if (!seen_tokens_) throw Mismatch("BlockStored without token_ids");
         if (!seen_size_) throw Mismatch("BlockStored without block_size");
         const bool bare = stored_.bare();
+        if (stored_.block_size == 0 && stored_.names.count != 0 && stored_.tokens.count % stored_.names.count == 0) {
+            stored_.block_size = static_cast<u32>(stored_.tokens.count / stored_.names.count);
+        }
         if (stored_.block_size == 0 && !bare) {
             throw Mismatch("BlockStored.block_size is 0: expected 1.." + std::to_string(kBlockSizeMax));
         }
@@ -314,8 +400,10 @@ private:
                            " x " + std::to_string(stored_.block_size));
         }
         stored_.tier = tier_of(medium_);
+        if (stored_.lora && stored_.lora->empty()) stored_.lora.reset();
+        if (has_skipped_keys_) stored_.skipped.count = 0;  // what stands there is not known by its tokens
         resolve_extras();
-        if (!stored_.lora && lora_id_) {
+        if (!stored_.lora && lora_id_ && *lora_id_ != 0) {
             if (batch_.texts.size() == kTextsMax) throw Mismatch("too many adapters without a name in one batch");
             batch_.texts.push_back(std::string("\0lora_id ", 9) + std::to_string(*lora_id_));
             stored_.lora = batch_.texts.back();
@@ -355,8 +443,29 @@ private:
             }
             batch_.extras.push_back(key);
         }
+        place_texts();
+        for (u32 block : media_blocks_) {
+            batch_.extras.push_back(ExtraKey{block, false, 0, 0, digester_.opaque(Digester::kNone, {}), false, {}});
+        }
         stored_.extras.count = batch_.extras.size() - stored_.extras.begin;
+        if (!media_blocks_.empty() || !texts_.empty()) {
+            const auto by_block = [](const ExtraKey& a, const ExtraKey& b) { return a.block < b.block; };
+            std::stable_sort(batch_.extras.begin() + static_cast<std::ptrdiff_t>(stored_.extras.begin), batch_.extras.end(), by_block);
+        }
         reader_.seek(resume);
+    }
+
+    // A text among the token ids is a media item where it stands: its block, and those behind it, match no text.
+    void place_texts() {
+        if (!texts_.empty() && !stored_.dense()) throw Mismatch("BlockStored.token_ids has texts and not one name a block");
+        u32 last = ~u32{0};
+        for (const auto& [at, text] : texts_) {
+            const u32 block = static_cast<u32>(at / stored_.block_size);
+            if (block == last) continue;
+            last = block;
+            const std::int64_t offset = static_cast<std::int64_t>(at % stored_.block_size);
+            batch_.extras.push_back(ExtraKey{block, true, offset, digester_.text({text}), digester_.opaque(Digester::kNone, {}), false, {}});
+        }
     }
 
     Reader reader_;
@@ -370,6 +479,10 @@ private:
     std::optional<std::int64_t> lora_id_;
     Text medium_;
     std::vector<RawExtra> raw_extras_;
+    std::vector<u32> media_blocks_;  // of each media key that says no more
+    std::vector<std::pair<std::size_t, std::string_view>> texts_;  // among the token ids
+    Slice copies_;
+    bool has_skipped_keys_ = false, seen_copies_ = false;
     bool seen_names_ = false, seen_tokens_ = false, seen_size_ = false;
 };
 
@@ -382,6 +495,8 @@ void Batch::clear() {
     digests.clear();
     names.clear();
     tokens.clear();
+    skipped.clear();
+    copies.clear();
     extras.clear();
     texts.clear();
     malformed.clear();

@@ -29,9 +29,9 @@ struct Slice {
 
 // A run of stored blocks. Views point into the payload.
 struct Stored {
-    Slice names, tokens, extras;  // in the Batch
-    bool has_parent = false;
-    u64 parent = 0;
+    Slice names, tokens, extras, skipped;  // in the Batch; `skipped`: tokens between an ancestor and the parent
+    bool has_parent = false, has_ancestor = false;
+    u64 parent = 0, ancestor = 0;
     u32 block_size = 0;
     u32 tier = 0;
     Text lora;  // the adapter's name, also where only its number was sent
@@ -45,7 +45,7 @@ struct Stored {
 };
 
 struct Removed {
-    Slice names;
+    Slice names, copies;  // in the Batch; `copies`: how many are left of each name, where the event says
     u32 tier = 0;
     std::optional<std::int64_t> group;
 };
@@ -67,7 +67,7 @@ struct Digests {
 
 struct Event {
     enum class Kind { Stored, Removed, Cleared, Digests } kind;
-    std::size_t index;  // into the vector of its kind
+    std::size_t index;  // into the vector of its kind; of Cleared: 1 + the tier that is cleared, 0 for all
 };
 
 // Bounds of one event and of one payload. What is beyond them is malformed.
@@ -83,7 +83,7 @@ struct Batch {
     std::vector<Removed> removed;
     std::vector<Digests> digests;
     std::vector<u64> names;
-    std::vector<u32> tokens;
+    std::vector<u32> tokens, skipped, copies;
     std::vector<ExtraKey> extras;
     std::vector<std::string> texts;  // what views of made-up texts point to
     std::vector<std::string> malformed;  // the first ones
@@ -124,11 +124,12 @@ constexpr std::size_t kBlockSizeMax = (1u << 24) - 1;
 
 enum class Field : u8 {
     BlockHashes, Parent, TokenIds, BlockSize, LoraId, Medium, LoraName, ExtraKeys, GroupIdx, Kind, Window,
-    CacheSalt, Ignored,
+    CacheSalt, MediaKeys, Ancestor, SkippedTokens, SkippedKeys, Copies, Ignored,
 };
 constexpr const char* kFieldNames[] = {
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-    "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "cache_salt",
+    "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "cache_salt", "mm_keys",
+    "skipped_parent_block_hash", "skipped_token_ids", "skipped_extra_keys", "remaining_copy_counts",
 };
 
 // Fields in the order of positional events.
@@ -149,14 +150,18 @@ inline bool is(std::string_view text, const char (&literal)[N]) {
 inline Field field_named(std::string_view name) {
     switch (name.size()) {
         case 6: return is(name, "medium") ? Field::Medium : Field::Ignored;
-        case 7: return is(name, "lora_id") ? Field::LoraId : Field::Ignored;
+        case 7: return is(name, "lora_id") ? Field::LoraId : is(name, "mm_keys") ? Field::MediaKeys : Field::Ignored;
         case 9: return is(name, "token_ids") ? Field::TokenIds : is(name, "lora_name") ? Field::LoraName
                      : is(name, "group_idx") ? Field::GroupIdx : Field::Ignored;
         case 10: return is(name, "block_size") ? Field::BlockSize : is(name, "extra_keys") ? Field::ExtraKeys
                       : is(name, "cache_salt") ? Field::CacheSalt : Field::Ignored;
         case 12: return is(name, "block_hashes") ? Field::BlockHashes : Field::Ignored;
-        case 17: return is(name, "parent_block_hash") ? Field::Parent : Field::Ignored;
-        case 18: return is(name, "kv_cache_spec_kind") ? Field::Kind : Field::Ignored;
+        case 17: return is(name, "parent_block_hash") ? Field::Parent
+                      : is(name, "skipped_token_ids") ? Field::SkippedTokens : Field::Ignored;
+        case 18: return is(name, "kv_cache_spec_kind") ? Field::Kind
+                      : is(name, "skipped_extra_keys") ? Field::SkippedKeys : Field::Ignored;
+        case 21: return is(name, "remaining_copy_counts") ? Field::Copies : Field::Ignored;
+        case 25: return is(name, "skipped_parent_block_hash") ? Field::Ancestor : Field::Ignored;
         case 28: return is(name, "kv_cache_spec_sliding_window") ? Field::Window : Field::Ignored;
         default: return Field::Ignored;
     }

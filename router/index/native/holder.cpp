@@ -161,6 +161,22 @@ void Holder::forget_blocks() {
     seat = seats_.take(this);
 }
 
+// Everything on one tier left.
+void Holder::clear_tier(u32 tier, Report& report) {
+    std::vector<std::pair<u64, u32>> there;
+    const auto note = [&](u64 name, u32, u32 slot, u32) {
+        if (slot % kTiers == tier) there.emplace_back(name, slot);
+    };
+    constexpr std::size_t kNamesAPart = 450;  // on average
+    for (std::size_t part = 0; each_name(part, note); ++part) turn_->pay(kNamesAPart);
+    for (const auto& [name, slot] : there) {
+        remove(name, slot, 0);
+        turn_->pay(1);
+    }
+    report.removed += there.size();
+    parking_.clear_tier(tier);
+}
+
 void Holder::clear() {
     forget_blocks();
     std::vector<Group> kept;
@@ -235,7 +251,14 @@ void Holder::again(u32& node, u32& meta, const Place& place, u32 slot, u32 lengt
     if (!reannounces) meta += std::min(copies, kCopies - (meta & kCopies));
 }
 
-bool Holder::remove(u64 name, u32 slot) {
+// Whether copies are left: `left`, where the event says how many, else one fewer.
+bool Holder::keeps(u32& meta, std::optional<u32> left) const {
+    const u32 held = meta & kCopies, copies = !left ? held - 1 : reannounces ? std::min(*left, 1u) : *left;
+    if (copies != 0) meta = (meta & ~kCopies) | copies;
+    return copies != 0;
+}
+
+bool Holder::remove(u64 name, u32 slot, std::optional<u32> left) {
     NameEntry* entry = find(name);
     if (entry == nullptr) return false;
     const auto last_in_slot = [&](u32 node) {
@@ -248,7 +271,7 @@ bool Holder::remove(u64 name, u32 slot) {
     };
     if ((entry->meta & kMany) == 0) {
         if (slot_of(entry->meta) != slot) return false;
-        if ((entry->meta & kCopies) > 1) return --entry->meta, true;
+        if (keeps(entry->meta, left)) return true;
         last_in_slot(entry->node);
         names_.erase(entry);
         return true;
@@ -256,7 +279,7 @@ bool Holder::remove(u64 name, u32 slot) {
     const u32 head = entry->meta & ~kMany;
     for (u32 before = 0, at = head; at != 0; before = at, at = links_[at].next) {
         if (slot_of(links_[at].meta) != slot) continue;
-        if ((links_[at].meta & kCopies) > 1) return --links_[at].meta, true;
+        if (keeps(links_[at].meta, left)) return true;
         last_in_slot(links_[at].node);
         const u32 after = links_[at].next;
         links_.free(at);

@@ -99,6 +99,8 @@ public:
     // One run that waits for the name, the oldest first.
     std::optional<ParkedRun> release(u64 name);
     bool cancel(u32 slot, u64 name);
+    // All that waits to stand on a tier.
+    void clear_tier(u32 tier);
     // Drops the oldest run if it has waited for too long; how many blocks that were.
     std::size_t expire_one(u64 batch);
     // Drops the oldest run if there are too many; how many blocks that were.
@@ -305,12 +307,15 @@ private:
     }
 
     void forget_blocks();
+    void clear_tier(u32 tier, Report& report);
     void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
     void teach(const Batch& batch, std::size_t begin, std::size_t end);
     void teach_open(const Batch& batch, const std::vector<std::size_t>& open);
     bool teach_run(const Batch& batch, std::size_t run);
     void remember(const Batch& batch, const Stored& event);
     std::optional<Place> place_of(u64 name) const;
+    std::optional<Place> start_of(const Batch& batch, const Stored& event) const;
+    u32 length_of_partial(const Stored& event, u32 slot) const;
     u64 start_digest(const Text& salt, const Text& lora) const;
     u32 hear(const Stored& event);
     void store(const Batch& batch, std::size_t run, Report& report);
@@ -332,7 +337,8 @@ private:
     }
     void add(u64 name, const Place& place, u32 slot, u32 length, u32 copies = 1);
     void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length, u32 copies);
-    bool remove(u64 name, u32 slot);
+    bool remove(u64 name, u32 slot, std::optional<u32> left = std::nullopt);
+    bool keeps(u32& meta, std::optional<u32> left) const;
     void forget_name(NameEntry* entry);
     void count_length(u32 slot, u32 length, int by);
     void count_fresh(u32 slot, u32 length);

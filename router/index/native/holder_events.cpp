@@ -62,7 +62,9 @@ void Holder::apply(const Batch& batch, bool first, Turn& turn, Report& report) {
         if (event.kind != Event::Kind::Cleared && event.kind != Event::Kind::Digests) continue;
         apply_stretch(batch, begin, i, report);
         begin = i + 1;
-        if (event.kind == Event::Kind::Cleared) {
+        if (event.kind == Event::Kind::Cleared && event.index != 0) {
+            clear_tier(static_cast<u32>(event.index - 1), report);
+        } else if (event.kind == Event::Kind::Cleared) {
             forget_blocks();
             ++report.cleared;
         } else {
@@ -92,8 +94,11 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
         const std::vector<u32> others = removed.group ? std::vector<u32>() : homes();
         for (std::size_t n = 0; n < removed.names.count; ++n) {
             const u64 name = batch.names[removed.names.begin + n];
+            std::optional<u32> copies;
+            if (removed.copies.count != 0) copies = batch.copies[removed.copies.begin + n];
             const auto left = [&](u32 at) {
-                return remove(name, at * kTiers + removed.tier) || parking_.cancel(at * kTiers + removed.tier, name);
+                const u32 slot = at * kTiers + removed.tier;
+                return remove(name, slot, copies) || parking_.cancel(slot, name);
             };
             const bool known = (ordinal && left(*ordinal)) || std::any_of(others.begin(), others.end(), left);
             ++(known ? report.removed : report.unknown_removals);
@@ -160,11 +165,8 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
     Place* places = places_.data() + event.names.begin;
     std::size_t first = 0;
     Place place;
-    if (!event.has_parent) {
-        const ExtraKey* salt = salt_of_first(extras, event.extras.count);
-        place = Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
-    } else if (const std::optional<Place> parent = place_of(event.parent)) {
-        place = *parent;
+    if (const std::optional<Place> start = start_of(batch, event)) {
+        place = *start;
     } else if (const std::optional<Place> own = place_of(names[0])) {
         place = places[0] = *own;
         first = 1;
@@ -184,6 +186,39 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
     }
     resolved_[run] = true;
     return true;
+}
+
+// Where the run begins: behind its parent; behind the tokens that the event says were skipped after an ancestor; or at the
+// start of a prompt, also where a publisher calls that the parent 0.
+std::optional<Place> Holder::start_of(const Batch& batch, const Stored& event) const {
+    const auto root = [&] {
+        const ExtraKey* salt = salt_of_first(batch.extras.data() + event.extras.begin, event.extras.count);
+        return Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
+    };
+    if (!event.has_parent) return root();
+    if (const std::optional<Place> parent = place_of(event.parent)) return parent;
+    if (event.skipped.count != 0) {
+        const std::optional<Place> from = event.has_ancestor ? place_of(event.ancestor) : Place{start_digest(event.salt, event.lora), 0};
+        if (!from) return std::nullopt;
+        const u32* tokens = batch.skipped.data() + event.skipped.begin;
+        return Place{digester_.extend(from->key, tokens, event.skipped.count), from->end + event.skipped.count};
+    }
+    if (event.parent == 0) return root();
+    return std::nullopt;
+}
+
+// The length of a block that is not full yet, named at a finer boundary than the full blocks before it (vLLM's partial
+// blocks): it begins where the last full one ends. For any other run, its block size.
+u32 Holder::length_of_partial(const Stored& event, u32 slot) const {
+    const NameEntry* entry = event.names.count == 1 && event.skipped.count != 0 && event.has_ancestor ? find(event.ancestor) : nullptr;
+    u64 full = 0;
+    if (entry != nullptr) {
+        each_slot(*entry, links_, [&](u32 node, u32 meta) {
+            if (slot_of(meta) == slot) full = nodes_[node].length;
+        });
+    }
+    const u64 whole = event.skipped.count + event.block_size;
+    return event.block_size < full && whole <= full ? static_cast<u32>(whole) : event.block_size;
 }
 
 u64 Holder::start_digest(const Text& salt, const Text& lora) const { return digester_.text(model->start, {salt, lora}); }
@@ -216,7 +251,8 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
         ++shape_;
         groups[ordinal].sparse = true;
     }
-    if (!has_room(ordinal, event.block_size, event.names.count)) {
+    const u32 length = length_of_partial(event, slot);
+    if (!has_room(ordinal, length, event.names.count)) {
         report.refused += event.names.count;
         return;
     }
@@ -224,7 +260,6 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     const u64* names = batch.names.data() + event.names.begin;
     const Place* places = places_.data() + event.names.begin;
     const std::size_t count = event.names.count;
-    const u32 length = event.block_size;
     for (std::size_t i = 0; i < count; ++i) {
         if (i + kAhead < count) {
             names_.prefetch(NameTraits::hash_of(names[i + kAhead]));
@@ -300,18 +335,10 @@ void Holder::park(ParkedRun run) {
 
 // A state event with one hash names the end of its tokens; for models without full attention to say so.
 void Holder::place_last(const Batch& batch, const Stored& event, u64 name) {
-    Place start;
-    const ExtraKey* extras = batch.extras.data() + event.extras.begin;
-    if (event.has_parent) {
-        const std::optional<Place> parent = place_of(event.parent);
-        if (!parent) return;
-        start = *parent;
-    } else {
-        const ExtraKey* salt = salt_of_first(extras, event.extras.count);
-        start = Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
-    }
+    const std::optional<Place> start = start_of(batch, event);
+    if (!start) return;
     const u32* tokens = batch.tokens.data() + event.tokens.begin;
-    taught_.put(name, Place{digester_.extend(start.key, tokens, event.tokens.count), start.end + event.tokens.count});
+    taught_.put(name, Place{digester_.extend(start->key, tokens, event.tokens.count), start->end + event.tokens.count});
 }
 
 // The places of `names` are known now: attach what waited for them, and what waited for that.

@@ -43,6 +43,14 @@ bool Parking::cancel(u32 slot, u64 name) {
     return true;
 }
 
+void Parking::clear_tier(u32 tier) {
+    std::vector<std::pair<u32, u64>> waiting;
+    for (const auto& one : names_) {
+        if (std::get<0>(one) % kTiers == tier) waiting.emplace_back(std::get<0>(one), std::get<1>(one));
+    }
+    for (const auto& [slot, name] : waiting) cancel(slot, name);
+}
+
 std::size_t Parking::expire_one(u64 batch) {
     if (runs_.empty() || batch - runs_.begin()->second.batch < kParkedBatchesMax) return 0;
     return take(runs_.begin()).names.size();

@@ -35,6 +35,10 @@ def check_event(event: Event) -> str | None:
     """Why the event cannot be applied, naming field, value and expectation; None where it can."""
     if isinstance(event, AllBlocksCleared):
         return None
+    if isinstance(event, BlockRemoved) and event.remaining_copy_counts is not None:
+        counts = event.remaining_copy_counts
+        if len(counts) != len(event.block_hashes) or any(count < 0 for count in counts):
+            return f"BlockRemoved.remaining_copy_counts is {counts}: expected one count of 0 or more for each name"
     for field in _SIGNED[type(event)]:
         value = getattr(event, field)
         if value is not None and value >= INT64_END:
@@ -49,10 +53,16 @@ def check_event(event: Event) -> str | None:
             f"BlockStored.token_ids has {len(event.token_ids)} ids: expected at least block_hashes x block_size = "
             f"{len(event.block_hashes)} x {event.block_size}"
         )
-    for index, token in enumerate(event.token_ids):
-        if not 0 <= token < TOKEN_ID_END:
-            return f"BlockStored.token_ids[{index}] is {token}: expected 0 <= id < 2^32"
+    for name, ids in (("token_ids", event.token_ids), ("skipped_token_ids", event.skipped_token_ids or ())):
+        for index, token in enumerate(ids):
+            if not 0 <= token < TOKEN_ID_END:
+                return f"BlockStored.{name}[{index}] is {token}: expected 0 <= id < 2^32"
     return None
+
+
+def skipped_of(event: BlockStored) -> list[int]:
+    """Tokens between an ancestor and the run's parent; none where they alone do not say what stood there."""
+    return [] if any(event.skipped_extra_keys or ()) else event.skipped_token_ids or []
 
 
 def is_bare(event: BlockStored) -> bool:
@@ -73,18 +83,20 @@ def tier_index(medium: str | None) -> int:
 
 def lora_of(event: BlockStored) -> str | None:
     """The adapter's name; engines that send only a number get a name that no request can have."""
-    if event.lora_name is not None:
+    if event.lora_name:
         return event.lora_name
-    return None if event.lora_id is None else f"\0lora_id {event.lora_id}"
+    return f"\0lora_id {event.lora_id}" if event.lora_id else None
 
 
 def _extra_keys(event: BlockStored, index: int) -> list[Any]:
     """Extra keys of block `index` without the LoRA name, which vLLM repeats on every block."""
-    if event.extra_keys is None or index >= len(event.extra_keys):
-        return []
-    keys = list(event.extra_keys[index] or ())
-    if event.lora_name is not None and event.lora_name in keys:
+    keys: list[Any] = []
+    if event.extra_keys is not None and index < len(event.extra_keys):
+        keys = list(event.extra_keys[index] or ())
+    if event.lora_name and event.lora_name in keys:
         keys.remove(event.lora_name)
+    if event.mm_keys is not None and index < len(event.mm_keys):
+        keys += [None] * len(event.mm_keys[index] or ())
     return keys
 
 

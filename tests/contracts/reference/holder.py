@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 from reference.digest import Digester
-from reference.events import BLOCK_SIZE_MAX, is_bare, is_dense, lora_of, media_of, salt_of_first, tier_index
+from reference.events import BLOCK_SIZE_MAX, is_bare, is_dense, lora_of, media_of, salt_of_first, skipped_of, tier_index
 from reference.groups import DumpGroup, Group, GroupKey
 from reference.parking import ParkedRun, Parking, Slot
 from router.index.protocol import SILENT_AFTER_STORES, TIERS, HolderId, IngestReport
 
+COPIES_MAX = 1 << 20
+"""Of one name that a removal leaves."""
 Block = tuple[int, int]
 """(digest of the prefix that ends with the block, tokens in the block)."""
 
@@ -144,8 +146,11 @@ class Holder:
             if isinstance(event, AllBlocksCleared):
                 self._apply_stretch(stretch, report)
                 stretch = []
-                self.forget_blocks()
-                report.cleared += 1
+                if event.medium is None:
+                    self.forget_blocks()
+                    report.cleared += 1
+                else:
+                    self._clear_tier(tier_index(event.medium), report)
             else:
                 stretch.append(event)
         self._apply_stretch(stretch, report)
@@ -208,15 +213,42 @@ class Holder:
         return places
 
     def _start_of(self, run: BlockStored) -> tuple[int, Place] | None:
-        """(index of the first block to compute, where it starts), or None where the run hangs in the air."""
+        """(blocks of the run that are known already, where the next one begins); None where nobody knows."""
+        start = self._before(run)
+        if start is not None:
+            return 0, start
+        own = self._place(run.block_hashes[0]) if run.block_hashes else None
+        return None if own is None else (1, own)
+
+    def _before(self, run: BlockStored) -> Place | None:
+        """Where the run begins: behind its parent; behind the tokens that the event says were skipped after an
+        ancestor; or at the start of a prompt, also where a publisher calls that the parent 0."""
         if run.parent_block_hash is None:
-            salt = run.cache_salt if run.cache_salt is not None else salt_of_first(run)
-            return 0, Place(self._digester.start(self.model, salt, lora_of(run)), 0)
-        place = self._place(run.parent_block_hash)
-        if place is not None:
-            return 0, place
-        place = self._place(run.block_hashes[0]) if run.block_hashes else None
-        return None if place is None else (1, place)
+            return self._root(run, salt_of_first(run))
+        parent = self._place(run.parent_block_hash)
+        if parent is not None:
+            return parent
+        skipped = skipped_of(run)
+        if skipped:
+            ancestor = run.skipped_parent_block_hash
+            start = self._root(run, None) if ancestor is None else self._place(ancestor)
+            if start is None:
+                return None
+            return Place(self._digester.extend(start.key, skipped, start.end)[-1], start.end + len(skipped))
+        return self._root(run, salt_of_first(run)) if run.parent_block_hash == 0 else None
+
+    def _root(self, run: BlockStored, salt: str | None) -> Place:
+        salt = run.cache_salt if run.cache_salt is not None else salt
+        return Place(self._digester.start(self.model, salt, lora_of(run)), 0)
+
+    def _length_of(self, run: BlockStored, slot: Slot) -> int:
+        """The length of a block that is not full yet, named at a finer boundary than the full blocks before it: it
+        begins where the last full one ends. For any other run, its block size."""
+        ancestor, whole = run.skipped_parent_block_hash, len(skipped_of(run)) + run.block_size
+        known = None if ancestor is None else self.names.get(self._digester.name(ancestor))
+        if len(run.block_hashes) != 1 or not skipped_of(run) or known is None or slot not in known.held:
+            return run.block_size
+        return whole if run.block_size < known.held[slot].length >= whole else run.block_size
 
     def _place(self, engine_hash: BlockName) -> Place | None:
         name = self._digester.name(engine_hash)
@@ -248,8 +280,9 @@ class Holder:
             if places is None:
                 placed = self._store_unresolved(event, names, slot, group, report)
             else:
+                length = self._length_of(event, slot)
                 for name, place in zip(names, places):
-                    self._add(name, place, slot, event.block_size, group)
+                    self._add(name, place, slot, length, group)
                 placed = names
         report.stored += len(placed)
         self._wake(placed)
@@ -376,28 +409,38 @@ class Holder:
 
     # -- removals ----------------------------------------------------------------------------------------------
 
+    def _clear_tier(self, tier: int, report: IngestReport) -> None:
+        """Everything on one tier left."""
+        there = [(name, slot) for name, known in self.names.items() for slot in known.held if slot[1] == tier]
+        for name, slot in there:
+            self._take(name, slot, 0)
+        report.removed += len(there)
+        self.parking.clear_tier(tier)
+
     def _remove(self, event: BlockRemoved, report: IngestReport) -> None:
         keys = [event.group_idx]
         if event.group_idx is None:
             keys += [group.key for group in self._homes()]
         slots = [(key, tier_index(event.medium)) for key in keys]
-        for name in map(self._digester.name, event.block_hashes):
-            if any(self._take(name, slot) or self.parking.cancel(slot, name) for slot in slots):
+        counts = event.remaining_copy_counts or [None] * len(event.block_hashes)
+        for name, left in zip(map(self._digester.name, event.block_hashes), counts):
+            if any(self._take(name, slot, left) or self.parking.cancel(slot, name) for slot in slots):
                 report.removed += 1
             else:
                 report.unknown_removals += 1
 
-    def _take(self, name: int, slot: Slot) -> bool:
-        """One copy less of the name in the slot; False where it is not there."""
+    def _take(self, name: int, slot: Slot, left: int | None = None) -> bool:
+        """`left` copies of the name stay in the slot, or one fewer than before; False where it is not there."""
         known = self.names.get(name)
         held = None if known is None else known.held.get(slot)
         if known is None or held is None:
             return False
-        if held.copies > 1:
-            held.copies -= 1
-            self.blocks[known.place.key, held.length][slot] -= 1
+        copies = held.copies - 1 if left is None else min(left, 1 if self.reannounces else COPIES_MAX)
+        if copies > 0:
+            self.blocks[known.place.key, held.length][slot] += copies - held.copies
+            held.copies = copies
             return True
-        self._count(known.place.key, held.length, slot, -1, self.groups[slot[0]])
+        self._count(known.place.key, held.length, slot, -held.copies, self.groups[slot[0]])
         if self.groups[slot[0]].role in ("full", "state"):
             self.left.append(known.place.key)
         del known.held[slot]

@@ -87,6 +87,13 @@ class Parking:
             self._take(serial)
         return True
 
+    def clear_tier(self, tier: int) -> None:
+        """All that waits to stand on a tier goes."""
+        for (slot, name), serials in list(self._names.items()):
+            if slot[1] == tier:
+                for _ in range(sum(self._runs[serial].names.count(name) for serial in serials)):
+                    self.cancel(slot, name)
+
     def expire(self, batch: int) -> None:
         """Drop what has waited for PARKED_BATCHES_MAX batches."""
         while self._runs:
