@@ -35,6 +35,8 @@ _IS: dict[Kind, dict[str, bool]] = {
 }  # fmt: skip
 """Tests, and what they say of every value of a kind."""
 _CALLS_DEEP_MAX = 8
+_STEPS_MAX = 50_000
+"""Statements and expressions looked at, each as often as its loop or its macro is: templates take some hundreds."""
 
 
 class Copies(NamedTuple):
@@ -71,6 +73,7 @@ class _Run:
         self._written: Kinds = _NOTHING
         self._macros: dict[str, tuple[nodes.Macro, Names]] = {}
         self._deep = 0
+        self._steps = 0
 
     # Statements -------------------------------------------------------------------------------------------------------
 
@@ -81,6 +84,7 @@ class _Run:
         return names
 
     def _one(self, node: nodes.Node, names: Names) -> Names:
+        self._step()
         if isinstance(node, nodes.Output):
             for part in node.nodes:
                 self._written |= self._of(part, names, _WRITTEN)
@@ -108,6 +112,11 @@ class _Run:
         if isinstance(node, (nodes.Continue, nodes.Break)):
             return names
         raise _Doubt
+
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps > _STEPS_MAX:
+            raise _Doubt
 
     def _if(self, node: nodes.If, names: Names) -> Names:
         ends: list[Names] = []
@@ -180,6 +189,7 @@ class _Run:
 
     def of(self, node: nodes.Node, names: Names) -> Kinds:
         """What an expression's value may be."""
+        self._step()
         if isinstance(node, nodes.Name):
             if node.name in _STATEFUL or node.name in self._macros:
                 raise _Doubt

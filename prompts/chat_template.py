@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NoReturn
 
 import jinja2
@@ -22,6 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from prompts import chat_bounds
 from prompts.chat_copies import copies_of
 from prompts.chat_rest import KNOWN, is_one_of, rest_of
 from prompts.errors import RequestError
@@ -33,6 +34,8 @@ Message = dict[str, Any]
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _REASONING_NAMES = frozenset(_REASONING_FIELDS)
+SOURCE_CHARS_MAX = 1 << 18
+"""Of a template; the longest known one has 20,000."""
 
 
 class ChatTemplateError(ValueError):
@@ -171,12 +174,15 @@ class _Compiled:
 
     def __init__(self, source: str) -> None:
         env = _environment()
+        if len(source) > SOURCE_CHARS_MAX:
+            raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {SOURCE_CHARS_MAX}")
         try:
             tree = env.parse(source)
             self.template = env.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
-        except ValueError as error:  # a number of thousands of digits, which Python refuses to read
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            # a number of thousands of digits, or so deep that Python refuses to read it
             raise ChatTemplateError(f"chat template: {error}") from error
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
@@ -187,11 +193,32 @@ class _Compiled:
         self.rest = None if rest is None else env.from_string(rest)
         """What follows a conversation's known beginning."""
 
-    def render(self, values: dict[str, Any]) -> str:
-        """As `template.render`, without copying the globals through two mappings for every request."""
-        template = self.rest if self.rest is not None and KNOWN in values else self.template
+    @cached_property
+    def bounded(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
+        """The template and its rest as they are rendered in bounded time; None where that is not proven."""
+        env = _environment()
+        chat_bounds.equip(env)
+        tree, rest = chat_bounds.bounded_of(env.parse(self.source)), None
+        if tree is not None and self.rest is not None:
+            rest = rest_of(env.parse(self.source))
+            rest = None if rest is None else chat_bounds.bounded_of(rest)
+        if tree is None or (rest is None and self.rest is not None):
+            return None
+        return env.from_string(tree), None if rest is None else env.from_string(rest)
+
+    def render(self, values: dict[str, Any], seconds_max: float | None = None) -> str:
+        """As `template.render`, without copying the globals through two mappings for every request. `seconds_max`: CPU
+        time, for a template that is `bounded`."""
+        template, rest = self.template, self.rest
+        if seconds_max is not None:
+            assert self.bounded is not None
+            template, rest = self.bounded
+        if rest is not None and KNOWN in values:
+            template = rest
         context = template.new_context({**self._globals, **values}, shared=True)
-        return "".join(template.root_render_func(context))
+        if seconds_max is not None:
+            context.limit(seconds_max)  # type: ignore[attr-defined]
+        return template.environment.concat(template.root_render_func(context))
 
 
 @lru_cache(maxsize=64)
@@ -205,13 +232,21 @@ def _skeletons(compiled: _Compiled) -> Skeletons | None:
 
 
 @lru_cache(maxsize=64)
-def _needs_system_first(source: str) -> bool:
+def _needs_system_first(source: str, seconds_max: float | None) -> bool:
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
-        env.from_string(source).render(messages=chat, add_generation_prompt=False)
+        if seconds_max is not None:
+            chat_bounds.equip(env)
+        tree = env.parse(source)
+        template = env.from_string(tree if seconds_max is None else chat_bounds.bounded_of(tree) or "")
+        context = template.new_context({"messages": chat, "add_generation_prompt": False})
+        if seconds_max is not None:
+            context.limit(seconds_max)
+        for _ in template.root_render_func(context):
+            pass
     except Exception:  # noqa: BLE001  a template is a program
         return True
     return False
@@ -231,6 +266,15 @@ class ChatTemplate:
         self.as_sent = False
         """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
         self._skeletons = {source: _skeletons(_compile(source)) for source in self._templates.values()}
+        self._seconds_max: float | None = None
+        self.is_bounded = True
+        """Every rendering ends soon: there is a limit where others wait for it, or nobody waits."""
+
+    def limit(self, seconds_max: float) -> None:
+        """Let no rendering take more CPU time than this: others wait for it. Where that cannot be promised, or was seen
+        not to do, `is_bounded` says so, and nothing is rendered here."""
+        self._seconds_max = seconds_max
+        self.is_bounded = all(_compile(source).bounded is not None for source in self._templates.values())
 
     def source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
@@ -260,7 +304,13 @@ class ChatTemplate:
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
         has one further on."""
-        return any(_needs_system_first(self.source(has_tools=has_tools)) for has_tools in (False, True))
+        self._check_bounded()
+        sources = (self.source(has_tools=has_tools) for has_tools in (False, True))
+        return any(_needs_system_first(source, self._seconds_max) for source in sources)
+
+    def _check_bounded(self) -> None:
+        if not self.is_bounded:
+            raise RequestError("this chat template may take too long to be rendered here", param="messages")
 
     def render(
         self,
@@ -286,7 +336,10 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
+        self._check_bounded()
         compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
+        if self._seconds_max is not None and compiled.bounded is None:  # a client's own
+            raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
         chat = list(messages)
         if not self.as_sent:
             for i, message in enumerate(chat):
@@ -312,12 +365,25 @@ class ChatTemplate:
             context[KNOWN] = chat[:behind]
         else:
             context.pop(KNOWN, None)  # a client's own variable
-        text = _render(compiled, context)
+        text = self._render(compiled, context)
         if final_text is None:
             return text
         if whole_chat is None:
             return _cut_at_tag(text, final_text)
-        return _cut_ending(_render(compiled, {**context, "messages": whole_chat}), _behind_tag(text))
+        return _cut_ending(self._render(compiled, {**context, "messages": whole_chat}), _behind_tag(text))
+
+    def _render(self, compiled: _Compiled, context: dict[str, Any]) -> str:
+        try:
+            return compiled.render(context, self._seconds_max)
+        except chat_bounds.TooLong as error:
+            self.is_bounded = False
+            raise RequestError(str(error), param="messages") from error
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+            # A template is a program over what the client sent: any of its failures is an answer to the client.
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
 
     @staticmethod
     def _compiled(source: str) -> _Compiled:
@@ -325,17 +391,6 @@ class ChatTemplate:
             return _compile(source)
         except ChatTemplateError as error:
             raise RequestError(str(error), param="chat_template") from error
-
-
-def _render(compiled: _Compiled, context: dict[str, Any]) -> str:
-    try:
-        return compiled.render(context)
-    except jinja2.TemplateError as error:
-        raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
-        # A template is a program over what the client sent: any of its failures is an answer to the client.
-        reason = f"{type(error).__name__}: {error}"
-        raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
 
 
 def _without_calls(message: Message) -> Message:
