@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -43,10 +44,10 @@ class Ended(Exception):
 
 
 class Process:
-    """Our side of one. Its user holds `lock`."""
+    """Our side of one. It has one user at a time."""
 
     def __init__(self, setup: Setup, memory_bytes: int, threads: ThreadPoolExecutor) -> None:
-        self.lock = asyncio.Lock()
+        self.is_busy = False
         self.used_s = 0.0
         self.fit = False
         """For another body: it does not hold so much memory that a fresh one had better take over."""
@@ -121,31 +122,60 @@ class Processes:
         """`memory_bytes`: of one process."""
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="apart")
         self.all = [Process(setup, memory_bytes, self._threads) for _ in range(count)]
+        self._waiting: dict[str, deque[asyncio.Future[Process]]] = {}
+        """Who waits for a process, by party, the next one first."""
 
-    async def use(self, beginning: bytes, work: Callable[[Process], Awaitable[T]]) -> T:
+    async def use(self, beginning: bytes, work: Callable[[Process], Awaitable[T]], party: str = "") -> T:
         """What `work` comes to with the process that read others with the same beginning, where that one is free: it
-        has their text encoded. Where work raises what is no RequestError, or is cancelled, the process ends."""
+        has their text encoded. `party`: for whom; parties take turns. Where work raises what is no RequestError, or is
+        cancelled, the process ends."""
+        process = await self._take(beginning, party)
+        fit = False
+        try:
+            found = await work(process)
+            fit = process.fit
+            return found
+        except RequestError:
+            fit = process.fit
+            raise
+        finally:
+            process.used_s = time.monotonic()
+            if not fit:
+                process.end()
+            self._give(process)
+
+    async def _take(self, beginning: bytes, party: str) -> Process:
         usual = self.all[zlib.crc32(beginning[:BEGINNING_BYTES]) % len(self.all)]
-        free = [process for process in (usual, *self.all) if not process.lock.locked()]
-        process = free[0] if free else usual
-        async with process.lock:
-            fit = False
-            try:
-                found = await work(process)
-                fit = process.fit
-                return found
-            except RequestError:
-                fit = process.fit
-                raise
-            finally:
-                process.used_s = time.monotonic()
-                if not fit:
-                    process.end()
+        for process in (usual, *self.all):
+            if not process.is_busy:
+                process.is_busy = True
+                return process
+        waiter: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(party, deque()).append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._give(waiter.result())
+            raise
+
+    def _give(self, process: Process) -> None:
+        """Hand a process to who waits next: parties take turns."""
+        while self._waiting:
+            party = next(iter(self._waiting))
+            queue = self._waiting.pop(party)
+            waiter = queue.popleft()
+            if queue:
+                self._waiting[party] = queue
+            if not waiter.done():
+                waiter.set_result(process)
+                return
+        process.is_busy = False
 
     def close_idle(self, used_s: float) -> None:
         """End those that had nothing to do since `used_s` (of `time.monotonic`), and give their memory back."""
         for process in self.all:
-            if not process.lock.locked() and process.used_s < used_s:
+            if not process.is_busy and process.used_s < used_s:
                 process.end()
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def _between(texts: Iterator[str], between: str) -> Iterator[str]:
 def equip(env: jinja2.Environment) -> None:
     """Give an environment what bounded templates need."""
     env.context_class = Context
-    env.concat = concat  # type: ignore[assignment]
+    env.concat = concat  # type: ignore[method-assign]
     env.tests["in_time"] = in_time
     env.filters["measured"] = measured
     env.filters["join"] = join
@@ -200,9 +200,9 @@ class _Proof:
             return
         elif kind not in _PLAIN:
             raise _Doubt
-        if isinstance(node, (nodes.Add, nodes.Concat)):
-            if sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
-                raise _Doubt
+        joins = isinstance(node, (nodes.Add, nodes.Concat))
+        if joins and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
+            raise _Doubt
         for child in node.iter_child_nodes():
             self.check(child)
 
@@ -392,7 +392,7 @@ def _is_number(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and isinstance(node.value, int)
 
 
-# The change ------------------------------------------------------------------------------------------------------------
+# The change -----------------------------------------------------------------------------------------------------------
 
 
 def _insert(tree: nodes.Template) -> None:

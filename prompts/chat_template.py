@@ -115,7 +115,18 @@ _LOOP_ATTRIBUTES = frozenset(
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
     """Writes what templates do most without a call: an item of a dictionary by its name, where the loop stands. What
-    such an expression means is unchanged: anything else still goes through the sandbox."""
+    such an expression means is unchanged: anything else still goes through the sandbox. Computes nothing itself: what
+    a template says of constants (`'a' * 999999999`) is left for when it is rendered."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any) -> str:
+        if not isinstance(node, (jinja2.nodes.Const, jinja2.nodes.TemplateData)):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(self, node: jinja2.nodes.EvalContextModifier, frame: jinja2.compiler.Frame) -> None:
+        if not all(isinstance(option.value, jinja2.nodes.Const) for option in node.options):
+            self.fail("autoescape: expected true or false", node.lineno)
+        super().visit_EvalContextModifier(node, frame)
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
         of = node.node
@@ -159,7 +170,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _environment() -> _Environment:
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    env = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        optimized=False,
+    )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
@@ -233,9 +249,7 @@ def _skeletons(compiled: _Compiled) -> Skeletons | None:
 
 @lru_cache(maxsize=64)
 def _needs_system_first(source: str, seconds_max: float | None) -> bool:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], optimized=False)
     chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
         if seconds_max is not None:
@@ -244,7 +258,7 @@ def _needs_system_first(source: str, seconds_max: float | None) -> bool:
         template = env.from_string(tree if seconds_max is None else chat_bounds.bounded_of(tree) or "")
         context = template.new_context({"messages": chat, "add_generation_prompt": False})
         if seconds_max is not None:
-            context.limit(seconds_max)
+            context.limit(seconds_max)  # type: ignore[attr-defined]
         for _ in template.root_render_func(context):
             pass
     except Exception:  # noqa: BLE001  a template is a program

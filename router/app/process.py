@@ -117,6 +117,7 @@ class RouterProcess:
         self._helpers = Helpers(
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
+        self._prompts.helpers = self._helpers
         session_names = SessionNames(config.edge.session_headers)
         known = KnownBodies(config.known_bodies_mb << 20)
         self._reading = RequestReading(self._core, self._prompts, self._helpers, session_names, known)

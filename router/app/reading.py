@@ -61,7 +61,7 @@ ESTIMATE_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 _IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """An object in any encoding of JSON that a worker may read."""
-_NOTHING_READ = RoutingRequest(kind="other")
+_NOTHING_READ, _ANY_CHAT = RoutingRequest(kind="other"), RoutingRequest(kind="chat")
 
 
 def is_for_workers(path: str) -> bool:
@@ -224,14 +224,19 @@ class RequestReading:
             lambda model: registry.serves(model, worker),
         )  # fmt: skip
 
-    def tokens(self, asked: Asked, request: HttpRequest) -> PromptRead | asyncio.Future[PromptRead]:
-        """The prompt's token ids: at once where that is quick, else later."""
+    def tokens(
+        self, asked: Asked, request: HttpRequest, wanted: Callable[[], bool] = lambda: True, party: str = ""
+    ) -> PromptRead | asyncio.Future[PromptRead]:
+        """The prompt's token ids: at once where that is quick, else later. `party`: whose request it is."""
         prompts, base = self._prompts, asked.base
         if asked.parsed.kind == "other":
             return PromptRead(None, 0.0)
         if prompts.asks(base):
             return asyncio.ensure_future(prompts.ask(asked.parsed, base, asked.tokens_max))
         tokenizer, tokens_max = prompts.get(base), asked.tokens_max
+        if prompts.renders_apart(base, asked.parsed):
+            order = prompts.order(base, asked.parsed.kind, tokens_max)
+            return asyncio.ensure_future(prompts.read_apart(request.pieces, base, order, wanted, party))
         if tokenizer is None or asked.body_bytes <= INLINE_BYTES_MAX:
             body = request.body if self._comes_back(request, asked.parsed) else b""
             return prompts.read(asked.parsed, tokenizer, tokens_max, body)
@@ -239,12 +244,12 @@ class RequestReading:
         return prompts.run(lambda: prompts.read(asked.parsed, tokenizer, tokens_max, body))
 
     async def read(
-        self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True
+        self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True, party: str = ""
     ) -> tuple[Asked, PromptRead]:
-        """What a request asks for and its tokens, wherever they are best read. Raises RequestError."""
+        """What a request of `party` asks for and its tokens, wherever they are best read. Raises RequestError."""
         if self.is_light(request, path):
             asked = self.asked(request, path)
-            tokens = self.tokens(asked, request)
+            tokens = self.tokens(asked, request, wanted, party)
             return asked, tokens if isinstance(tokens, PromptRead) else await tokens
         if _format(request, path) == "form":
             form = await self._prompts.run(partial(_read_form, request))
@@ -254,11 +259,11 @@ class RequestReading:
             said = self._asked(request, parsed)
             base, tokens_max = said.base, said.tokens_max
             made = self._prompts.order(base, parsed.kind, tokens_max)
-            made.learns = self.known.max_bytes > 0
+            made.learns = self.known.max_bytes > 0 and not self._prompts.renders_apart(base, parsed)
             return made
 
         started = time.perf_counter()
-        parsed, spans, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
+        parsed, spans, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted, party)
         asked = self._asked(request, parsed)
         asked.spans, asked.media = spans, made.media
         asked.pieces, asked.begins = request.pieces, made.begins
@@ -300,7 +305,7 @@ class RequestReading:
         return self._went_on(request, known, self._prompts.go_on(known, mark, request.body, by[0], by[1]))
 
     async def go_on_later(
-        self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool]
+        self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool], party: str = ""
     ) -> tuple[Asked, PromptRead]:
         """The same in a thread; or as any other body."""
         known, mark = found
@@ -308,12 +313,14 @@ class RequestReading:
         if by is not None:
             work = partial(self._prompts.go_on, known, mark, request.body, by[0], by[1])
             went_on = self._went_on(request, known, await self._prompts.run(work))
-        return went_on or await self.read(request, path, wanted)
+        return went_on or await self.read(request, path, wanted, party)
 
     def _read_by(self, known: Known) -> tuple[Tokenizer, int | None] | None:
         """The tokenizer of its model, and how many tokens that takes; None where nobody serves it here."""
         tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
-        return None if tokenizer is None or served is None else (tokenizer, served.max_model_len)
+        if tokenizer is None or served is None or self._prompts.renders_apart(known.model, _ANY_CHAT):
+            return None
+        return tokenizer, served.max_model_len
 
     def _went_on(
         self, request: HttpRequest, known: Known, found: tuple[Returned, PromptRead] | None

@@ -187,7 +187,9 @@ class RouterApp:
         if found is not None:
             if request.body_bytes - found[1].end > INLINE_BYTES_MAX:
                 exchange = self._open(connection, request, tenant)
-                self._later(exchange, tenant, reading.go_on_later(request, path, found, lambda: not exchange.done))
+                self._later(
+                    exchange, tenant, reading.go_on_later(request, path, found, lambda: not exchange.done, tenant)
+                )
                 return
             went_on = reading.go_on(request, found)
             if went_on is not None:
@@ -195,11 +197,11 @@ class RouterApp:
                 return
         if not reading.is_light(request, path):
             exchange = self._open(connection, request, tenant)
-            self._later(exchange, tenant, reading.read(request, path, lambda: not exchange.done))
+            self._later(exchange, tenant, reading.read(request, path, lambda: not exchange.done, tenant))
             return
         asked = reading.asked(request, path)
         exchange = self._open(connection, request, tenant)
-        read = reading.tokens(asked, request)
+        read = reading.tokens(asked, request, lambda: not exchange.done, tenant)
         if isinstance(read, PromptRead):
             self._place(exchange, tenant, asked, read)
         else:
@@ -243,7 +245,7 @@ class RouterApp:
         assert self._look_for is not None
         await self._look_for(model)
         request = exchange.request
-        return await self._reading.read(request, request.path, lambda: not exchange.done)
+        return await self._reading.read(request, request.path, lambda: not exchange.done, exchange.client.party)
 
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead, *, looked: bool = False) -> None:
         """Hand a request whose prompt was read to the core. `looked`: workers were asked for its model already."""

@@ -421,7 +421,7 @@ async def check_all(
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     sound = True
     with ThreadPoolExecutor(1) as executor:
-        prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template)
+        prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
         ) as session:

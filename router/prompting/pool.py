@@ -8,6 +8,7 @@ is told what to make of it. Invariant: `waiting_bytes` is the sum of the bodies 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections import Counter
@@ -58,6 +59,8 @@ class Order(msgspec.Struct):
     """The model under which a worker is to be asked: made is that question instead of ids."""
     as_sent: bool = False
     """ChatTemplate.as_sent"""
+    seconds_max: float | None = None
+    """For making it, where that is less than a body may take."""
     learns: bool = False
     """Whether its beginning is to be known (router/prompting/returning.py)."""
 
@@ -77,6 +80,8 @@ class Made(NamedTuple):
     """Tokens of each prompt behind the first."""
     media: MediaPrompt | None = None
     """What it is, where it has images or other media."""
+    is_overdue: bool = False
+    """It was not made in time."""
 
 
 class Helpers:
@@ -87,9 +92,11 @@ class Helpers:
         setup = _Shelf, (chat_template, cache_bytes)
         self.processes = Processes(setup, config.count, config.memory_mb << 20)
         self.waiting_bytes = 0
+        self._parties: dict[str, int] = {}
+        """party -> bytes of its bodies that wait or are being read."""
         self.cpu_s = 0.0
         self.counts: Counter[str] = Counter()
-        """outcome -> bodies: read, refused (no JSON), full, failed."""
+        """outcome -> bodies: read, refused (no JSON), full, full_for_party, failed."""
 
     async def read(
         self,
@@ -97,14 +104,13 @@ class Helpers:
         kind: Kind | None,
         order: Callable[[RoutingRequest], Order],
         wanted: Callable[[], bool],
+        party: str = "",
     ) -> tuple[RoutingRequest, FieldSpans, Made]:
         """(what a body, in pieces, asks for; its fields' places; what was made of it). `kind`: of its path; None where
-        the body tells. `order` says what to make of it, `wanted` whether its client is there. Neither may raise. Raises
-        RequestError for a body that is none, or that cannot be read now."""
+        the body tells. `order` says what to make of it, `wanted` whether its client is there. Neither may raise.
+        `party`: whose it is. Raises RequestError for a body that is none, or that cannot be read now."""
         size = sum(map(len, body))
-        if self.waiting_bytes + size > self._config.waiting_mb << 20:
-            self.counts["full"] += 1
-            raise _not_now("too many large bodies wait to be read")
+        self._check_room(party, size)
         looked: list[tuple[RoutingRequest, FieldSpans]] = []
 
         async def work(process: Process) -> Made:
@@ -114,17 +120,38 @@ class Helpers:
             return await self._make(process, order(looked[0][0]))
 
         made = Made()
-        self.waiting_bytes += size
+        self._wait(party, size)
         try:
-            made = await self.processes.use(body[0], work)
+            made = await self.processes.use(body[0], work, party)
         except Ended as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
             if not looked:
                 raise _not_now("the body could not be read in time") from None
+            made = Made(is_overdue=True)
         finally:
-            self.waiting_bytes -= size
+            self._wait(party, -size)
         return *looked[0], made
+
+    def _check_room(self, party: str, size: int) -> None:
+        """Raises RequestError. Behind its first body, a party may have as much waiting as it leaves free for others."""
+        most, mine = self._config.waiting_mb << 20, self._parties.get(party, 0)
+        if self.waiting_bytes + size > most:
+            self.counts["full"] += 1
+            raise _not_now("too many large bodies wait to be read")
+        if mine and mine + size > most - (self.waiting_bytes + size):
+            self.counts["full_for_party"] += 1
+            raise _not_now("too many large bodies of this client wait to be read", status=429)
+
+    def _wait(self, party: str, size: int) -> None:
+        self.waiting_bytes += size
+        self._parties[party] = self._parties.get(party, 0) + size
+        if not self._parties[party]:
+            del self._parties[party]
+
+    def check_invariants(self) -> None:
+        assert self.waiting_bytes == sum(self._parties.values())
+        assert all(count > 0 for count in self._parties.values())
 
     async def outline(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
         """Of a whole chat that was read before; None where that fails."""
@@ -154,7 +181,8 @@ class Helpers:
     async def _make(self, process: Process, order: Order) -> Made:
         await process.call(START_S_MAX, _load, order.folder)
         made: Made
-        cpu_s, made, problem = await process.call(self._config.seconds_max, _make, order)
+        seconds_max = min(self._config.seconds_max, order.seconds_max or math.inf)
+        cpu_s, made, problem = await process.call(seconds_max, _make, order)
         self.cpu_s += cpu_s
         self.counts["read"] += 1
         if problem is not None:
@@ -163,8 +191,8 @@ class Helpers:
         return made
 
 
-def _not_now(message: str) -> RequestError:
-    return RequestError(message, param=None, code="overloaded", status=503)
+def _not_now(message: str, status: int = 503) -> RequestError:
+    return RequestError(message, param=None, code="overloaded", status=status)
 
 
 # In the process -------------------------------------------------------------------------------------------------------

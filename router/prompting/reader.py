@@ -7,7 +7,6 @@ a helper process, or by asking a worker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
@@ -26,7 +26,7 @@ from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
 from router.prompting.known import Known, Mark
-from router.prompting.pool import Order
+from router.prompting.pool import Helpers, Order
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
 from router.prompting.returning import Returned, go_on, learn, learn_more, may_return
 
@@ -38,6 +38,12 @@ _REASONED = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assist
 "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""
 """A chat that versions of transformers can render in two ways."""
+RENDER_S_MAX = 0.1
+"""CPU time of a chat template on a body of 64 KiB, where others wait for it; most take a millisecond."""
+APART_S_MAX = 1.0
+"""The same in a helper process, where nobody else waits."""
+OVERDUE_MAX = 3
+"""Renderings that are ended, one after the other, before a template is given up."""
 CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
 
@@ -69,11 +75,18 @@ class PromptReader:
         override: str | None = None,
         chat_template: str | None = None,
         cache_bytes: int = CACHE_BYTES_DEFAULT,
+        render_s_max: float | None = RENDER_S_MAX,
     ) -> None:
+        """`render_s_max`: for a chat template here; None where nobody waits for it."""
         self._executor = executor
+        self._render_s_max = render_s_max
         self._cache_bytes = cache_bytes
         self.remote: RemoteTokenizer | None = None
         """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
+        self.helpers: Helpers | None = None
+        """Processes that render templates which are not bounded."""
+        self._overdue: dict[str, int] = {}
+        """model -> renderings ended one after the other."""
         self._override = override
         """A folder given on the command line, used for every model."""
         self._chat_template = chat_template
@@ -126,16 +139,16 @@ class PromptReader:
         asked = question(parsed, model)
         if self.remote is None or template is None or asked is None or not worker.url:
             return
-        found = {}
+        found: dict[bool, Sequence[int]] = {}
         for way in (False, True):
-            like = copy.copy(template)
-            like.as_sent = way
-            with contextlib.suppress(RequestError):
-                found[way] = tokenizer.encode(render_chat(like, parsed), add_special_tokens=False)
-        if len(found) < 2 or found[True] == found[False]:
+            ids = await self._render(model, tokenizer, template, way)
+            if ids is None:
+                return
+            found[way] = ids
+        if found[True] == found[False]:
             return
         told = await self.remote.of(worker.url, asked, keyed=worker.keyed)
-        as_sent = next((way for way, ids in found.items() if ids == told), None)
+        as_sent = next((way for way, ids in found.items() if list(ids) == told), None)
         if told is None or as_sent == template.as_sent:
             return
         if as_sent is None or model in self._compared:
@@ -144,6 +157,57 @@ class PromptReader:
         template.as_sent = as_sent
         self._compared.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
+
+    async def _render(
+        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, as_sent: bool
+    ) -> Sequence[int] | None:
+        """The ids of a chat that can be rendered in two ways, in one of them; None where that fails."""
+        if not template.is_bounded:
+            order = self.order(model, "chat", None)
+            order.as_sent = as_sent
+            return (await self.read_apart((_REASONED,), model, order)).ids
+        like = copy.copy(template)
+        like.as_sent = as_sent
+        try:
+            return tokenizer.encode(
+                render_chat(like, parse_routing("/v1/chat/completions", _REASONED)), add_special_tokens=False
+            )
+        except RequestError:
+            return None
+        finally:
+            template.is_bounded = like.is_bounded
+
+    def renders_apart(self, model: str, parsed: RoutingRequest) -> bool:
+        """Whether reading this prompt takes a chat template which is not bounded."""
+        tokenizer = self._tokenizers.get(model)
+        template = None if tokenizer is None else tokenizer.chat_template
+        is_chat = parsed.kind == "chat" or parsed.source is not None
+        return is_chat and template is not None and not template.is_bounded
+
+    async def read_apart(
+        self,
+        body: Sequence[bytes],
+        model: str,
+        order: Order,
+        wanted: Callable[[], bool] = lambda: True,
+        party: str = "",
+    ) -> PromptRead:
+        """`read` of a light body by a helper process, which ends a template that takes too long."""
+        started, overdue = time.perf_counter(), self._overdue.get(model, 0)
+        if self.helpers is None or overdue >= OVERDUE_MAX:
+            return PromptRead(None, 0.0)
+        order.seconds_max = APART_S_MAX
+        try:
+            _, _, made = await self.helpers.read(body, order.kind, lambda _: order, wanted, party)
+        except RequestError as error:  # there is no room, or nobody waits any more
+            log.debug("a prompt was not read: %s", error.message)
+            return PromptRead(None, time.perf_counter() - started)
+        self._overdue[model] = overdue = overdue + 1 if made.is_overdue else 0
+        if overdue == OVERDUE_MAX:
+            self.problems[model] = "its chat template takes too long; chats are routed by load alone"
+            log.warning("model %s: %s", model, self.problems[model])
+        ids = None if isinstance(made.result, bytes) else made.result
+        return PromptRead(ids, time.perf_counter() - started, size=made.size)
 
     def forget(self, url: str) -> None:
         """A worker is gone."""
@@ -172,15 +236,24 @@ class PromptReader:
         try:
             loaded = await loop.run_in_executor(
                 self._executor,
-                lambda: Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes),
+                lambda: self._read_folder(folder),
             )
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
         self._tokenizers[model], self._folders[model] = loaded, str(folder)
+        self._overdue.pop(model, None)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
+        if loaded.chat_template is not None and not loaded.chat_template.is_bounded:
+            log.info("chats of %s are rendered by helper processes: its template might take long", model)
+
+    def _read_folder(self, folder: Path) -> Tokenizer:
+        tokenizer = Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes)
+        if self._render_s_max is not None and tokenizer.chat_template is not None:
+            tokenizer.chat_template.limit(self._render_s_max)
+        return tokenizer
 
     def read(
         self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
@@ -247,7 +320,10 @@ class PromptReader:
         tokenizer = self._tokenizers.get(model)
         template = tokenizer.chat_template if tokenizer is not None else None
         as_sent = template is not None and template.as_sent
-        return Order(kind, self._folders.get(model), tokens_max, asks, as_sent)
+        folder = self._folders.get(model)
+        if kind != "completion" and self._overdue.get(model, 0) >= OVERDUE_MAX:
+            folder = None
+        return Order(kind, folder, tokens_max, asks, as_sent)
 
 
 def checkpoint_folder(name: str) -> Path | None:

@@ -263,6 +263,7 @@ class Edge:
             **edge,
         )
         self.helpers = Helpers(PoolConfig(count=1), chat_template=None, cache_bytes=1 << 20)
+        self.prompts.helpers = self.helpers
         reading = RequestReading(self.core, self.prompts, self.helpers)
         self.fleet = NoFleet(self.core)
         self.admin = Admin(

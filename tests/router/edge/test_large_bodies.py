@@ -147,8 +147,9 @@ def test_one_without_work_is_ended_and_started_again() -> None:
             assert len(made.result or ()) == 1000
             helpers.close_idle(helper.used_s + 59.9)
             assert helper.child is not None
-            async with helper.lock:
-                helpers.close_idle(helper.used_s + 60.1)
+            helper.is_busy = True
+            helpers.close_idle(helper.used_s + 60.1)
+            helper.is_busy = False
             assert helper.child is not None, "it has a body"
             helpers.close_idle(helper.used_s + 60.1)
             assert helper.child is None
@@ -184,9 +185,10 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
         assert made.result is None, "the helper has no room for so many"
         _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
+        spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
-            asyncio.ensure_future(helpers.read((b"{%b}" % (b" " * 12_000_000),), None, ids_only, lambda: True))
-            for _ in range(5)
+            asyncio.ensure_future(helpers.read(spaces, None, ids_only, lambda: True, f"key {number}"))
+            for number in range(5)
         ]
         results = await asyncio.gather(*waiting, return_exceptions=True)
         refused = [result for result in results if isinstance(result, RequestError)]

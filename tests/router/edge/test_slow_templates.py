@@ -1,0 +1,178 @@
+"""A chat template out of a checkpoint's folder is a program: what may not end is rendered by a helper process with a
+deadline, at the start and while serving, and everybody else is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.apart import Process
+from prompts.errors import RequestError
+from prompts.tokenizer import Tokenizer
+from router.prompting import reader
+from router.prompting.config import PoolConfig
+from router.prompting.pool import Helpers, Order
+from router.prompting.reader import OVERDUE_MAX
+
+BODY = {"messages": [{"role": "user", "content": "hello there"}]}
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+UNPROVEN = "{{ 'a' * 2 }}{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}"
+
+
+def write_model(folder: Path, template: str) -> str:
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, 1024, 4096)
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+async def start(edge: Any, folder: str) -> list[Any]:
+    """An edge that serves `bad`, whose files are in `folder`, and `tiny`; routes of what ends."""
+    await edge.start(policy="kv")
+    await edge.worker(edge.reply())
+    await edge.worker(edge.reply(), model="bad")
+    await edge.prompts.learn("bad", folder, SimpleNamespace(url="", keyed=False))
+    routes: list[Any] = []
+    edge.proxy.on_end.append(lambda exchange: routes.append(exchange.route))
+    return routes
+
+
+def ask(edge: Any, make_post: Any, model: str = "bad", path: bytes = b"/v1/chat/completions", **more: Any) -> Any:
+    return edge.exchange(make_post(json.dumps({"model": model, **BODY, **more}).encode(), path))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_what_is_not_proven_is_read_by_a_helper_with_the_same_result(
+    edge: Any, make_post: Any, tmp_path: Path, path: str
+) -> None:
+    folder = write_model(tmp_path, UNPROVEN)
+    expected = Tokenizer.load(tmp_path).encode("aahello there", add_special_tokens=False)
+
+    async def scenario() -> None:
+        routes = await start(edge, folder)
+        for _ in range(2):
+            answer = await ask(edge, make_post, path=path.encode(), max_tokens=1)
+            assert answer.startswith(b"HTTP/1.1 200")
+        assert [list(route.token_ids) for route in routes] == [expected, expected]
+        assert edge.helpers.counts["read"] == 2
+
+    edge.run(scenario())
+
+
+def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
+    edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "APART_S_MAX", 0.2)
+    monkeypatch.setattr("router.prompting.pool.START_S_MAX", 60.0)
+    folder = write_model(tmp_path, ENDLESS)
+
+    async def scenario() -> None:
+        routes = await start(edge, folder)
+        for _ in range(OVERDUE_MAX + 2):  # here, then by helpers, then no more
+            answers = await asyncio.gather(ask(edge, make_post), ask(edge, make_post, "tiny"))
+            assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+        assert all(route.token_ids is None for route in routes)
+        assert edge.helpers.counts["failed"] == OVERDUE_MAX
+        assert "too long" in edge.prompts.problems["bad"]
+        assert edge.prompts.order("bad", "chat", None).folder is None
+        assert edge.prompts.order("bad", "completion", None).folder == folder
+
+    edge.run(scenario(), 60.0)
+
+
+def test_the_first_look_at_a_worker_s_template_ends_too(
+    edge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which version of transformers a worker has is found out by rendering."""
+    monkeypatch.setattr(reader, "APART_S_MAX", 0.2)
+
+    class Remote:
+        asked: list[bytes] = []
+
+        async def of(self, url: str, question: bytes, *, keyed: bool) -> list[int]:
+            self.asked.append(question)
+            return Tokenizer.load(tmp_path / "b").encode("aabce", add_special_tokens=False)
+
+    async def scenario() -> None:
+        await edge.start()
+        edge.prompts.remote = Remote()
+        worker = SimpleNamespace(url="http://w", keyed=False)
+        await edge.prompts.learn("endless", write_model(tmp_path / "a", "{{ 'a' * 2 }}" + ENDLESS), worker)
+        assert not Remote.asked
+        monkeypatch.setattr(reader, "APART_S_MAX", 60.0)
+        await edge.prompts.learn("slow", write_model(tmp_path / "b", UNPROVEN), worker)
+        assert len(Remote.asked) == 1
+
+    edge.run(scenario(), 60.0)
+
+
+def run(config: PoolConfig, work: Any) -> None:
+    async def scenario() -> None:
+        helpers = Helpers(config, chat_template=None, cache_bytes=1 << 20)
+        try:
+            await work(helpers)
+            helpers.check_invariants()
+            assert not helpers.waiting_bytes
+        finally:
+            helpers.processes.close()
+
+    asyncio.run(scenario())
+
+
+def test_keys_take_turns_at_the_helpers() -> None:
+    async def work(helpers: Helpers) -> None:
+        order: list[str] = []
+        gate = asyncio.Event()
+
+        async def hold(process: Process) -> None:
+            await gate.wait()
+            raise RequestError("done", param=None)
+
+        async def take(party: str) -> None:
+            async def note(process: Process) -> None:
+                order.append(party)
+
+            await helpers.processes.use(b"", note, party)
+
+        holding = [asyncio.create_task(helpers.processes.use(b"", hold, "a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(take("a")) for _ in range(24)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(take("b")), asyncio.create_task(take("c"))]
+        await asyncio.sleep(0)
+        waiting[3].cancel()
+        gate.set()
+        await asyncio.gather(*holding, *waiting, return_exceptions=True)
+        assert order.count("a") == 23
+        assert max(order.index("b"), order.index("c")) <= 4
+        assert not any(process.is_busy for process in helpers.processes.all)
+
+    run(PoolConfig(count=2), work)
+
+
+def test_one_key_leaves_room_for_bodies_of_others() -> None:
+    body = (b"{" + b" " * (400 << 10) + b"}",)
+
+    async def work(helpers: Helpers) -> None:
+        async def read(party: str) -> int:
+            try:
+                await helpers.read(body, "other", lambda parsed: Order(parsed.kind), lambda: True, party)
+            except RequestError as refused:
+                return refused.status
+            return 200
+
+        first = [asyncio.create_task(read("a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        helpers.check_invariants()
+        second = [asyncio.create_task(read("b")), asyncio.create_task(read("c"))]
+        assert await asyncio.gather(*first) == [200, 429, 429]
+        assert await asyncio.gather(*second) == [200, 503]
+        assert (helpers.counts["full_for_party"], helpers.counts["full"]) == (2, 1)
+
+    run(PoolConfig(count=1, waiting_mb=1), work)
