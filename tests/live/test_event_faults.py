@@ -1,41 +1,39 @@
-"""scripts/event_faults: our router is right in every row, and one that does not care where blocks are is found out."""
+"""Faults of event streams: our router is right in every case, and one that does not look at blocks is found out."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from event_faults import Case, Play, Router, Row
+from event_faults_cases import CASES
+
 pytestmark = [pytest.mark.long, pytest.mark.live]
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def play(folder: Path, *args: str) -> tuple[int, dict[str, str], str]:
-    """(exit status, case -> verdict, what it printed)."""
-    out = folder / "faults.json"
-    command = [sys.executable, str(ROOT / "scripts" / "event_faults"), "--json", str(out), *args]
-    environment = {**os.environ, "BLOCKCAST_NO_VENV": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert out.exists(), done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    return done.returncode, {row["case"]: row["verdict"] for row in rows}, done.stdout
+def played(cases: list[Case], policy: str, at_once: int) -> list[Row]:
+    """What one router with this policy makes of the cases."""
+    router = Router("--policy", policy)
+    try:
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(Play.run, [Play(router, case, seed) for seed, case in enumerate(cases, 1)]))
+    finally:
+        router.close()
 
 
-def test_ours_is_right_in_every_row(tmp_path: Path) -> None:
-    status, verdicts, printed = play(tmp_path)
-    assert set(verdicts.values()) == {"right"}, printed
-    assert len(verdicts) >= 40
-    assert status == 0
+def test_ours_is_right_in_every_case() -> None:
+    rows = played(CASES, "kv", at_once=6)
+    assert len(rows) >= 40
+    assert [row for row in rows if row.verdict != "right"] == []
 
 
-def test_a_router_that_takes_turns_is_found_out(tmp_path: Path) -> None:
+def test_a_router_that_takes_turns_is_found_out() -> None:
     """The judge can fail: two cases for a router that predicts rightly and sends requests in turn."""
-    cases = ("--case", "a block is removed and stored", "--case", "both copies", "--jobs", "1")
-    status, verdicts, printed = play(tmp_path, "--policy", "round_robin", *cases)
-    assert len(verdicts) == 2
-    assert set(verdicts.values()) & {"lost hit", "stale hit"}, printed
-    assert status == 1
+    cases = [case for case in CASES if case.name.startswith(("a block is removed and stored", "both copies"))]
+    rows = played(cases, "round_robin", at_once=1)
+    assert len(rows) == 2
+    assert {row.verdict for row in rows} & {"lost hit", "stale hit"}, rows

@@ -1,37 +1,28 @@
 """A second router starts late before workers as vLLM's: it takes the first one's knowledge, and the worker confirms it.
 
-The worker is the scripted one of scripts/event_faults, whose ring has lost the beginning by the time.
+The worker is the scripted one of tests/contracts/event_faults.py, whose ring has lost the beginning by the time.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from event_faults import Router
+from harness.programs import await_true
+from harness.workers import FakeWorker, Publisher, stored
 
 pytestmark = pytest.mark.live
 
 
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """The scripted worker's modules."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    names = ("harness.workers", "event_faults_script")
-    yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
-    for name in names:
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.parametrize("restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
-def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any], restarted: bool) -> None:
-    worker_module, routers = parts
-    worker = worker_module.FakeWorker("m", worker_module.Publisher())
-    first = routers.Router()
+def test_a_late_router_asks_the_one_that_was_there(restarted: bool) -> None:
+    worker = FakeWorker("m", Publisher())
+    first = Router()
     late = None
     try:
         first.attach([worker])
@@ -42,19 +33,19 @@ def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any], resta
         names = [rng.getrandbits(64) for _ in range(10)]
         for block in range(10):
             parent = names[block - 1] if block else None
-            worker.publisher.publish(worker_module.stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
-        assert routers.await_true(lambda: first.predicted(body) == {worker.port: 160}, 10)
+            worker.publisher.publish(stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
+        assert await_true(lambda: first.predicted(body) == {worker.port: 160}, 10)
         worker.publisher.trim(9)
         if restarted:
             first_seen = worker.publisher.seq
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
-                worker.publisher.publish(worker_module.stored([rng.getrandbits(64)], [1] * 16), lost=True)
-        late = routers.Router("--snapshot-from", first.url)
+                worker.publisher.publish(stored([rng.getrandbits(64)], [1] * 16), lost=True)
+        late = Router("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if restarted else 160}
-        assert routers.await_true(lambda: late.predicted(body) == expected, 10), late.predicted(body)
-        alone = routers.Router()
+        assert await_true(lambda: late.predicted(body) == expected, 10), late.predicted(body)
+        alone = Router()
         alone.attach([worker])
         assert alone.predicted(body) == {worker.port: 0}, "the ring alone does not tell"
         alone.close()

@@ -1,5 +1,5 @@
-"""The cases of scripts/event_faults. What a worker can say that is easily taken for something else: encodings, copies,
-owners, tiers, groups; then faults of the stream itself: gaps, restarts, late joins, a worker that dies.
+"""Faults of event streams, case by case. What a worker can say that is easily taken for something else: encodings,
+copies, owners, tiers, groups; then faults of the stream itself: gaps, restarts, late joins, a worker that dies.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from event_faults_script import AGAIN, FULL, WINDOW, Batch, Case, Chain, Play, Probe
+from event_faults import AGAIN, FULL, WINDOW, Batch, Case, Chain, Play, Probe
 from harness.workers import BLOCK, pack, stored
 
 CASES: list[Case] = []

@@ -1,4 +1,14 @@
-"""What a case of scripts/event_faults is made of, and how it is played and judged.
+"""What a router believes of its workers when their KV events go wrong: how a case is made, played and judged.
+
+Two scripted workers behind the router publish by hand-made msgpack over raw ZeroMQ what real engines publish, also what
+they publish when something breaks. After each fault the router is asked for prompts whose right worker is known:
+
+    right      the request went to the worker that holds more of its prompt, and every worker's predicted tokens are
+               the true ones
+    stale hit  the router believes in blocks that are gone
+    false hit  the router believes in blocks that never could serve this prompt
+    lost hit   the router does not know of blocks that are there
+    failed     no answer
 
 A case scripts two workers (A and B) and asks for prompts of its own, so that cases do not disturb each other. Every
 prompt has a truth: the tokens that each worker could really reuse. The truths of a prompt never tie, so the right
@@ -91,8 +101,6 @@ class Row:
     verdict: str
     detail: str = ""
     """The first thing that was wrong."""
-    probes: int = 0
-    right: int = 0
 
 
 class Router:
@@ -177,7 +185,7 @@ class Play:
         verdict, detail = min(self._found, key=lambda one: _SEVERITY.index(one[0]))
         if deaf:
             detail = f"nobody subscribed to {', '.join(deaf)}. {detail}"
-        return Row(self._case.name, verdict, detail, len(self._found), sum(one[0] == "right" for one in self._found))
+        return Row(self._case.name, verdict, detail)
 
     # What a case says -------------------------------------------------------------------------------------------------
 
