@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
+from engine.model_files import refuse_missing
 from options import Loaded
 from options.command import config_command, load_given, with_flags
 from options.logs import configure_logging
@@ -59,12 +60,14 @@ def serve_command(dry_run: bool, **given: Any) -> None:
         raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
     engine_config = config.engine
     configure_logging(engine_config.log_level, as_json=engine_config.log_json)
-    if dry_run:
-        try:
+    try:
+        if dry_run:
             click.echo(describe(engine_config))
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-        return
+            return
+        if engine_config.model is not None:
+            refuse_missing(engine_config.model, weights=engine_config.simulate is None)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     from engine.http.server import serve
 
     sys.exit(serve(engine_config, config.server))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from options import ConfigError
 log = logging.getLogger("engine.files")
 
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+NO_HUB = "MODEL {!r}: no such folder; to fetch it from the hub, install huggingface_hub"
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 
 _DEFAULT_SAMPLING = {
@@ -34,22 +36,42 @@ def locate(model: str, *, weights: bool = True) -> tuple[str, Path]:
     A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set; without its
     `weights`, if they are not needed. Raises ConfigError.
     """
+    folder = find(model)
+    if folder is not None:
+        return model, folder
+    return model, _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
+
+
+def find(model: str) -> Path | None:
+    """The folder of a checkpoint on this machine; None where the hub has to be asked. Takes no time. Raises ConfigError
+    where neither can be."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return model, folder
+        return folder
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
     main = hub / "refs" / "main"
     if main.is_file():
         snapshot = hub / "snapshots" / main.read_text().strip()
         if snapshot.is_dir():
-            return model, snapshot
-    if _HUB_NAME.fullmatch(model) and not os.environ.get("HF_HUB_OFFLINE"):
-        return model, _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
-    raise ConfigError(
-        f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
-        "config.json and safetensors, or the name of a model on the hub"
-    )
+            return snapshot
+    if not _HUB_NAME.fullmatch(model) or os.environ.get("HF_HUB_OFFLINE"):
+        raise ConfigError(
+            f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
+            "config.json and safetensors, or the name of a model on the hub"
+        )
+    return None
+
+
+def refuse_missing(model: str, *, weights: bool = True) -> None:
+    """Raise ConfigError where a checkpoint is seen at a glance to be missing: before a process is started for it.
+    `weights`: the model is loaded too, not only its tokenizer."""
+    folder = find(model)
+    if folder is None:
+        if find_spec("huggingface_hub") is None:
+            raise ConfigError(NO_HUB.format(model))
+    elif weights and not (folder / "config.json").is_file():
+        raise ConfigError(f"MODEL {model!r}: {folder} has no config.json, expected the folder of a checkpoint")
 
 
 def _download(name: str, patterns: list[str]) -> Path:
@@ -57,9 +79,7 @@ def _download(name: str, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ConfigError(
-            f"MODEL {name!r}: no such folder; to fetch it from the hub, install huggingface_hub"
-        ) from error
+        raise ConfigError(NO_HUB.format(name)) from error
     log.info("fetching %s from the Hugging Face hub", name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))

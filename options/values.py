@@ -130,6 +130,10 @@ def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -
     try:
         return read_text(str(value), kind) if text else read(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
+        bare = parts(kind)[0]
+        if isinstance(value, tuple) and get_origin(bare) is tuple:  # of a flag that may be repeated
+            for item in value:  # the one that is wrong is shown by itself
+                read_or_refuse(where, item, get_args(bare)[0], secret=secret)
         shown = "a value that is not shown here" if secret else _shown(str(value) if text else value)
         raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
 

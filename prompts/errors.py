@@ -36,11 +36,16 @@ class RequestError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON body, in the form of the API that `path` belongs to."""
-        if path.startswith("/v1/messages"):
+        if _is_anthropic(path):
             kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _is_anthropic(path: str) -> bool:
+    """Whether a client of Anthropic's API asked, also where its base URL makes a wrong path of it."""
+    return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
 def context_overflow(path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, counted: bool = True) -> str:

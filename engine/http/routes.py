@@ -69,6 +69,18 @@ async def health(request: web.Request) -> web.Response:
     return web.Response(headers={"x-core-silent-seconds": f"{state.client.silent_s():.1f}"})
 
 
+def served_paths(app: web.Application) -> list[str]:
+    """Every path without a name in it."""
+    paths = {resource.canonical for resource in app.router.resources()}
+    return sorted(path for path in paths if "{" not in path)
+
+
+async def about(request: web.Request) -> web.Response:
+    """What answers at this address, for people and for clients that look whether anybody is there."""
+    served = served_paths(request.app)
+    return json_response({"name": "blockcast engine", "version": __version__, "served_here": served})
+
+
 async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__, "engine": "blockcast", "python": platform.python_version()})
 

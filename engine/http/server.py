@@ -19,11 +19,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_log import AccessLogger
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.http import weights
 from engine.http.generate import STATE, chat_completions, completions, messages, responses
 from engine.http.routes import (
+    about,
     count_tokens,
     delete_response,
     detokenize,
@@ -35,6 +37,7 @@ from engine.http.routes import (
     models,
     reset_prefix_cache,
     response,
+    served_paths,
     tokenize,
     version,
 )
@@ -43,13 +46,16 @@ from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDead
 from options.tls import server_context
 from prompts import RequestError, Tokenizer, TokenizerError
+from prompts.paths import unknown_path
 
 log = logging.getLogger("engine.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
 """What needs no API key: probes, and what a router asks a worker before it has any."""
+PROBED_PATHS = OPEN_PATHS | {"/v1/models", "/is_sleeping"}
+"""What routers, probes and scrapers ask each second."""
 KEEPALIVE_S = 120.0
 """A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
 DEATH_GRACE_S = 1.0
@@ -59,6 +65,7 @@ DEATH_GRACE_S = 1.0
 def build_app(state: ServerState) -> web.Application:
     app = web.Application(middlewares=[errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
+    app.router.add_get("/", about)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/messages", messages)
@@ -131,7 +138,7 @@ def error_response(
 
 def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 404:
-        return RequestError(f"no such path: {request.method} {request.path}", param=None, code="not_found", status=404)
+        return unknown_path(request.path, served_paths(request.app))
     if error.status == 405:
         allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         message = f"{request.method} {request.path}: expected {allowed}"
@@ -142,11 +149,20 @@ def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     return RequestError(error.text or error.reason, param=None, status=error.status)
 
 
+class RequestLog(AccessLogger):
+    """One line a request, but for probes that succeed, which would drown the others."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if response.status >= 400 or request.path not in PROBED_PATHS:
+            super().log(request, response, time)
+
+
 def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
     return web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=logging.getLogger("engine.access") if log_requests else None,
+        access_log_class=RequestLog,
         shutdown_timeout=1.0,
         keepalive_timeout=KEEPALIVE_S,
         auto_decompress=False,

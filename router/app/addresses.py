@@ -19,34 +19,44 @@ log = logging.getLogger("router")
 
 
 class Addresses:
-    """`open` first. `make_app` makes what serves an address, whose admin routes `guard` keeps."""
+    """`bind`, then `listen`. `make_app` makes what serves an address, whose admin routes `guard` keeps."""
 
     def __init__(self, config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application]) -> None:
         self._config = config
+        self._bound: list[tuple[str, tuple[str, int], Listener]] = []
+        """Each with its flag and with what the flag said."""
         self._admin_key = admin_key
         self._make_app = make_app
-        self._listeners: list[Listener] = []
 
-    async def open(self) -> int:
-        """Open every address and return the port of the main one. Raises OSError."""
+    async def bind(self, connections_max: int) -> int:
+        """Take every address, none of which accepts a connection yet, and return the port of the main one.
+        `connections_max`: of each address. Raises OSError."""
         config = self._config
         admin = config.admin_address
         hosts = [config.host] if admin is None else [config.host, admin[0]]
         guard = AdminGuard(self._admin_key, [*config.admin_hosts, *hosts])
         own = guard.loopback_only if admin is None else guard.elsewhere
         main = config.host, config.http_port
-        port = await self._open("--host and --port", main, own, reuse_port=config.reuse_port)
+        port = await self._bind("--host and --port", main, own, connections_max, reuse_port=config.reuse_port)
         if admin is not None:
-            admin_port = await self._open("--admin", admin, guard.admin_address)
+            admin_port = await self._bind("--admin", admin, guard.admin_address, connections_max)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         return port
 
-    async def _open(self, flag: str, address: tuple[str, int], guard: Guard, *, reuse_port: bool = False) -> int:
-        config, edge = self._config, self._config.edge
-        listener = Listener(self._make_app(guard), edge.client_timeouts, edge.connections_max)
-        self._listeners.append(listener)
+    async def listen(self) -> None:
+        """Accept connections on every address. Raises OSError."""
+        for flag, address, listener in self._bound:
+            with naming(flag, "{}:{}".format(*address)):
+                await listener.listen()
+
+    async def _bind(
+        self, flag: str, address: tuple[str, int], guard: Guard, connections_max: int, *, reuse_port: bool = False
+    ) -> int:
+        config = self._config
+        listener = Listener(self._make_app(guard), config.edge.client_timeouts, connections_max)
+        self._bound.append((flag, address, listener))
         with naming(flag, "{}:{}".format(*address)):
-            return await listener.start(
+            return await listener.bind(
                 *address,
                 server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
                 reuse_port=reuse_port,
@@ -55,9 +65,9 @@ class Addresses:
     @property
     def busy(self) -> bool:
         """A request is being answered."""
-        return any(listener.busy for listener in self._listeners)
+        return any(listener.busy for _, _, listener in self._bound)
 
     def each(self, step: Callable[[Listener], None]) -> None:
         """`step` on every listener."""
-        for listener in self._listeners:
+        for _, _, listener in self._bound:
             step(listener)

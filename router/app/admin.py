@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qs
 
@@ -87,8 +87,9 @@ class Admin:
         ready_s: float = 0.0,
         reasons: Reasons | None = None,
         aliases: Mapping[str, str] | None = None,
+        passed: Collection[str] = (),
     ) -> None:
-        """`aliases`: other names of models."""
+        """`aliases`: other names of models. `passed`: paths that are passed on to workers."""
         self._core = core
         self._fleet = fleet
         self._prompts = prompts
@@ -105,12 +106,15 @@ class Admin:
         self._ready_s = ready_s
         self._reasons = reasons
         self._aliases = aliases or {}
+        self._passed = passed
+        self._version = version
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
         self.draining = False
         self.routes = Routes()
         handlers: list[tuple[str, str, Handler, bool]] = [
+            ("GET", "/", self._about, True),
             ("GET", "/health", self._health, True),
             ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
@@ -136,6 +140,16 @@ class Admin:
         self.routes.add("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
     # Handlers -----------------------------------------------------------------------------------------------------
+
+    def _about(self, request: HttpRequest, _: str) -> Answer:
+        """What answers at this address, for people and for clients that look whether anybody is there."""
+        body = {
+            "name": "blockcast router",
+            "version": self._version,
+            "passed_to_workers": [*self._passed],
+            "served_here": self.routes.paths(public=True),
+        }
+        return Answer(msgspec.json.encode(body))
 
     def _health(self, request: HttpRequest, _: str) -> Answer:
         states = [worker.state for worker in self._core.workers.values()]

@@ -33,13 +33,22 @@ from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, anybody
 from router.app.reading import RequestReading
-from router.app.server import TICK_S, RouterApp
-from router.app.system import Heap, collect_old, files_short, naming, raise_file_limit, settle_heap
+from router.app.server import PASSED, TICK_S, RouterApp
+from router.app.system import (
+    Heap,
+    collect_old,
+    connections_within,
+    files_short,
+    naming,
+    raise_file_limit,
+    settle_heap,
+)
 from router.app.tenants import Tenants
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
+from router.edge.config import CONNECTIONS_MAX
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
@@ -71,6 +80,8 @@ FIRST_LOOK_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
 OTHERS_S: Final = 1.0
 """For the others once one has."""
+CONNECTIONS_FEW: Final = 1_000
+"""With fewer the operator is warned, also where no number was asked for."""
 
 
 class RouterProcess:
@@ -86,7 +97,7 @@ class RouterProcess:
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
         self._heap = Heap(self._executor)
-        self._admin_key = config.admin_api_key or self._new_key()
+        self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
@@ -146,18 +157,8 @@ class RouterProcess:
         self._admin: Admin
         self._dashboard: Dashboard
 
-    def _new_key(self) -> str:
-        """Make and print a key of the admin routes, where none was given."""
-        key = secrets.token_urlsafe(24)
-        print(f"router admin key: {key}", flush=True)
-        return key
-
     async def run(self) -> None:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
-        limit, config = raise_file_limit(), self._config
-        short = files_short(limit, len(config.workers), config.edge.connections_max)
-        if short is not None:
-            log.warning(short)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._helpers.processes.close)
@@ -170,15 +171,19 @@ class RouterProcess:
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             self._assemble(session)
             stack.push_async_callback(self._fleet.close)
-            self._start_fleet()
-            await self._first_look()
-            port = await self._addresses.open()
+            port = await self._addresses.bind(self._connections_max())
             self._peers = self._meet_peers()
             stack.callback(lambda: None if self._peers is None else self._peers.close())
+            picked = self._bind_picker(config) if isinstance(config := self._config, EppConfig) else None
+            self._start_fleet()
+            if self._config.admin_api_key is None:
+                print(f"router admin key: {self._admin_key}", flush=True)
+            await self._first_look()
+            await self._addresses.listen()
             beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
-            if isinstance(self._config, EppConfig):
-                await self._start_picker(self._config)
+            if picked is not None:
+                await self._start_picker(*picked)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -191,6 +196,14 @@ class RouterProcess:
             await self._drain()
 
     # Building -----------------------------------------------------------------------------------------------------
+
+    def _connections_max(self) -> int:
+        """Number of connections of each address, for which file descriptors are enough."""
+        limit, workers, wanted = raise_file_limit(), len(self._config.workers), self._config.edge.connections_max
+        enough = connections_within(limit, workers, wanted)
+        if enough < (CONNECTIONS_FEW if wanted == CONNECTIONS_MAX else wanted):
+            log.warning(files_short(limit, workers, wanted))
+        return enough
 
     def _start_feed(self) -> None:
         self._feed.start()
@@ -225,6 +238,7 @@ class RouterProcess:
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
+            passed=() if isinstance(config, EppConfig) else [*PASSED, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
             self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get
@@ -244,8 +258,8 @@ class RouterProcess:
             proxy.tracer = tracing.begin
             proxy.on_end.append(lambda exchange: tracing.end(exchange, self._now()))
 
-    async def _start_picker(self, config: EppConfig) -> None:
-        """Raises OSError where a port cannot be had."""
+    def _bind_picker(self, config: EppConfig) -> tuple[PickerServer, int]:
+        """Take the picker's ports; the picker and its port. Raises OSError where a port cannot be had."""
         from router.picker.endpoints import Endpoints
         from router.picker.messages import REWRITE
         from router.picker.pick import Pick, Picking
@@ -264,10 +278,14 @@ class RouterProcess:
                 tls = Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
             except OSError as unread:
                 raise ConfigError(f"--tls-cert, --tls-key: {unread}") from unread
-        port = await picker.start(config.host, config.port, config.picker.health_port, tls)
+        return picker, picker.bind(config.host, config.port, config.picker.health_port, tls)
+
+    async def _start_picker(self, picker: PickerServer, port: int) -> None:
+        await picker.start()
         self._picker = picker
-        log.info("endpoint picker on %s:%d", config.host, port)
-        print(f"picker listening on {config.host}:{port}", flush=True)
+        host = self._config.host
+        log.info("endpoint picker on %s:%d", host, port)
+        print(f"picker listening on {host}:{port}", flush=True)
 
     def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return RouterApp(

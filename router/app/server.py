@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
+from prompts.paths import unknown_path
 from prompts.worker_fields import names_worker
 from router.app.guard import Guard, bearer
 from router.app.reading import TOKENIZE, Asked, RequestReading, is_for_workers
@@ -110,6 +111,8 @@ class RouterApp:
         """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
         path = request.path
         if not is_for_workers(path):
+            if not self._own.methods_of(path):
+                raise unknown_path(path, self._served())
             if not self._own.is_public(request):
                 self._guard(connection, request)
             return connection.peer
@@ -117,10 +120,9 @@ class RouterApp:
         party = connection.peer if is_question else self._party(connection, request)
         methods = self._methods_of(path)
         if methods is None:
-            raise RequestError(
-                f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
-                status=404,
-            )  # fmt: skip
+            raise unknown_path(
+                path, self._served(), reason="this path is not passed on to workers; --pass-route makes it so"
+            )
         if b"websocket" in (request.header(b"upgrade") or b"").lower():
             raise UpgradeRequired(path)
         if request.method not in methods and not is_question:
@@ -133,6 +135,10 @@ class RouterApp:
         if self._cors is None or not is_for_workers(path):
             return b""
         return self._cors.headers(request, self._methods_of(path) or ())
+
+    def _served(self) -> list[str]:
+        """Every path that this address knows."""
+        return [*self._passed, *self._own.paths()]
 
     def _methods_of(self, path: str) -> tuple[str, ...] | None:
         """Under `/v1/`; None where nothing is there."""
@@ -152,7 +158,7 @@ class RouterApp:
     def _methods_below(self, path: str) -> tuple[str, ...] | None:
         """Of a folder below which everything is passed on, where the path stays there."""
         for folder, methods in self._passed_below:
-            if path.startswith(folder) and ".." not in path and "%" not in path:
+            if path.startswith(folder) and path != folder and ".." not in path and "%" not in path:
                 return methods
         return None
 

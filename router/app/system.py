@@ -96,15 +96,19 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def files_short(limit: int, workers: int, connections: int) -> str | None:
-    """What to say where `limit` descriptors are too few for so many workers, each with one event stream, and clients'
-    connections, each with one to a worker."""
+def connections_within(limit: int, workers: int, connections_max: int) -> int:
+    """Number of clients' connections, at most `connections_max`, for which `limit` descriptors are enough: two each,
+    beside one event stream of each worker."""
+    return max(1, min(connections_max, (limit - FILES_A_STREAM * workers - FILES_BESIDES) // 2))
+
+
+def files_short(limit: int, workers: int, connections: int) -> str:
+    """The message for an operator who asked for more `connections` than `limit` descriptors are enough for."""
     needed = FILES_A_STREAM * workers + 2 * connections + FILES_BESIDES
-    if limit >= needed:
-        return None
     return (
         f"{limit} file descriptors are too few for {workers} event streams ({FILES_A_STREAM} each) and {connections} "
-        f"connections (2 each): raise the hard limit to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
+        f"connections (2 each): at most {connections_within(limit, workers, connections)} connections are taken; raise "
+        f"the hard limit to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -23,6 +23,8 @@ CorsOrigin = Annotated[
 ]
 ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
+CONNECTIONS_MAX: Final = 20_000
+"""Default of `connections_max`."""
 WorkerField = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}$", title="NAME", examples=["kv_transfer_params"])]
 
 
@@ -81,7 +83,7 @@ class EdgeConfig:
     continue_streams: Annotated[bool, Flag(),
         "Have another worker complete an answer whose worker died in the middle, where that is exact."] = True
     connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
-        "Of clients; more are answered 503."] = 20_000
+        "Of clients, as far as file descriptors are enough; more are answered 503."] = CONNECTIONS_MAX
     ready_s: Annotated[Pause, Flag("--ready-timeout"),
         "Until then /readyz waits for the caches of the workers to be known."] = 10.0
     unready_s: Annotated[Pause, Flag("--shutdown-delay"),

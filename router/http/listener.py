@@ -32,7 +32,21 @@ class Listener:
         *,
         reuse_port: bool = False,
     ) -> int:
-        """Listen and return the port. `reuse_port`: others may listen on it too. Raises OSError."""
+        """Listen and return the port, as `bind` and `listen` do."""
+        port = await self.bind(host, port, tls, reuse_port=reuse_port)
+        await self.listen()
+        return port
+
+    async def bind(
+        self,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        *,
+        reuse_port: bool = False,
+    ) -> int:
+        """Take the address, refuse connections until `listen`, and return the port. `reuse_port`: others may take it
+        too. Raises OSError."""
 
         def connected() -> asyncio.Protocol:
             full = len(self.connections) + len(self.handshakes) >= self._connections_max
@@ -41,8 +55,14 @@ class Listener:
             return _Full() if full else ClientConnection(self._app, self.connections)
 
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(connected, host, port, backlog=2048, reuse_port=reuse_port or None)
+        self._server = await loop.create_server(
+            connected, host, port, backlog=2048, reuse_port=reuse_port or None, start_serving=False
+        )
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def listen(self) -> None:
+        """Accept connections from now on. Raises OSError where another began to listen since `bind`."""
+        await self._server.start_serving()
 
     def shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
         """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""

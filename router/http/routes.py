@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
+from prompts.paths import unknown_path
 from router.http.answers import JSON, MethodNotAllowed
 from router.http.connection import ClientConnection, Work
 from router.http.request import HttpRequest
@@ -110,8 +111,15 @@ class Routes:
             return self._routes.get((method, "/".join(segments))), argument
         return None, ""
 
+    def paths(self, *, public: bool = False) -> list[str]:
+        """Every path, or those that anybody may ask for."""
+        return [path for (_, path), (_, everybody) in self._routes.items() if everybody or not public]
+
+    def methods_of(self, path: str) -> set[str]:
+        """The methods of a path; none where it is not served."""
+        methods = {method for method, _ in self._routes if self._find(method, path)[0] is not None}
+        return methods | {"HEAD"} if "GET" in methods else methods
+
     def _unknown(self, request: HttpRequest) -> RequestError:
-        methods = {method for method, _ in self._routes if self._find(method, request.path)[0] is not None}
-        if methods:
-            return MethodNotAllowed(request, methods | {"HEAD"} if "GET" in methods else methods)
-        return RequestError(f"{request.path}: there is no such path", param=None, code="not_found", status=404)
+        methods = self.methods_of(request.path)
+        return MethodNotAllowed(request, methods) if methods else unknown_path(request.path, self.paths())

@@ -32,7 +32,7 @@ STREAMS_MAX = 100_000
 
 
 class PickerServer:
-    """`start` it, `beat` it, `stop` it."""
+    """`bind` it, `start` it, `beat` it, `stop` it."""
 
     def __init__(self, app: PickerApplication, picking: Picking, *, ready: Callable[[], str | None]) -> None:
         """`ready`: why requests had better go elsewhere; None where they may come."""
@@ -47,8 +47,9 @@ class PickerServer:
         self.streams = 0
         """Open now."""
 
-    async def start(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> int:
-        """Open both ports; the picker's. `certificate`: chain and key, PEM. Raises OSError."""
+    def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> int:
+        """Take both ports and return the picker's; nothing is answered until `start`. `certificate`: chain and key,
+        PEM. Raises OSError."""
         handlers = {
             "Process": grpc.stream_stream_rpc_method_handler(
                 self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
@@ -69,13 +70,17 @@ class PickerServer:
         told = _bind(health, host, health_port, None, "--health-port")
         for server in (main, health):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            await server.start()
             self._servers.append(server)
+        log.info("gRPC health checks on %s:%d", host, told)
+        return bound
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        for server in self._servers:
+            await server.start()
         for name in ALIVE:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self.beat(0.0)
-        log.info("gRPC health checks on %s:%d", host, told)
-        return bound
 
     def beat(self, now: float) -> None:
         """Tell health checks what is new, names what they stand for. Call often."""

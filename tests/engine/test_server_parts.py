@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from budget import examples
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,7 +23,9 @@ from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, sampling_params
 from engine.cli import parse, serve_command, spread_names
 from engine.config import EngineConfig, default_kv_events, is_loopback
+from engine.http import server
 from engine.http.metrics import Histogram
+from engine.http.server import RequestLog
 from engine.messages import FrameReader, frame
 from engine.process.client import merge
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
@@ -258,3 +264,38 @@ def test_a_package_that_another_distribution_overwrote_is_named(
     problem = shadowed(packages)
     assert problem is not None
     assert f"the package `kernels` was overwritten: {tmp_path / 'kernels' / '__init__.py'} is another" in problem
+
+
+# ---------------------------------------------------------------- the request log, models that are missing
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_logged"),
+    [
+        ("/health", 200, False), ("/metrics", 200, False), ("/v1/models", 200, False), ("/health?probe=1", 200, False),
+        ("/health", 503, True), ("/v1/chat/completions", 200, True), ("/tokenize", 200, True),
+        ("/v1/models/a", 404, True),
+    ],
+)  # fmt: skip
+def test_probes_that_succeed_stay_out_of_the_request_log(
+    path: str, status: int, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    logger = RequestLog(logging.getLogger("engine.access"), "%r %s")
+    logger.log(make_mocked_request("GET", path), web.Response(status=status), 0.1)
+    assert [path in line for line in caplog.messages] == [True] * is_logged
+
+
+def test_a_missing_model_is_told_before_a_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("started"))
+    for args, said in (
+        (["nosuchmodel"], "MODEL 'nosuchmodel': no such folder"),
+        (["nosuchmodel", "--simulate", "h100:llama-3.1-8b"], "MODEL 'nosuchmodel': no such folder"),
+        ([str(tmp_path)], "has no config.json"),
+        (["./a/b"], "no such folder"),
+    ):
+        done = CliRunner().invoke(serve_command, args)
+        assert done.exit_code == 1, args
+        assert said in done.output
+        assert "Error: " in done.output

@@ -199,7 +199,7 @@ def test_what_cannot_begin_in_time_may_come_when_it_was_told(start_router: Any, 
 
 def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
     for flags, words in (
-        (("--model-alias", "a"), "--model-alias: got ('a',)"),
+        (("--model-alias", "a"), "--model-alias: got 'a'"),
         (("--model-alias", "a=b", "--model-alias", "b=c"), "a is b, which is an alias itself"),
         (("--model-fallback", "a=b", "--model-fallback", "b=a"), "a circle: a -> b -> a"),
         (("--model-canary", "a=b:1.5"), "--model-canary"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -23,7 +24,10 @@ def taken() -> Iterator[int]:
 
 
 def start(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    own_key = {name: value for name, value in os.environ.items() if name != "ROUTER_ADMIN_API_KEY"}
+    return subprocess.run(
+        [sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=60, env=own_key
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,19 @@ def test_a_taken_address_is_told_with_its_flag(args: tuple[str, ...], taken: int
     assert last.startswith("Error: ")
     assert flag in last
     assert f":{taken}" in last
+
+
+def test_a_taken_port_is_found_before_workers_are_asked_and_a_key_is_printed(taken: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        url = f"http://127.0.0.1:{worker.getsockname()[1]}"
+        done = start("router", "run", url, "--port", str(taken))
+        worker.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            worker.accept()
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("Error: --host and --port")
 
 
 def test_files_that_are_no_certificate_are_told_with_their_flag(tmp_path: Path) -> None:

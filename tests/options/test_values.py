@@ -106,3 +106,13 @@ def test_a_secret_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as caught:
         read_or_refuse("api_keys", ["hush", 5], tuple[str, ...], secret=True)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [("a=b", "foo"), ("foo",), ("foo", "bar")])
+def test_of_a_repeated_flag_the_wrong_text_is_shown(given: Any) -> None:
+    kind = tuple[Annotated[str, Meta(pattern="=", examples=["a=b"])], ...]
+    with pytest.raises(ConfigError) as refused:
+        read_or_refuse("--pair", given, kind)
+    assert str(refused.value) == "--pair: got 'foo', expected text such as a=b"
+    with pytest.raises(ConfigError, match="a value that is not shown here"):
+        read_or_refuse("--pair", given, kind, secret=True)

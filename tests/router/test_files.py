@@ -1,14 +1,20 @@
-"""What is said where the system gives too few file descriptors."""
+"""What follows where the system gives too few file descriptors."""
 
 from __future__ import annotations
 
-from router.app.system import files_short
+from router.app.system import connections_within, files_short
+
+
+def test_connections_are_bounded_by_descriptors() -> None:
+    assert connections_within(1 << 20, 2000, 20_000) == 20_000
+    assert connections_within(48_200, 2000, 20_000) == 20_000
+    assert connections_within(48_198, 2000, 20_000) == 19_999
+    assert connections_within(1_024, 0, 20_000) == 412
+    assert connections_within(64, 2000, 20_000) == 1
 
 
 def test_too_few_descriptors_are_named_with_what_is_needed() -> None:
-    assert files_short(1 << 20, 2000, 20_000) is None
-    assert files_short(48_200, 2000, 20_000) is None
-    said = files_short(48_199, 2000, 20_000)
-    assert said is not None
-    assert "48199 file descriptors are too few for 2000 event streams" in said
+    said = files_short(48_198, 2000, 20_000)
+    assert "48198 file descriptors are too few for 2000 event streams" in said
+    assert "at most 19999 connections are taken" in said
     assert "48200" in said

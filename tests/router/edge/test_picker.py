@@ -107,7 +107,8 @@ async def picker(
                     guard=lambda *_: None, kind=Pick)  # fmt: skip
     server = PickerServer(app, picking, ready=edge.admin.not_ready)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
-    port = await server.start("127.0.0.1", 0, 0, certificate)
+    port = server.bind("127.0.0.1", 0, 0, certificate)
+    await server.start()
     envoy = Envoy(edge, server, port, picking, certificate[0] if certificate else None)
     try:
         server.beat(time.monotonic())

@@ -145,11 +145,35 @@ def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
+def test_the_root_tells_what_answers_here(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(api_keys=("secret",))
+        status, _, body = parts(await edge.exchange(get("/")))
+        about = json.loads(body)
+        assert (status, about["name"], about["version"]) == (200, "blockcast router", "test")
+        assert {"/health", "/v1/models"} <= set(about["served_here"])
+        assert "/workers" not in about["served_here"]
+        assert parts(await edge.exchange(get("/", method="HEAD")))[0] == 200
+        assert parts(await edge.exchange(get("/", method="POST")))[0] == 405
+
+    edge.run(scenario())
+
+
 def test_unknown_paths_and_methods(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start()
         status, _, body = parts(await edge.exchange(get("/nothing")))
         assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
+        for path, meant in (
+            ("/chat/completions", "/v1/chat/completions"), ("/v1/chat/completions/", "/v1/chat/completions"),
+            ("/v1/responses/", "/v1/responses"), ("/workers/w0/drain/", None), ("/metrics/", "/metrics"),
+        ):  # fmt: skip
+            status, _, body = parts(await edge.exchange(get(path, method="POST")))
+            assert (status, json.loads(body)["error"]["code"]) == (404, "not_found"), path
+            assert meant is None or f"did you mean {meant}?" in json.loads(body)["error"]["message"]
+        status, _, body = parts(await edge.exchange(get("/v1/v1/messages", method="POST")))
+        assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
+        assert "did you mean /v1/messages?" in json.loads(body)["error"]["message"]
         status, _, body = parts(await edge.exchange(get("/health", method="PUT")))
         assert status == 405
         assert "GET" in json.loads(body)["error"]["message"]
