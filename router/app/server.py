@@ -20,6 +20,7 @@ from router.app.guard import Guard, bearer
 from router.app.reading import TOKENIZE, Asked, RequestReading, is_for_workers
 from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
+from router.edge.answer_filter import key_pattern
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
@@ -93,6 +94,7 @@ class RouterApp:
         self._keys = [key.encode() for key in config.api_keys]
         self._own = routes
         reading.passed_fields = proxy.passed_fields = frozenset(config.passed_fields)
+        proxy.hidden_keys = key_pattern(proxy.passed_fields)
         self._guard = guard
         self._reasons = reasons
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None

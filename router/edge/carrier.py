@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
+from router.edge.answer_filter import key_pattern
 from router.edge.upstream import Endpoint, UpstreamPool
 
 log = logging.getLogger("router")
@@ -46,6 +47,8 @@ class Carrier:
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.passed_fields: frozenset[str] = frozenset()
         """Fields and headers of workers that clients may set, and are answered."""
+        self.hidden_keys = key_pattern(self.passed_fields)
+        """The others, in answers."""
         self.continues = True
         """Streams whose worker dies go on at another one."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
+from router.edge.answer_filter import AnswerFilter
 from router.edge.carrier import OUR_OWN, RETRYABLE, Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.continuation import Continuation, continuation
@@ -43,8 +44,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
-        "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request",
+        "_connecting", "_connection", "_filter", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent",
+        "_stream", "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request",
         "request_id", "route", "sampled", "sent_s", "span", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
@@ -81,6 +82,8 @@ class Exchange:
         self._paused = False
         self._stream: Continuation | None = None
         """What the answer needs to go on elsewhere; None where it cannot."""
+        self._filter: AnswerFilter | None = None
+        """What hides the fields of an answer that are workers' own; None where that cannot be read."""
         self._resent = False
         """This attempt was repeated on a new connection because a kept-alive one broke."""
         self.done = False
@@ -292,6 +295,9 @@ class Exchange:
         if self._stream is not None and not _is_readable_stream(head):
             self._stream = None
         self._head = head
+        if self._proxy.hidden_keys is not None and _is_readable(head):
+            noted = self._stream is not None and self._stream.tokens is not None
+            self._filter = AnswerFilter(self._proxy.hidden_keys, is_chunked=_is_readable_stream(head) and not noted)
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
         told = self.decision if self._proxy.tells_cache else None
         cors = self.client.cors_headers
@@ -305,7 +311,10 @@ class Exchange:
         """Pass on what belongs to the answer, and notice its first byte and its end."""
         body, stream, payload = head.body, self._stream, self._payload
         noted = stream is not None and stream.tokens is not None
-        content = bytearray() if noted else payload
+        hides = self._filter
+        framed = noted or (hides is not None and isinstance(body, ChunkedBody) and not _is_readable_stream(head))
+        framed = framed and payload is None
+        content = bytearray() if framed else payload
         taken = body.feed(data, content)
         proxy = self._proxy
         now = proxy.now()
@@ -324,7 +333,11 @@ class Exchange:
             content.clear()
         if noted:
             assert stream is not None
-            data = _chunk(stream.pass_on(data, ends=body.done))
+            data = stream.pass_on(data, ends=body.done)
+        if hides is not None:
+            data = hides.feed(data, ends=body.done)
+        if framed:
+            data = _chunk(data)
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
         if begins and head.status == 200:
@@ -334,10 +347,10 @@ class Exchange:
         if stream is not None and stream.failed and self._fails(stream):
             return
         if body.done:
-            if noted:
-                if stream is not None and stream.is_truncated:
-                    self._broken("the worker ended its answer without a finish reason")
-                    return
+            if noted and stream is not None and stream.is_truncated:
+                self._broken("the worker ended its answer without a finish reason")
+                return
+            if framed:
                 self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
@@ -573,6 +586,14 @@ def _is_stream(head: ResponseHead) -> bool:
     """Whether the answer is a stream of events, and not an encoded one."""
     events = b"event-stream" in (head.headers.get(b"content-type") or b"")
     return events and head.headers.get(b"content-encoding") is None
+
+
+def _is_readable(head: ResponseHead) -> bool:
+    """Whether the answer is JSON, or a stream of it, and not an encoded one."""
+    if head.headers.get(b"content-encoding") is not None:
+        return False
+    content_type = head.headers.get(b"content-type") or b""
+    return b"json" in content_type or b"event-stream" in content_type
 
 
 def _is_readable_stream(head: ResponseHead) -> bool:
