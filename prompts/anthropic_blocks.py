@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from prompts.hosted import hosted_text
 from prompts.schemas import Message
 
 Block = dict[str, Any]
@@ -81,19 +80,9 @@ def _lines(*texts: Any) -> str:
 
 
 def _hosted(block: Block) -> str:
-    """What was asked or what came back, without what only Anthropic's servers can read."""
-    shown = {name: value for name in ("name", "input") if (value := block.get(name)) is not None}
-    content = block.get("content")
-    if isinstance(content, list):
-        shown["content"] = [_readable(part) for part in content]
-    elif content is not None:
-        shown["content"] = _readable(content)
+    named = ("name", "input", "content")
+    shown = {name: block[name] for name in named if block.get(name) is not None}
     if not shown:
-        shown = {name: value for name, value in _readable(block).items() if name != "type" and value is not None}
-    return f"[{block.get('type')}: {msgspec.json.encode(shown).decode()}]"
-
-
-def _readable(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: inner for name, inner in value.items() if not name.startswith("encrypted")}
+        shown = {name: value for name, value in block.items() if name != "type"}
+    kind = str(block.get("type"))
+    return hosted_text(kind, shown) or f"[{kind}]"

@@ -15,7 +15,7 @@ import msgspec
 from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.responses import ResponsesRequest, parse_response
+from prompts.responses import ResponsesRequest, parse_response, references, response_of
 from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
 from prompts.worker_fields import may_have_worker_fields
@@ -218,8 +218,16 @@ def _of_response(source: ResponsesRequest) -> RoutingRequest:
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
         metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
-        stored=source.previous_response_id,
+        stored=source.previous_response_id or _referenced(source),
     )
+
+
+def _referenced(source: ResponsesRequest) -> str | None:
+    """The response that holds an item which a body only names."""
+    try:
+        return next(map(response_of, references(source)), None)
+    except RequestError:
+        return None  # the worker says what is wrong with the name
 
 
 def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingRequest:
@@ -229,6 +237,8 @@ def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingReq
     if isinstance(source, ResponsesRequest):
         if source.previous_response_id is not None:
             raise RequestError("only the worker knows what was said before", param="previous_response_id")
+        if references(source):
+            raise RequestError("only the worker knows the items that are named", param="input")
         fields = response_as_chat(source)
     else:
         assert source is not None

@@ -354,7 +354,7 @@ def check_messages(messages: list[Message]) -> None:
         content = message.get("content")
         if isinstance(content, list):
             for number, part in enumerate(content):
-                _check_part(f"{where}.content[{number}]", part)
+                check_part(f"{where}.content[{number}]", part)
         elif content is not None and not isinstance(content, str):
             raise bad_value(f"{where}.content", content, "a string, an array of parts, or null")
         calls = message.get("tool_calls")
@@ -362,7 +362,7 @@ def check_messages(messages: list[Message]) -> None:
             _check_tool_calls(f"{where}.tool_calls", calls)
 
 
-def _check_part(where: str, part: Json) -> None:
+def check_part(where: str, part: Json) -> None:
     if isinstance(part, str):
         return  # vLLM takes bare strings among the parts
     if not isinstance(part, dict):

@@ -6,6 +6,8 @@ as small as the model's context: what only reading needs of a body stays behind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,9 +33,16 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, as_chat, find_media, parse_count, parse_messages
-from prompts.responses import ResponsesRequest, parse_response
+from prompts.responses import (
+    ResponsesRequest,
+    ShownTool,
+    parse_response,
+    references,
+    shown_tools,
+    skipped_items,
+)
 from prompts.responses import as_chat as response_as_chat
-from prompts.schemas import ResponseFormat, StructuredOutputs, check_messages, decode_json
+from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
 
 SHOWN_BYTES_MAX = 64 << 10
 """Of a field that an answer repeats; longer ones are left out."""
@@ -78,36 +87,88 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
     return asked.model, msgspec.json.encode(TokenCount(count))
 
 
-class _Previous(msgspec.Struct):
-    previous_response_id: Any = None
+class Named(msgspec.Struct, frozen=True):
+    """What a body of `/v1/responses` names of earlier ones, instead of saying it."""
+
+    previous: str | None
+    """The response that it goes on from."""
+    items: dict[str, str]
+    """Names of items, and the fields that hold them."""
 
 
-_previous = msgspec.json.Decoder(_Previous)
+def read_named(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Named:
+    """Raises RequestError."""
+    request = parse_response(data)
+    return Named(request.previous_response_id, references(request))
 
 
-def read_previous(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> str | None:
-    """The response that a body of `/v1/responses` goes on from."""
-    name = decode_json(_previous, data).previous_response_id
-    return name[:256] if isinstance(name, str) else None
-
-
-def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def read_response(
+    before: bytes | None,
+    data: bytes,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    items: Mapping[str, bytes] = MappingProxyType({}),
+) -> Reading:
     """A body of `/v1/responses`, as the chat that it stands for. `before`: the messages of the response that it goes on
-    from, as JSON. Raises RequestError."""
+    from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
     request = parse_response(data)
     if request.background:
         message = "background: not supported, expected false: a response is computed while its client waits"
         raise RequestError(message, param="background")
+    _check_items(request)
     earlier = None if before is None else msgspec.json.decode(before)
-    body = ChatRequest(**response_as_chat(request, earlier))
-    check_messages(body.messages)
+    found = {name: msgspec.json.decode(item) for name, item in items.items()}
+    body = ChatRequest(**response_as_chat(request, earlier, found))
     asked = AskedResponse(
         messages=msgspec.json.encode(body.messages),
         shown=_shown(request),
         stores=request.store is not False,
         previous=request.previous_response_id,
+        tools={name: tool for name, tool in shown_tools(request.tools).items() if tool != ShownTool(name)},
+        skipped=skipped_items(request),
     )
-    return msgspec.structs.replace(_chat(body, tokenizer, limits, "/v1/responses"), asked=asked)
+    try:
+        reading = _chat(body, tokenizer, limits, "/v1/responses")
+    except RequestError as error:
+        raise _in_words_of_responses(error) from None
+    constraint = reading.constraint
+    if constraint is not None:
+        constraint = msgspec.structs.replace(constraint, param=_response_field(constraint.param))
+    return msgspec.structs.replace(reading, asked=asked, constraint=constraint)
+
+
+def _check_items(request: ResponsesRequest) -> None:
+    """Raises RequestError for the first part that is no text."""
+    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        for field in ("content", "output"):
+            parts = item.get(field)
+            for number, part in enumerate(parts if isinstance(parts, list) else ()):
+                if isinstance(part, dict) and is_media(part):
+                    where = f"input[{index}].{field}[{number}].type"
+                    raise bad_value(where, part.get("type"), '"input_text": this model reads text only')
+
+
+_RESPONSES_FIELDS = {
+    "messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+}  # fmt: skip
+"""Field of a chat -> the field of `/v1/responses` that it was made of."""
+
+
+def _response_field(param: str) -> str:
+    """Return the field of a body that a field of its chat was made of."""
+    for chats, ours in _RESPONSES_FIELDS.items():
+        if param.startswith(chats):
+            return ours if chats == "messages" else param.replace(chats, ours, 1)
+    return param
+
+
+def _in_words_of_responses(error: RequestError) -> RequestError:
+    if error.param is None:
+        return error
+    param = _response_field(error.param)
+    message = error.message.replace(error.param, param, 1)
+    return RequestError(message, param=param, code=error.code, status=error.status)
 
 
 def _shown(request: ResponsesRequest) -> bytes:

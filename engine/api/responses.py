@@ -6,16 +6,17 @@ response.output_item.done, then response.completed with all of it; response.fail
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine.api.blocks import AnswerBlock, Blocks, Step, of_choice
 from engine.api.choice import Choice, Piece
+from engine.api.custom_input import CustomInput
 from engine.api.generation import Generation
 from prompts.errors import RequestError
+from prompts.responses import ShownTool, item_id
 from prompts.schemas import Message
 
 _MARK = "\ue000text\ue000"
@@ -31,6 +32,10 @@ class AskedResponse(Struct, frozen=True):
     """Fields that the answer repeats: an object, as JSON."""
     stores: bool
     previous: str | None
+    tools: dict[str, ShownTool] = {}
+    """By the names that the model is shown: those of another name, and those that take free text."""
+    skipped: list[str] = []
+    """Types of items of which the model is shown nothing."""
 
 
 class InputDetails(Struct, frozen=True):
@@ -78,10 +83,20 @@ class FunctionCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="fun
     status: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
-Item = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class IncompleteDetails(Struct, frozen=True):
@@ -146,7 +161,10 @@ class ResponsesAnswer:
         self._choice = generation.choices[0]
         self.asked = asked
         self._blocks = Blocks()
-        self._ids: dict[int, str] = {}
+        self._inputs: dict[int, CustomInput] = {}
+        """Free texts of calls, by the number of their block."""
+        self._is_over = False
+        """Nothing follows: what was cut short is incomplete."""
         self._number = -1
         """Of the last event."""
 
@@ -162,6 +180,7 @@ class ResponsesAnswer:
 
     def end(self) -> bytes:
         """What follows the last piece."""
+        self._is_over = True
         said = b"".join(map(self._step, self._blocks.end()))
         return said + self._event("response.completed", response=self.done())
 
@@ -175,29 +194,59 @@ class ResponsesAnswer:
         where: dict[str, Any] = {"output_index": block.index, "item_id": self._id(block)}
         if block.kind != "call":
             where["content_index"] = 0
-        name = {"text": "response.output_text", "thought": "response.reasoning_text"}.get(
-            block.kind, "response.function_call_arguments"
-        )
+        name = self._event_name(block)
         if what == "grows":
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            return self._event(f"{name}.delta", **where, delta=text, **more)
-        item = {
-            "output_index": block.index,
-            "item": self._item(block, "in_progress" if what == "begins" else "completed"),
-        }
+            return self._grown(name, where, block, text)
+        is_cut = self._is_over and self._choice.finish_reason == "length"
+        status = "in_progress" if what == "begins" else "incomplete" if is_cut else "completed"
         if what == "begins":
+            item = {"output_index": block.index, "item": self._item(block, status)}
             said = self._event("response.output_item.added", **item)
             if block.kind == "text":
                 said += self._event("response.content_part.added", **where, part=OutputText("", logprobs=[]))
             return said
+        said = b""
         if block.kind == "call":
-            said = self._event(f"{name}.done", **where, name=block.name, arguments=block.text)
+            custom = self._input(block)
+            left = "" if custom is None else custom.finish()
+            if left:
+                said = self._event(f"{name}.delta", **where, delta=left)
+            if custom is None:
+                said += self._event(f"{name}.done", **where, name=self._tool(block).name, arguments=block.text)
+            else:
+                said += self._event(f"{name}.done", **where, input=custom.text)
         elif block.kind == "thought":
             said = self._event(f"{name}.done", **where, text=block.text)
         else:
             said = self._event(f"{name}.done", **where, text=block.text, logprobs=[])
             said += self._event("response.content_part.done", **where, part=OutputText(block.text, logprobs=[]))
+        item = {"output_index": block.index, "item": self._item(block, status)}
         return said + self._event("response.output_item.done", **item)
+
+    def _event_name(self, block: AnswerBlock) -> str:
+        if block.kind == "call":
+            is_custom = self._tool(block).is_custom
+            return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+        return "response.output_text" if block.kind == "text" else "response.reasoning_text"
+
+    def _grown(self, name: str, where: dict[str, Any], block: AnswerBlock, text: str) -> bytes:
+        if block.kind == "text":
+            return self._event(f"{name}.delta", **where, delta=text, logprobs=[])
+        custom = self._input(block)
+        if custom is None:
+            return self._event(f"{name}.delta", **where, delta=text)
+        free = custom.push(text)
+        return self._event(f"{name}.delta", **where, delta=free) if free else b""
+
+    def _tool(self, block: AnswerBlock) -> ShownTool:
+        """The called tool, as its client calls it."""
+        return self.asked.tools.get(block.name) or ShownTool(block.name)
+
+    def _input(self, block: AnswerBlock) -> CustomInput | None:
+        """The free text of a call; None where it has arguments."""
+        if block.kind != "call" or not self._tool(block).is_custom:
+            return None
+        return self._inputs.setdefault(block.index, CustomInput())
 
     def _event(self, type: str, **fields: Any) -> bytes:
         self._number += 1
@@ -208,6 +257,11 @@ class ResponsesAnswer:
 
     def whole(self) -> bytes:
         self._blocks.all = of_choice(self._choice)
+        for block in self._blocks.all:
+            custom = self._input(block)
+            if custom is not None:
+                custom.push(block.text)
+                custom.finish()
         return _encoder.encode(self.done())
 
     def done(self) -> ResponseAnswer:
@@ -218,21 +272,28 @@ class ResponsesAnswer:
     def response(self, status: str, blocks: list[AnswerBlock], error: RequestError | None = None) -> ResponseAnswer:
         """As it stands."""
         generation, asked = self._generation, self.asked
-        ended = status in ("completed", "incomplete")
+        ended, ends_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
         shown: dict[str, Any] = _shown.decode(asked.shown)
         return ResponseAnswer(
             id=generation.id, created_at=generation.created, status=status, model=generation.model,
             store=asked.stores, previous_response_id=asked.previous,
             error=None if error is None else ResponseError("server_error", error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            output=[self._item(block, "incomplete" if status == "failed" else "completed") for block in blocks],
+            output=[self._item(block, "incomplete" if ends_cut and block is blocks[-1] else "completed")
+                    for block in blocks],
             usage=self._usage() if ended else None, **shown,
         )  # fmt: skip
 
     def _item(self, block: AnswerBlock, status: str) -> Item:
         name, text = self._id(block), "" if status == "in_progress" else block.text
         if block.kind == "call":
-            return FunctionCall(id=name, status=status, call_id=block.id, name=block.name, arguments=text)
+            tool, custom = self._tool(block), self._input(block)
+            called: dict[str, Any] = {"id": name, "status": status, "call_id": block.id, "name": tool.name}
+            if tool.namespace is not None:
+                called["namespace"] = tool.namespace
+            if custom is not None:
+                return CustomToolCall(**called, input=custom.text if text else "")
+            return FunctionCall(**called, arguments=text)
         if block.kind == "thought":
             content = [ReasoningText(text)] if text else []
             return ReasoningItem(id=name, status=status, content=content)
@@ -240,10 +301,8 @@ class ResponsesAnswer:
         return OutputMessage(id=name, status=status, content=said)
 
     def _id(self, block: AnswerBlock) -> str:
-        known = self._ids.get(block.index)
-        if known is None:
-            known = self._ids[block.index] = _FIRST[block.kind] + uuid.uuid4().hex
-        return known
+        prefix = "ctc_" if self._input(block) is not None else _FIRST[block.kind]
+        return item_id(prefix, self._generation.id, block.index)
 
     def _usage(self) -> ResponseUsage:
         usage, thought = self._generation.usage(), self._choice.thought_tokens

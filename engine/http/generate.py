@@ -21,7 +21,7 @@ from engine.api.answers import ChatAnswer, CompletionAnswer
 from engine.api.anthropic import MessagesAnswer
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation, plan_generation
-from engine.api.reading import Reading, read_chat, read_completion, read_messages, read_previous, read_response
+from engine.api.reading import Reading, read_chat, read_completion, read_messages, read_named, read_response
 from engine.api.responses import ResponsesAnswer
 from engine.config import ServerConfig
 from engine.http.apart import Work
@@ -60,12 +60,15 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def responses(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     data, before = await state.body(request), None
-    if b'"previous_response_id"' in data:
+    items: dict[str, bytes] = {}
+    if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.admission():
-            previous = await state.reader.read(read_previous, data)
-        if previous is not None:
-            before = state.stored.get(previous, "previous_response_id").messages
-    return await _answer(request, partial(read_response, before), "resp_", brought=len(before or b""))
+            named = await state.reader.read(read_named, data)
+        if named.previous is not None:
+            before = state.stored.get(named.previous, "previous_response_id").messages
+        items = {name: state.stored.item(name, param) for name, param in named.items.items()}
+    brought = len(before or b"") + sum(map(len, items.values()))
+    return await _answer(request, partial(read_response, before, items=items), "resp_", brought=brought)
 
 
 async def _answer(request: web.Request, work: Work[Reading], kind: str, brought: int = 0) -> web.StreamResponse:
@@ -79,6 +82,8 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str, brought:
         generation = _plan(state, request, reading, kind, constraint)
         answer: Answer
         if reading.asked is not None:
+            if reading.asked.skipped:
+                log.warning("items of a response's input are not shown: %s", ", ".join(reading.asked.skipped)[:1000])
             answer = ResponsesAnswer(generation, reading.asked)
         elif kind == "msg_":
             answer = MessagesAnswer(generation)

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.api.responses import ResponseAnswer
 from prompts import RequestError
+from prompts.responses import response_of
 
 STORED_MAX = 100_000
 STORED_BYTES_MAX = 256 << 20
@@ -52,6 +53,16 @@ class StoredResponses:
             raise RequestError(message, param=param, code="response_not_found", status=404)
         self._stored.move_to_end(name)
         return found
+
+    def item(self, name: str, param: str) -> bytes:
+        """Return an item of a stored response, as JSON. Raises RequestError 404."""
+        found = self._stored.get(response_of(name))
+        item = None if found is None else next((item for item in found.response.output if item.id == name), None)
+        if item is None:
+            message = f"{param}: no item {name[:256]!r} of a response that is stored here"
+            raise RequestError(message, param=param, code="item_not_found", status=404)
+        self._stored.move_to_end(response_of(name))
+        return msgspec.json.encode(item)
 
     def delete(self, name: str) -> None:
         """Raises RequestError 404."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from prompts.errors import RequestError
+from prompts.responses import response_of
 from prompts.routing import RoutedBody, RoutingRequest, chat_of, check_object, read_values
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
@@ -40,6 +41,10 @@ ASKED_FIELDS = (
 NAME_BYTES_MAX = 4096
 """Of a value that decides where a request goes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_REFERENCE = re.compile(
+    rb'"type"\s*:\s*"item_reference"\s*,\s*"id"\s*:\s*"([\w-]{1,256})"'
+    rb'|"id"\s*:\s*"([\w-]{1,256})"\s*,\s*"type"\s*:\s*"item_reference"'
+)
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
@@ -248,9 +253,15 @@ def envelope(body: bytes) -> dict[str, Any]:
         values["max_tokens"] = most
     parsed = read_values("other", RoutedBody(**values))
     return {name: getattr(parsed, name) for name in _TOLD} | {
-        "stored": previous if isinstance(previous := _value(fields.previous_response_id), str) else None,
+        "stored": previous if isinstance(previous := _value(fields.previous_response_id), str) else _referenced(body),
         "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
+
+
+def _referenced(body: bytes) -> str | None:
+    """The response that holds the first item which a body only names."""
+    found = _REFERENCE.search(body) if b'"item_reference"' in body else None
+    return None if found is None else response_of((found[1] or found[2]).decode())
 
 
 def _value(raw: msgspec.Raw) -> Any:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.api.anthropic import MessagesAnswer
 from engine.api.blocks import Blocks
@@ -16,6 +17,7 @@ from engine.api.responses import AskedResponse, ResponsesAnswer
 from engine.http.stored import Stored, StoredResponses
 from engine.types import SamplingParams
 from prompts import RequestError
+from prompts.responses import ShownTool
 from prompts.schemas import ChatRequest
 
 ASKED = AskedResponse(messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, previous=None)
@@ -109,6 +111,62 @@ def test_responses() -> None:
     kept = json.loads(answer.messages())
     assert kept[0] == {"role": "user", "content": "q"}
     assert [call["id"] for call in kept[1]["tool_calls"]] == ["call_1", "call_2"]
+
+
+TOOLS = {"f": ShownTool("read", "fs"), "g": ShownTool("apply_patch", None, True)}
+CALLS = [
+    piece(calls=[CallPiece(0, "{}", "f", "c1")]), piece(calls=[CallPiece(1, '{"input": "a', "g", "c2")]),
+    piece(calls=[CallPiece(1, '\\')]), piece(calls=[CallPiece(1, 'nb"}')]), piece("so"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
+    asked = structs.replace(ASKED, tools=TOOLS)
+    made, choice = generation()
+    choice.thoughts, choice.texts, choice.finish_reason = [], ["so"], finish
+    choice.called = [(CallPiece(0, "{}", "f", "c1"), []), (CallPiece(1, '{"input": "a\\nb"}', "g", "c2"), [])]
+    answer = ResponsesAnswer(made, asked)
+    told = events(b"".join(answer.piece(choice, one) for one in CALLS) + answer.end())
+    read, patch, message = told[-1]["response"]["output"]
+    del read["id"], patch["id"], message["id"]
+    assert read == {
+        "type": "function_call", "status": "completed", "call_id": "c1", "name": "read", "namespace": "fs",
+        "arguments": "{}",
+    }  # fmt: skip
+    assert patch == {
+        "type": "custom_tool_call", "status": "completed", "call_id": "c2", "name": "apply_patch", "input": "a\nb"
+    }  # fmt: skip
+    status = "incomplete" if finish == "length" else "completed"
+    assert (message["status"], told[-1]["response"]["status"]) == (status, status)
+    last = [event["item"] for event in told if event["type"] == "response.output_item.done"][-1]
+    assert last["status"] == status
+    deltas = [event["delta"] for event in told if event["type"] == "response.custom_tool_call_input.delta"]
+    assert deltas == ["a", "\nb"]
+    (done,) = [event for event in told if event["type"] == "response.custom_tool_call_input.done"]
+    assert (done["input"], done["output_index"]) == ("a\nb", 1)
+    (done,) = [event for event in told if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "read"
+    whole = json.loads(ResponsesAnswer(made, asked).whole())
+    assert {item["type"]: item.get("input", item.get("namespace")) for item in whole["output"][1:]} == {
+        "function_call": "fs", "custom_tool_call": "a\nb"
+    }  # fmt: skip
+    kept = json.loads(answer.messages())
+    assert [call["function"]["name"] for call in kept[1]["tool_calls"]] == ["f", "g"], "as the model is shown them"
+
+
+def test_items_are_found_by_their_names() -> None:
+    made, _ = generation()
+    made.id, store = "resp_0af", StoredResponses(5_000)
+    answer = ResponsesAnswer(made, ASKED)
+    whole = json.loads(answer.whole())
+    store.put(Stored(answer.done(), b"[]"))
+    for item in whole["output"]:
+        assert json.loads(store.item(item["id"], "input[0].id")) == item
+    for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
+        with pytest.raises(RequestError, match=r"^input\[0\]\.id: no item") as refused:
+            store.item(name, "input[0].id")
+        assert refused.value.status == 404
 
 
 def test_a_response_that_breaks_off_has_failed() -> None:

@@ -195,3 +195,22 @@ def test_a_prefilled_answer_costs_what_the_same_chat_costs() -> None:
     body = json.dumps({"messages": turns, "max_tokens": 5}).encode()
     assert read_messages(body, tokenizer, LIMITS).prompts == expected
     assert json.loads(read_count(body, tokenizer, LIMITS)[1]) == {"input_tokens": len(expected[0])}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[1].content[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}]},
+         "input[0].output[0].type"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"input": []}, "input"),
+    ],
+)  # fmt: skip
+def test_errors_of_responses_name_their_own_fields(body: Any, param: str) -> None:
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    with pytest.raises(RequestError) as refused:
+        read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(param)

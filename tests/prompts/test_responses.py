@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.errors import RequestError
-from prompts.responses import as_chat, parse_response
+from prompts.responses import (
+    ShownTool,
+    as_chat,
+    item_id,
+    parse_response,
+    references,
+    response_of,
+    shown_tools,
+    skipped_items,
+)
+from prompts.routing import chat_of, parse_routing
 from prompts.schemas import ChatRequest
 
 
@@ -28,6 +38,13 @@ def call(number: int, **more: Any) -> dict[str, Any]:
 
 def thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "d"}
+NAMESPACE = {
+    "type": "namespace", "name": "fs",
+    "tools": [{"type": "function", "name": "read"}, {"type": "custom", "name": "edit"}, {"type": "web_search"}],
+}  # fmt: skip
 
 
 def test_thoughts_words_and_calls_are_one_message_again() -> None:
@@ -49,6 +66,82 @@ def test_thoughts_words_and_calls_are_one_message_again() -> None:
     assert made[4]["tool_calls"][0]["function"] == {"name": "g", "arguments": '{"input": "\u00e9"}'}
     assert made[5]["content"] == [{"type": "input_text", "text": "s"}]
     assert made[6:] == [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
+
+
+def test_all_parts_of_an_assistants_item_are_kept() -> None:
+    parts = [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    thoughts = [{"type": "summary_text", "text": "x"}, {"type": "summary_text", "text": "y"}]
+    items = [
+        {"type": "reasoning", "summary": thoughts}, {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": parts[:1]},
+    ]  # fmt: skip
+    made = chat(items)["messages"]
+    assert made == [
+        {"role": "assistant", "reasoning": "x\ny", "content": parts}, {"role": "assistant", "content": "a"}
+    ]  # fmt: skip
+
+
+def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
+    items = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "tool_search_call", "id": "ts_1", "arguments": {"goal": "y"}},
+        said("Found."),
+        {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c", "output": "a.txt"},
+        {"type": "image_generation_call", "id": "ig_1", "result": "iVBO"},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "a_type_of_tomorrow", "words": "z", "screenshot": "data:image/png;base64,iVBO"},
+    ]
+    search = (
+        '[web_search_call: {"action":{"type":"search","query":"x"}}]\n[tool_search_call: {"arguments":{"goal":"y"}}]'
+    )
+    request = parse_response(json.dumps({"input": items}).encode())
+    assert as_chat(request)["messages"] == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [
+            {"type": "output_text", "text": search}, {"type": "output_text", "text": "Found."}
+        ]},
+        {"role": "assistant", "content":
+            '[local_shell_call: {"call_id":"c","action":{"type":"exec","command":["ls"]}}]'},
+        {"role": "user", "content": '[local_shell_call_output: {"output":"a.txt"}]'},
+        {"role": "assistant", "content": '[a_type_of_tomorrow: {"words":"z"}]'},
+    ]  # fmt: skip
+    assert skipped_items(request) == ["compaction", "image_generation_call"]
+
+
+def test_items_that_are_only_named_are_brought() -> None:
+    name = item_id("rs_", "resp_0af", 2)
+    assert response_of(name) == "resp_0af"
+    given = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, said("a")]
+    body = json.dumps({"input": given}).encode()
+    request = parse_response(body)
+    assert references(request) == {name: "input[1].id"}
+    made = as_chat(request, items={name: thought("hm")})["messages"]
+    assert made[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
+    assert parse_routing("/v1/responses", body).stored == "resp_0af"
+    with pytest.raises(RequestError, match="only the worker knows"):
+        chat_of(parse_routing("/v1/responses", body), None)
+
+
+def test_tools_that_may_be_called_are_named_as_models_know_them() -> None:
+    tools = [NAMESPACE, PATCH, {"type": "function", "name": "f"}, {"type": "web_search"}]
+    shown = shown_tools(tools)
+    assert shown == {
+        "fs__read": ShownTool("read", "fs"), "fs__edit": ShownTool("edit", "fs", True),
+        "apply_patch": ShownTool("apply_patch", None, True), "f": ShownTool("f"),
+    }  # fmt: skip
+    assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == list(shown)
+    allowed = [{"type": "function", "name": "f"}, {"type": "custom", "name": "apply_patch"},
+               {"type": "function", "namespace": "fs", "name": "read"}, {"type": "web_search"}]  # fmt: skip
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    made = chat(tools=tools, tool_choice=choice)["tool_choice"]
+    names = [tool["function"]["name"] for tool in made["allowed_tools"]["tools"]]
+    assert (made["type"], made["allowed_tools"]["mode"]) == ("allowed_tools", "required")
+    assert names == ["f", "apply_patch", "fs__read"]
+    bare = chat(tools=tools, tool_choice={"type": "custom", "name": "edit"})["tool_choice"]
+    assert bare == {"type": "function", "function": {"name": "fs__edit"}}
 
 
 def test_what_was_before_comes_without_its_instructions() -> None:
@@ -89,10 +182,30 @@ def test_other_fields() -> None:
     [
         ({"given": 3}, "input: got 3"),
         ({"given": ["x"]}, "input[0]"),
-        ({"given": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"given": [{"type": "item_reference", "id": "x"}]}, "input[0].id: no such item is here"),
+        ({"given": []}, "input: got an empty array"),
+        ({"given": [{"content": "x"}]}, "input[0].role: got null"),
+        ({"given": [{"role": "user", "content": [{"type": "odd"}]}]}, 'input[0].content[0].type: got "odd"'),
+        (
+            {"given": ["a", {"type": "function_call_output", "call_id": "c", "output": [3]}][1:]},
+            "input[0].output[0]: got 3",
+        ),
+        ({"given": [said("x"), {**said("x"), "content": [{"type": "output_text"}] * 2}]}, "input[1].content[0].text"),
         ({"given": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name: got null"),
         ({"given": [{"role": "user", "content": 3}]}, "input[0].content"),
-        ({"given": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools[0].format.syntax: got"),
+        ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format.definition: got"),
+        ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.name: got"),
+        ({"tools": [PATCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type: got"),
+        ({"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "tools": "x"}}, "tool_choice.tools: got"),
+        (
+            {"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "x"}]}},
+            'tool_choice.tools[0].name: got "x", expected one of the tools: apply_patch',
+        ),
+        (
+            {"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "web_search"}]}},
+            "no server here runs others",
+        ),
         ({"prompt": {"id": "p"}}, "prompt: templates"),
         ({"conversation": "conv_1"}, "conversation: none is kept here"),
         ({"conversation": {"id": "conv_1"}}, "conversation: none is kept here"),
@@ -109,7 +222,8 @@ def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
 
 
 KINDS = [
-    "message", "function_call", "function_call_output", "reasoning", "custom_tool_call", "custom_tool_call_output", "x"
+    "message", "function_call", "function_call_output", "reasoning", "custom_tool_call", "custom_tool_call_output", "x",
+    "web_search_call", "item_reference",
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.text(max_size=4) | st.integers(0, 9),

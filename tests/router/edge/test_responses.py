@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from prompts.responses import item_id
+
 PATH = b"/v1/responses"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -34,11 +36,15 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
         for _ in range(4):
             await edge.exchange(make_post(body(previous_response_id="resp_b", user="x" * padding), PATH))
         assert counts() == [1, 5, 1]
+        named = {"type": "item_reference", "id": item_id("msg_", "resp_b", 0)}
+        for item in (named, dict(reversed(named.items()))):
+            await edge.exchange(make_post(body(input=[{"role": "user", "content": "x" * padding}, item]), PATH))
+        assert counts() == [1, 7, 1]
         for request in (b"GET /v1/responses/resp_c", b"DELETE /v1/responses/resp_c"):
             await edge.exchange(request + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        assert counts() == [1, 5, 3]
+        assert counts() == [1, 7, 3]
         await edge.exchange(make_post(b"", PATH + b"/resp_a/cancel"))
-        assert counts() == [2, 5, 3]
+        assert counts() == [2, 7, 3]
         edge.core.remove_worker("b", 0.0)
         answer = await edge.exchange(make_post(body(previous_response_id="resp_b"), PATH))
         assert answer.split(b" ")[1] == b"404"
