@@ -18,7 +18,7 @@ try:
     from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # from Python 3.14 on
 except ImportError:
     try:
-        from backports import zstd  # type: ignore[import-not-found, unused-ignore]
+        from backports import zstd  # type: ignore[import-not-found, import-untyped, attr-defined, unused-ignore]
     except ImportError:  # an installation without the extra `router`
         zstd = None
 
