@@ -20,6 +20,7 @@ BOUNDS = re.compile(
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
+    "router/edge/answer_filter.py:HELD_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/returning.py:NEW_BYTES_MAX": "what is longer is read as any other body",
     "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
