@@ -20,7 +20,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from prompts import Tokenizer
-from prompts.errors import show
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,6 +29,10 @@ KEPT_CHARS_MAX = 16 << 20
 """Compiled grammars that are kept, and of their texts together; the ones used last."""
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 """Where in a grammar that no client has written."""
+_EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
+"""Lines that show a grammar, or point at a place in it."""
+_HEAD = "failed to compile JSON schema: "
+STORY_CHARS_MAX = 400
 WALK_TOKENS = 96
 WALK_S_MAX = 1.0
 """CPU time of the thread for a walk of so many tokens: a hundred times what a slow schema of the field takes."""
@@ -42,6 +45,11 @@ def why_not(tokenizer: Tokenizer) -> str | None:
     if not tokenizer.eos_token_ids:
         return "this model's tokenizer names no token that ends an answer"
     return None
+
+
+def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Texts that are one token each, and that token."""
+    return {token.content: token_id for token_id, token in tokenizer.hf.get_added_tokens_decoder().items()}
 
 
 class GrammarError(ValueError):
@@ -58,6 +66,7 @@ class Words:
         slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
         self.count = max(vocab_size, tokenizer.vocab_size)
         """Bits of a mask."""
+        self.added_tokens = added_tokens(tokenizer)
         self.ends = [token for token in tokenizer.eos_token_ids if token < self.count]
         self.tokens: LLTokenizer = LLTokenizer(
             tokenizer.hf.to_str(), n_vocab=self.count, eos_token=self.ends, slices=slices
@@ -160,9 +169,10 @@ def check(words: Words, text: str) -> str:
 
 
 def story(matcher: LLMatcher) -> str:
-    """What is wrong with it, in a line."""
-    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
-    return show(_PLACE.sub("", lines[0]) if lines else "unknown error").strip('"')
+    """What is wrong with it, in a line: the compiler's words without the grammar that they are about."""
+    lines = _PLACE.sub("", matcher.get_error()).splitlines()
+    told = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
+    return told.removeprefix(_HEAD)[:STORY_CHARS_MAX] or "unknown error"
 
 
 def _drawn(mask: bytes, rng: random.Random) -> int:

@@ -24,9 +24,9 @@ from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import samples
 from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
+from engine.api.schemas.checking import check_constraint
 from engine.assembly import Assembled, assemble, model_files
 from engine.config import EngineConfig
-from engine.grammars import GrammarError, check
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
 from options import Schema, load
@@ -223,11 +223,7 @@ class LLM:
         if constraint is not None:
             assert self._assembled is not None
             assert self._assembled.grammars is not None
-            try:
-                lark = check(self._assembled.grammars.words, constraint.lark)
-            except GrammarError as error:
-                raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
-            constraint = msgspec.structs.replace(constraint, lark=lark)
+            constraint = check_constraint(self._assembled.grammars.words, constraint)
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(

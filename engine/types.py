@@ -81,6 +81,8 @@ class Constraint(msgspec.Struct, frozen=True):
     """Its grammar."""
     param: str
     """The field that asked for it, for errors."""
+    source: bytes = b""
+    """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
     opens: TokenIdField | None = None
     """The token with which a thought may begin that comes first; None: one has begun, or none comes."""
     after: TokenIdField | None = None

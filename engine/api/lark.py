@@ -15,10 +15,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from engine.api.call_readers import NAME
 from engine.api.constraint import AskedConstraint, Format, asked_format
 from engine.api.params import ModelLimits
 from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
+from engine.grammars import added_tokens
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
 from prompts.schemas import Json
@@ -62,8 +65,8 @@ def constraint_of(
         return None
     if limits.unconstrained is not None:
         raise RequestError(f"{asked.param}: {limits.unconstrained}", param=asked.param)
-    tokens = {token.content: token_id for token_id, token in tokenizer.hf.get_added_tokens_decoder().items()}
-    return Constraint(write_lark(asked, tokens), asked.param, *thought)
+    lark = write_lark(asked, added_tokens(tokenizer))
+    return Constraint(lark, asked.param, msgspec.json.encode(asked), *thought)
 
 
 def write_lark(asked: AskedConstraint, tokens: Mapping[str, int]) -> str:
@@ -265,7 +268,7 @@ class _Writer:
         if values is not None:
             texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
             return f"({' | '.join(map(self._const, texts))}) {_quoted(_XML_END)}"
-        if schema_types(schema, root) == ("string",):
+        if schema_types(schema, root) == ("string",) and resolve(schema, root) is not None:
             return self._rule(f"{self._plain_text(schema, root, 0)} {_quoted(_XML_END)}", "[lazy]")
         return f"{self._rule(_json(schema, options))} {_quoted(_XML_END)}"
 
@@ -318,7 +321,7 @@ class _Writer:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(_quoted, texts))})"
         found = resolve(schema, root)
-        found = found if isinstance(found, dict) else {}
+        found = found if isinstance(found, dict) else schema if isinstance(schema, dict) else {}
         kind = found.get("type")
         if kind == "boolean":
             return '("True" | "False")'

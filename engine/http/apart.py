@@ -18,7 +18,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.api.params import ModelLimits
-from engine.grammars import GrammarError, Words, check
+from engine.api.schemas.checking import check_constraint
+from engine.grammars import Words
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer
 from prompts.apart import Ended, Processes
@@ -88,19 +89,19 @@ class Reader:
         if lark is None:
             checking = asyncio.ensure_future(self._check_apart(constraint))
             checking.add_done_callback(lambda done: done.cancelled() or done.exception())
-            lark = self._checked[digest] = await asyncio.shield(checking)
+            lark = self._checked[digest] = (await asyncio.shield(checking)).lark
             if len(self._checked) > CHECKED_MAX:
                 self._checked.popitem(last=False)
         self._checked.move_to_end(digest)
-        return msgspec.structs.replace(constraint, lark=lark)
+        return msgspec.structs.replace(constraint, lark=lark, source=b"")
 
-    async def _check_apart(self, constraint: Constraint) -> str:
+    async def _check_apart(self, constraint: Constraint) -> Constraint:
         lark, param = constraint.lark, constraint.param
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
-            checked: str = await self._compilers.use(
-                b"", lambda process: process.call(GRAMMAR_S_MAX, _check, lark, param)
+            checked: Constraint = await self._compilers.use(
+                b"", lambda process: process.call(GRAMMAR_S_MAX, _check, constraint)
             )
         except Ended as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
@@ -126,12 +127,10 @@ def _load_words(folder: str, vocab_size: int) -> Words:
     return Words(Tokenizer.load(folder, cache_bytes=0), vocab_size)
 
 
-def _check(words: Words, lark: str, param: str) -> str:
+def _check(words: Words, constraint: Constraint) -> Constraint:
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # nobody handles its signal: it ends the process
     try:
-        return check(words, lark)
-    except GrammarError as error:
-        raise RequestError(f"{param}: {error}", param=param) from error
+        return check_constraint(words, constraint)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

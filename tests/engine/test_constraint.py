@@ -15,13 +15,16 @@ from engine.api.calls import CallParser, parameter_types
 from engine.api.constraint import MARKUPS, asked_format
 from engine.api.lark import constraint_of, write_lark
 from engine.api.params import ModelLimits
+from engine.api.schemas.checking import check_constraint
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.grammars import Words
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 
 TOKENIZER = Tokenizer.load(cached_tokenizer(), cache_bytes=0)
 WORDS = LLTokenizer(TOKENIZER.hf.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
+GRAMMAR_WORDS = Words(TOKENIZER, TOKENIZER.vocab_size)
 TOKENS = {token.content: token_id for token_id, token in TOKENIZER.hf.get_added_tokens_decoder().items()}
 WEATHER = {
     "type": "object",
@@ -139,6 +142,106 @@ def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
     only = grammar(chat(tools=TOOLS, response_format=form, tool_choice="none"), "hermes")
     assert takes(only, "12")
     assert not takes(only, CALLS["hermes"][0])
+
+
+FLOAT, INT64 = 3.4028234663852886e38, 2**63
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+EMAIL = r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"
+ODD: list[tuple[dict[str, Any], str, Any, list[Any]]] = [
+    ({"type": "number", "minimum": -FLOAT, "maximum": FLOAT}, ".minimum", 1.5, ["x"]),
+    ({"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}, ".minimum", 12, ["x", 1.5]),
+    ({"type": "string", "pattern": DECIMAL, "maxLength": 3}, ".pattern", "1.5", [5, "1.555"]),
+    ({"type": "string", "format": "email", "pattern": EMAIL}, ".pattern", "a@b.c", ["a"]),
+    ({"type": "array", "items": {"anyOf": [{"type": "string", "pattern": "(?=x)"}, {"type": "null"}]}},
+     ".items.anyOf[0].pattern", ["a", None], ["a", [5]]),
+    ({"type": "object", "properties": {"a": {"type": "integer", "pattern": 5, "maximum": 10**400}},
+      "additionalProperties": False, "required": ["a"]}, ".properties.a.maximum", {"a": 1}, [{"a": "x"}, {"b": 1}]),
+    ({"type": "nothing"}, ".type", 5, []),
+    ({"$ref": "https://example.org/schema"}, "", 5, []),
+    ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}, "", {"a": 5}, [{}]),
+]  # fmt: skip
+"""(schema, path of what the compiler cannot follow, a value that it may have, values that it may not)."""
+
+
+@pytest.mark.parametrize("markup", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(("odd", "path", "good", "bad"), ODD)
+def test_one_odd_schema_does_not_refuse_a_request(
+    markup: str, odd: dict[str, Any], path: str, good: Any, bad: list[Any]
+) -> None:
+    """Of tools that are not strict it is followed in part; of strict ones it is refused by its name."""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "v": odd}, "required": ["n", "v"]}
+
+    def call(value: Any) -> str:
+        if markup == "pythonic":
+            return f"[f(n=1, v={json.dumps(value)})]"
+        if markup == "hermes":
+            return f'<tool_call>\n{{"name": "f", "arguments": {{"n": 1, "v": {json.dumps(value)}}}}}\n</tool_call>'
+        told = value if isinstance(value, str) and odd.get("type") in ("string", None) else json.dumps(value)
+        return (f"<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n<parameter=v>\n{told}\n</parameter>\n"
+                "</function>\n</tool_call>")  # fmt: skip
+
+    lark = checked(parameters, markup, strict=False)
+    assert takes(lark, call(good))
+    assert not takes(lark, call(good).replace("n=1", "n='x'").replace('"n": 1', '"n": ""').replace("\n1\n", "\nx\n"))
+    for value in bad:
+        if markup != "qwen3_coder" or odd["type"] != "string" or (isinstance(value, str) and "format" not in odd):
+            assert not takes(lark, call(value)), value
+    with pytest.raises(RequestError) as refused:
+        checked(parameters, markup, strict=True)
+    assert refused.value.status == 400
+    if path:
+        assert refused.value.param == f"tools[1].function.parameters.properties.v{path}"
+    assert refused.value.message.startswith(f"{refused.value.param}: ")
+
+
+def checked(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
+    """The grammar that a call of the second of two tools must match, as the core gets it."""
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tools = [TOOLS[1], {"type": "function", "function": function}]
+    limits = ModelLimits(max_model_len=100, vocab_size=100, calls=markup)
+    constraint = constraint_of(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
+    assert constraint is not None
+    found = check_constraint(GRAMMAR_WORDS, constraint)
+    assert found.source == b""
+    return found.lark
+
+
+def test_the_reason_is_told_whole() -> None:
+    parameters = {"type": "object", "properties": {"v": {"type": "string", "pattern": EMAIL}}}
+    with pytest.raises(RequestError, match="look-around, including look-ahead and look-behind, is not supported"):
+        checked(parameters, "hermes", strict=True)
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "x"}}}}
+    limits = ModelLimits(max_model_len=100, vocab_size=100)
+    constraint = constraint_of(chat(response_format=form), TOKENIZER, limits)
+    assert constraint is not None
+    with pytest.raises(RequestError, match="Invalid type: x") as refused:
+        check_constraint(GRAMMAR_WORDS, constraint)
+    assert refused.value.param == "response_format.json_schema.schema.items.type"
+
+
+def test_schemas_too_deep_in_each_other_are_refused() -> None:
+    deep: dict[str, Any] = {"type": "string", "pattern": EMAIL}
+    for depth in range(900):
+        deep = {"type": "array", "items": deep}
+        if depth in (100, 899):
+            with pytest.raises(RequestError) as refused:
+                checked({"type": "object", "properties": {"v": deep}}, "hermes", strict=True)
+            assert len(refused.value.message) < 1000
+
+
+def test_a_part_that_references_lead_to_is_loosened_where_it_stands() -> None:
+    node = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                                             "v": {"type": "integer", "maximum": INT64 - 1, "minimum": -INT64}},
+            "required": ["v"], "additionalProperties": False}  # fmt: skip
+    parameters = {"type": "object", "properties": {"node": {"$ref": "#/$defs/node"}}, "required": ["node"],
+                  "$defs": {"node": node}}  # fmt: skip
+    lark = checked(parameters, "hermes", strict=False)
+    good = '<tool_call>\n{"name": "f", "arguments": {"node": {"next": {"next": null, "v": 1}, "v": 2}}}\n</tool_call>'
+    assert takes(lark, good)
+    assert not takes(lark, good.replace("1", '"1"'))
+    with pytest.raises(RequestError) as refused:
+        checked(parameters, "hermes", strict=True)
+    assert refused.value.param == "tools[1].function.parameters.$defs.node.properties.v.minimum"
 
 
 def test_a_tool_that_is_not_strict_may_have_a_schema_that_is_not_known_here() -> None:

@@ -1,1 +1,1 @@
-"""JSON schemas that clients send: what they say of types and values. Knows no markup and no compiler. Pure."""
+"""JSON schemas that clients send: what they say of types and values, and what of them a compiler can follow."""
