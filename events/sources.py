@@ -93,6 +93,12 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def endpoint_host(endpoint: str) -> str | None:
+    """The host of a TCP endpoint, without brackets; None for `ipc://` and `inproc://`."""
+    scheme, _, rest = endpoint.partition("://")
+    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
+
+
 def default_source(host: str, topic: str = "") -> EventSource:
     """Where a vLLM worker without `/kv_event_sources` publishes by default, without replay."""
     return EventSource(endpoint=resolve_endpoint(f"tcp://*:{DEFAULT_PORT}", host), topic=topic)

@@ -42,6 +42,7 @@ from router.app.system import (
     naming,
     raise_file_limit,
     settle_heap,
+    streams_room,
 )
 from router.app.tenants import Tenants
 from router.app.tracing import Tracing
@@ -136,7 +137,12 @@ class RouterProcess:
         self._tenants = Tenants(config.edge, self._metrics)
         names = ModelNames(config.sharing)
         self._reading.names = names if names.renames else None
-        self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
+        self._feed = IndexFeed(
+            self._index,
+            on_connection=self._stream_changed,
+            streams_max=min(config.fleet.streams_max, streams_room(raise_file_limit())),
+            index_bytes_max=config.fleet.index_mb << 20,
+        )
         self._reasons = Reasons(
             config.turns,
             self._core,
@@ -215,7 +221,7 @@ class RouterProcess:
         config, proxy = self._config, self._proxy
         key = config.worker_api_key
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
-        prober = Prober(session, headers=headers)
+        prober = Prober(session, headers=headers, trusts_endpoints=config.fleet.trust_event_endpoints)
         self._prompts.remote = RemoteTokenizer(session, headers)
         others = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(

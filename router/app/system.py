@@ -96,6 +96,11 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def streams_room(limit: int) -> int:
+    """Event streams that three quarters of the `limit` of file descriptors are enough for."""
+    return max(1, 3 * (limit - FILES_BESIDES) // 4 // FILES_A_STREAM)
+
+
 def connections_within(limit: int, workers: int, connections_max: int) -> int:
     """Number of clients' connections, at most `connections_max`, for which `limit` descriptors are enough: two each,
     beside one event stream of each worker."""

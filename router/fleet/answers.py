@@ -24,7 +24,8 @@ MODELS_MAX = 4096
 NAME_CHARS_MAX = 1024
 TOKENS_MAX = 2**48
 """Of a context or a cache."""
-RANKS_MAX = 1024
+RANKS_MAX = 256
+"""Of a worker: each takes four file descriptors."""
 GROUPS_MAX = 256
 GROUP_INDEX_MAX = 1 << 16
 BLOCK_TOKENS_MAX = 1 << 24

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.sources import DEFAULT_PORT, EventSource, default_source
+from events.sources import DEFAULT_PORT, EventSource, default_source, endpoint_host
 from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
@@ -41,6 +41,8 @@ from router.fleet.answers import (
 
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
+NAME_S_MAX = 5.0
+"""For the address of a host that a worker names."""
 NOT_OFFERED = frozenset((404, 405, 410, 501))
 """Statuses by which a worker says that it has no such route; any other is about this moment."""
 
@@ -256,13 +258,29 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
     )
 
 
+async def _addresses(host: str) -> set[str]:
+    """The IP addresses of a host; none where its name is not known."""
+    try:
+        found = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), NAME_S_MAX)
+    except (OSError, UnicodeError, asyncio.TimeoutError):
+        return set()
+    return {str(address[0]).partition("%")[0] for *_, address in found}
+
+
 class Prober:
     """Asks workers over HTTP. Every answer is bounded in time and size; a worker's fault never raises."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, timeout_s: float = 5.0, headers: dict[str, str] | None = None
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        timeout_s: float = 5.0,
+        headers: dict[str, str] | None = None,
+        trusts_endpoints: bool = False,
     ):
+        """`trusts_endpoints`: workers may name event endpoints that are not on their own host."""
         self._session = session
+        self._trusts_endpoints = trusts_endpoints
         self._timeout_s = timeout_s
         self._headers = headers or {}
 
@@ -333,11 +351,32 @@ class Prober:
             return given_sources(flag)
         status, body = await self._get(flag, "/kv_event_sources")
         if status == 200:
-            return read_sources(body, flag.url)
+            sources = read_sources(body, flag.url)
+            if not self._trusts_endpoints:
+                await self._check_hosts(flag, sources)
+            return sources
         if status not in NOT_OFFERED and known is not None and known.sources:
             return known.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
         return (default_source(host, flag.topic),) if await self._listens(host, DEFAULT_PORT) else ()
+
+    async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
+        """Raises DecodeError where a worker names an endpoint of another host: the router would connect to it from
+        where the worker may not."""
+        own = urlsplit(flag.url).hostname or ""
+        addresses: set[str] | None = None
+        for source in sources:
+            for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
+                host = endpoint_host(endpoint)
+                if host is not None and host.lower() == own:
+                    continue
+                if addresses is None:
+                    addresses = await _addresses(own)
+                if host is None or not addresses & await _addresses(host):
+                    raise DecodeError(
+                        f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on {own}, the "
+                        "worker's own host; events=ENDPOINT for this worker, or --trust-event-endpoints, allows it"
+                    )
 
     async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
         """What each rank says of its load."""

@@ -34,6 +34,8 @@ log = logging.getLogger("router")
 SNAPSHOT_VERSION = 2
 SNAPSHOT_S_MAX = 60.0
 EMPTIED_MAX = 1000
+COUNT_EVERY, MEASURE_EVERY = 1 << 14, 1 << 17
+"""Blocks stored between two looks at how many one stream holds, and at how much memory all take."""
 WHOLE_BYTES_MAX = 64 << 10
 """Longer payloads are applied in slices, with turns of other streams between them."""
 
@@ -59,8 +61,14 @@ class IndexFeed:
         index: PrefixIndex,
         *,
         on_connection: Callable[[str, bool], None] | None = None,
+        streams_max: int = 16_384,
+        index_bytes_max: int = 8 << 30,
     ) -> None:
         """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
+        self._streams_max = streams_max
+        self._index_bytes_max = index_bytes_max
+        self._stored_since = 0
+        """Blocks stored since the index was last measured."""
         self._index = index
         self._on_connection = on_connection
         self._lock = threading.Lock()
@@ -96,17 +104,19 @@ class IndexFeed:
         sources: Sequence[EventSource],
         holders: Sequence[HolderId],
         snapshots: Mapping[int, PeerSnapshot] | None = None,
+        blocks_max: int = 1 << 24,
     ) -> None:
         """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before. Without a change of
         address or holder only the epochs are passed on.
 
         `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
+        `blocks_max`: that each rank may announce.
         """
         known = self._workers.get(worker_id, [])
         wanted = list(zip(sources, holders))
         if len(known) == len(wanted) and all(s.is_at(source, h) for s, (source, h) in zip(known, wanted)):
             for stream, (source, _) in zip(known, wanted):
-                stream.source = source
+                stream.source, stream.blocks_max = source, blocks_max
                 self._declare(stream)
                 if source.epoch is not None:
                     self.events.epoch(stream.stream_id, source.epoch)
@@ -118,7 +128,13 @@ class IndexFeed:
             self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), alone=len(wanted) == 1)
             for rank, (source, holder) in enumerate(wanted)
         ]
+        for stream in self._workers[worker_id]:
+            stream.blocks_max = blocks_max
         self.events.reconsider()
+
+    def room_for(self, worker_id: str) -> int:
+        """How many streams of this worker can be followed."""
+        return self._streams_max - sum(len(streams) for name, streams in self._workers.items() if name != worker_id)
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
@@ -328,6 +344,31 @@ class IndexFeed:
                 return stream.address()
         return None
 
+    def _bound(self, stream: WorkerStream, stored: int) -> None:
+        """Count what a stream holds, and measure the index, once in a while: a worker may announce what it likes."""
+        stream.stored_since += stored
+        if stream.stored_since >= min(COUNT_EVERY, stream.blocks_max):
+            stream.stored_since = 0
+            if self._blocks(stream) > stream.blocks_max:
+                self._forget(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
+        self._stored_since += stored
+        if self._stored_since >= MEASURE_EVERY:
+            self._stored_since = 0
+            if self._index.stats().memory_bytes > self._index_bytes_max:
+                streams = list(self._streams.values())
+                worst = max(streams, key=lambda one: (self._blocks(one) / one.blocks_max, self._blocks(one)))
+                self._forget(worst, "most for its cache, and the index is full (--index-memory)")
+
+    def _blocks(self, stream: WorkerStream) -> int:
+        return sum(int(str(group["blocks"])) for group in self._groups(stream.holder))
+
+    def _forget(self, stream: WorkerStream, reason: str) -> None:
+        blocks = self._blocks(stream)
+        if not stream.counters.forgotten:
+            log.warning("worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, blocks)
+        stream.counters.forgotten += blocks
+        self._clear(stream)
+
     # The feed's thread ---------------------------------------------------------------------------------------------
     def connection(self, stream_id: str, up: bool) -> None:
         stream = self._streams.get(stream_id)
@@ -412,3 +453,5 @@ class IndexFeed:
             if stream.former is not None and stream.is_another(*stream.position, apply.origin):
                 counters.restarts += 1
                 log.info("worker %s rank %d came back as another process", stream.worker_id, stream.rank)
+        if report.stored:
+            self._bound(stream, report.stored)

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +21,11 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from events.types import DecodeError, EventsError
-from options import ConfigError, Flag, Seconds
+from options import ConfigError, Flag, Seconds, Size
 from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
+from router.decide.workers import WorkerSpec
 from router.fleet.answers import is_asleep
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
@@ -53,6 +54,10 @@ LOOKS_AT_ONCE = 32
 REASON_CHARS_MAX = 300
 """What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
+BLOCKS_MAX_UNTOLD = 1 << 22
+"""Blocks of a rank whose worker does not tell how much it holds."""
+BLOCKS_LEAST, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
+"""Else so many, and so many times those of its cache, of so many tokens at the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,22 @@ class FleetConfig:
     starting_s_max: Annotated[Seconds, "The pause for one that was never reached doubles up to this."] = 5.0
     failures_to_down: Annotated[int, Meta(ge=1, le=10**9), "Failed looks in a row that take it out."] = 2
     """Traffic's own failures do so at once."""
+    trust_event_endpoints: Annotated[
+        bool,
+        Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
+        "Follow event endpoints that workers name on other hosts than their own, and ipc:// ones.",
+    ] = False
+    streams_max: Annotated[
+        int,
+        Meta(ge=1, le=10**6),
+        "Event streams of all workers, as far as there are file "
+        "descriptors; a worker that has more is routed by history.",
+    ] = 16_384
+    index_mb: Annotated[
+        Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
+        Flag("--index-memory"),
+        "For what workers' events say; beyond it the worker that announced most for its cache is forgotten.",
+    ] = 8192
     names_s: Annotated[Seconds, "Between two resolutions of names that stand for many workers."] = 10.0
     peers_s: Annotated[Seconds, "Before other routers are asked again for what none could tell; doubles."] = 10.0
     peers_s_max: Annotated[Seconds, "The longest pause between such questions."] = 600.0
@@ -92,6 +113,8 @@ class _Member:
     loads_from_s: float = 0.0
     """When it may be asked for its load again."""
     loads_pause_s: float = 0.0
+    lacks_room: bool = False
+    """It has more event streams than can be followed."""
     restart_s: float = 0.0
     """The pause after the last fault of its watch."""
 
@@ -412,6 +435,17 @@ class Fleet:
         snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
         if self._members.get(member.flag.worker_id) is not member:
             return False  # it was removed meanwhile
+        room = self._feed.room_for(member.flag.worker_id)
+        if len(facts.sources) > room:
+            if not member.lacks_room:
+                log.warning(
+                    "worker %s has %d event streams, and there is room for %d: it is routed by history",
+                    member.flag.worker_id, len(facts.sources), room,
+                )  # fmt: skip
+            facts = replace(facts, sources=())
+            member.lacks_room = True
+        else:
+            member.lacks_room = False
         self._register(member, facts, snapshots)
         member.restart_s = 0.0
         log.info(
@@ -424,7 +458,7 @@ class Fleet:
         spec = worker_spec(member.flag, facts)
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
-        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots)
+        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
         if worker.health_reason not in NOT_CURED_BY_HEALTH:
             self._perform(self._core.worker_up(spec.worker_id, self._now()))
         self._sleep(spec.worker_id, asleep=facts.is_asleep)
@@ -465,6 +499,16 @@ class Fleet:
             await asyncio.sleep(0.05)  # a burst of failures asks once
             member.wake.clear()
         return woken
+
+
+def blocks_max(spec: WorkerSpec) -> int:
+    """How many blocks a rank of this worker may announce: many times those of its cache, as blocks may be small, in
+    several groups, and in memory or storage besides."""
+    if spec.cache_tokens is None:
+        return BLOCKS_MAX_UNTOLD
+    tokens = spec.cache_tokens + (spec.host_tokens or 0)
+    per_rank = tokens // (min(spec.block_size or BLOCK_TOKENS, BLOCK_TOKENS) * spec.ranks)
+    return BLOCKS_LEAST + BLOCKS_FACTOR * per_rank
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:

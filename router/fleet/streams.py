@@ -70,6 +70,8 @@ class StreamCounters:
     snapshots: int = 0
     replayed: int = 0
     overflowed: int = 0
+    forgotten: int = 0
+    """Blocks forgotten because there were too many."""
 
     def applied(self, size: int, report: IngestReport) -> None:
         """A batch of `size` bytes was ingested."""
@@ -108,6 +110,10 @@ class WorkerStream:
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
+    blocks_max: int = 1 << 24
+    """Blocks that it may announce; with more everything it announced is forgotten."""
+    stored_since: int = 0
+    """Blocks stored since they were last counted."""
     full: FullCache = field(default_factory=FullCache)
     problems: list[str] = field(default_factory=list)
 

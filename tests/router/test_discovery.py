@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -163,12 +164,12 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
 
 
 def probe(
-    routes: dict[str, tuple[int, str]], flag: str = "url={url}", known: WorkerFacts | None = None
+    routes: dict[str, tuple[int, str]], flag: str = "url={url}", known: WorkerFacts | None = None, **prober: Any
 ) -> tuple[WorkerFacts, str]:
     async def run() -> tuple[WorkerFacts, str]:
         runner, url = await serve(routes)
         async with aiohttp.ClientSession() as session:
-            facts = await Prober(session, timeout_s=2).probe(parse_worker_flag(flag.format(url=url)), known)
+            facts = await Prober(session, timeout_s=2, **prober).probe(parse_worker_flag(flag.format(url=url)), known)
         await runner.cleanup()
         return facts, url
 
@@ -233,6 +234,36 @@ def test_who_repeats_its_stores(flag: str, advertised: bool, expected: bool) -> 
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/kv_event_sources": (200, json.dumps({"0": source}))}
     facts, _ = probe(routes, "url={url}" + flag)
     assert [source.reannounces for source in facts.sources] == [expected]
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
+@pytest.mark.parametrize(
+    ("endpoint", "is_own"),
+    [
+        ("tcp://*:7000", True),
+        ("tcp://127.0.0.1:7000", True),
+        ("tcp://localhost:7000", True),
+        ("tcp://0.0.0.0:7000", True),
+        ("tcp://127.0.0.2:7000", False),
+        ("tcp://192.0.2.1:7000", False),
+        ("tcp://no-such-host.invalid:7000", False),
+        ("ipc:///tmp/socket", False),
+        ("inproc://socket", False),
+    ],
+)
+def test_event_endpoints_are_on_the_worker_s_own_host(field: str, endpoint: str, is_own: bool) -> None:
+    sources = {"0": {"endpoint": "tcp://*:7001"}, "1": {"endpoint": "tcp://*:7002", field: endpoint}}
+    routes = {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources))}
+    facts, _ = probe(routes)
+    assert facts.alive is is_own
+    if not is_own:
+        assert "rank 1" in facts.reason
+        assert endpoint in facts.reason
+        assert "--trust-event-endpoints" in facts.reason
+    trusted, _ = probe(routes, trusts_endpoints=True)
+    assert len(trusted.sources) == 2
+    given, _ = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
+    assert given.alive, "an operator may name any"
 
 
 def test_given_endpoints_can_repeat_their_stores_too() -> None:

@@ -14,14 +14,24 @@ import pytest
 from aiohttp import web
 from core_by_hand import request
 
+from events.sources import EventSource
 from options import ConfigError
+from router.app.system import streams_room
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.engine_load import EngineLoad
 from router.decide.messages import Refuse
-from router.decide.workers import ServedModel, WorkerState
+from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
-from router.fleet.members import Fleet, FleetConfig, _Member
+from router.fleet.members import (
+    BLOCKS_FACTOR,
+    BLOCKS_LEAST,
+    BLOCKS_MAX_UNTOLD,
+    Fleet,
+    FleetConfig,
+    _Member,
+    blocks_max,
+)
 from router.index import make_index
 
 
@@ -219,7 +229,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
     async def run() -> None:
         prober: Any = Slow()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
-        feed: Any = SimpleNamespace(follow=lambda *_: None, incomplete=lambda _: {}, forget=lambda _: None)
+        feed: Any = feed_of()
         prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
@@ -300,8 +310,54 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def feed_of(**more: Any) -> Any:
-    nothing = {"follow": lambda *_: None, "incomplete": lambda _: {}, "forget": lambda _: None, "empty": lambda _: None}
+    nothing = {"follow": lambda *_, **__: None, "incomplete": lambda _: {}, "forget": lambda _: None,
+               "empty": lambda _: None, "room_for": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**nothing, **more})
+
+
+def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(caplog: Any) -> None:
+    class Many:
+        streams = 3
+
+        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+            sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
+            return WorkerFacts(True, models=(ServedModel("m", "m"),), sources=sources, cache_tokens=160)
+
+    async def run() -> None:
+        followed: list[tuple[int, int]] = []
+        prober = Many()
+        core = RouterCore(make_index(seed=1), CoreConfig())
+        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
+        feed = feed_of(
+            room_for=lambda _: 2, follow=lambda _, sources, *__, blocks_max: followed.append((len(sources), blocks_max))
+        )
+        now = asyncio.get_running_loop().time
+        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
+        name = await fleet.add({"url": "http://a:1"})
+        member = fleet._members[name]
+        member.stop()
+        for streams in (3, 3, 2):
+            prober.streams = streams
+            assert await fleet._join(member)
+        assert [count for count, _ in followed] == [0, 0, 2]
+        assert followed[-1][1] == BLOCKS_LEAST + BLOCKS_FACTOR * 5
+        assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
+        assert sum("room for 2" in record.message for record in caplog.records) == 1
+        await fleet.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
+    def most(**told: Any) -> int:
+        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **told)) - BLOCKS_LEAST
+
+    assert most() == BLOCKS_MAX_UNTOLD - BLOCKS_LEAST
+    assert most(cache_tokens=1600) == most(cache_tokens=1600, block_size=528) == 100 * BLOCKS_FACTOR
+    assert most(cache_tokens=1600, block_size=1) == 1600 * BLOCKS_FACTOR
+    assert most(cache_tokens=1600, host_tokens=3200, ranks=3) == 100 * BLOCKS_FACTOR
+    assert streams_room(20_000) < 20_000 // 4
+    assert streams_room(1) == 1
 
 
 def test_models_are_looked_at_with_the_health_check() -> None:

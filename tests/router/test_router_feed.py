@@ -88,6 +88,55 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
     pub.close()
 
 
+def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
+    index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
+    liar, honest = publisher(), publisher()
+    one, other = index.add_holder("a", "m"), index.add_holder("b", "m")
+    feed.follow("a", [source_of(liar)], [one], blocks_max=20)
+    feed.follow("b", [source_of(honest)], [other], blocks_max=20)
+    until(lambda: feed.synced("a") and feed.synced("b"), "synced")
+    honest.publish(stored(0, 20))
+    for turn in range(12):
+        liar.publish(stored(2 * turn, 2))
+    until(lambda: feed.totals()["a"]["stored"] == 24 and feed.totals()["b"]["stored"] == 20, "all is read")
+    assert feed.totals()["a"]["forgotten"] > 20
+    assert feed.totals()["b"]["forgotten"] == 0
+    assert cached(index, one) < 20 * 4
+    assert cached(index, other) == 20 * 4
+    assert feed.snapshot("a", 0) is None or cached(index, one) == 0
+    liar.publish([AllBlocksCleared()])
+    liar.publish(stored(0, 3))
+    until(lambda: cached(index, one) == 12, "it is followed all the same")
+    liar.close()
+    honest.close()
+
+
+def test_a_full_index_forgets_who_announced_most_for_its_cache(
+    index: ReferenceIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.feed.MEASURE_EVERY", 4)
+    feed = IndexFeed(index, index_bytes_max=1, streams_max=3)
+    feed.start()
+    small, large = publisher(), publisher()
+    one, other = index.add_holder("a", "m"), index.add_holder("b", "m")
+    feed.follow("b", [source_of(large)], [other], blocks_max=1000)
+    assert (feed.room_for("a"), feed.room_for("b")) == (2, 3)
+    feed.follow("a", [source_of(small)], [one], blocks_max=10)
+    until(lambda: feed.synced("a") and feed.synced("b"), "synced")
+    small.publish(stored(0, 3))
+    until(lambda: cached(index, one) == 12, "the small one's")
+    large.publish(stored(0, 9))
+    until(lambda: cached(index, other) == 36, "the large one's")
+    assert cached(index, one) == 0
+    assert (feed.totals()["a"]["forgotten"], feed.totals()["b"]["forgotten"]) == (3, 0)
+    feed.close()
+    index.check_invariants()
+    small.close()
+    large.close()
+
+
 def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     source = source_of(pub)
