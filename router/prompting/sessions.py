@@ -40,9 +40,11 @@ NAMES = (
     Name("body", "metadata.user_id", "session", "Claude Code, Anthropic's clients"),
     Name("body", "user", "session", "OpenAI's clients"),
     Name("header", "x-claude-code-agent-id", "agent", "Claude Code: a sub-agent of the session"),
+    Name("header", "thread-id", "agent", "Codex: a thread of the session; the main thread is called as the session"),
     Name("header", "x-parent-session-id", "parent", "OpenCode"),
     Name("header", "x-dynamo-parent-session-id", "parent", "clients of Dynamo"),
     Name("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: who started the sub-agent"),
+    Name("header", "x-codex-parent-thread-id", "parent_agent", "Codex: the thread that started this one"),
     Name("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
 )
 """Of several that tell the same, the first that is there counts."""
@@ -91,10 +93,11 @@ class SessionNames:
         name = told.get("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
         if not name:
             return _NONE
-        parent = told.get("parent")
-        if "agent" in told:
-            parent = f"{name}/{told['parent_agent']}" if "parent_agent" in told else name
-            name = f"{name}/{told['agent']}"
+        parent, agent = told.get("parent"), told.get("agent")
+        if agent is not None and agent != name:
+            above = told.get("parent_agent", name)
+            parent = name if above == name else f"{name}/{above}"
+            name = f"{name}/{agent}"
         name, parent = bounded(name), None if parent is None else bounded(parent)
         return Session(name, None if parent == name else parent, told.get("final", "").lower() in ("true", "1"))
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from router.index.protocol import Scope
 from router.prompting.outlined import WORDS, Outline
-from router.turns.differences import contents, is_said, numbers
+from router.turns.differences import contents, is_aside, is_said, numbers
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -96,6 +96,8 @@ class TurnBook:
     ) -> tuple[Past, int] | None:
         """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
         candidates = self._candidates(session, parent, keys)
+        if outline is not None:
+            candidates = [past for past in candidates if past.outline is None or not is_aside(past.outline, outline)]
         if len(candidates) == 1 and _have_common(outline, candidates[0], session):  # as usual: it need not be counted
             return candidates[0], self._shared(candidates[0].ids, ids)
         best, found = (-1, -1), None

@@ -59,6 +59,20 @@ def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | Non
     return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
 
 
+def is_aside(old: Outline, new: Outline) -> bool:
+    """Whether `new` was asked beside the conversation of `old`, as agents ask for titles, and does not go on from it:
+    with other tools, under another system prompt, and without an answer where the one to `old` would stand."""
+    if old.tools == new.tools or _system_prompt(old) == _system_prompt(new):
+        return False
+    return answered(new, old.total) is None
+
+
+def _system_prompt(outline: Outline) -> int | None:
+    """Digest of the first message without billing lines, if that is a system prompt."""
+    words = numbers(outline)
+    return words[2] if words and words[3] & ROLE == 0 else None
+
+
 def _changed(before: array[int], now: array[int], count: int) -> list[int]:
     """Of the first `count` messages, those that were sent otherwise."""
     last = WORDS * (count - 1)

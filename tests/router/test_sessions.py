@@ -75,10 +75,20 @@ def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:
     assert read({"session-id": "s", "x-parent-session-id": "s", "x-dynamo-session-final": "no"}) == Session("s")
 
 
+def test_codex_s_sub_agents_share_the_session_and_differ_by_their_thread() -> None:
+    main = {"session-id": "s", "thread-id": "s"}
+    assert read(main, b'{"prompt_cache_key": "s"}') == Session("s")
+    child = {"session-id": "s", "thread-id": "t", "x-codex-parent-thread-id": "s"}
+    assert read(child, b'{"prompt_cache_key": "t"}') == Session("s/t", "s")
+    assert read({**child, "thread-id": "u", "x-codex-parent-thread-id": "t"}) == Session("s/u", "s/t")
+    assert read({"thread-id": "t"}, b'{"prompt_cache_key": "t"}') == Session("t")
+    assert read({"thread-id": "t"}) == Session()
+
+
 @pytest.mark.parametrize("value", ["s" * 65, "a\tb", "\x80\x81", "x" * 100_000, "a\u2028b", " " * 70])
 def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) -> None:
     if value.encode("utf-8", "replace") == value.encode("latin-1", "replace"):
-        headers = read({"session-id": value, "x-claude-code-agent-id": value, "x-parent-session-id": value})
+        headers = read({"session-id": value, "x-claude-code-agent-id": value + "!", "x-parent-session-id": value})
         assert headers.name is not None
         assert headers.parent is not None
         assert max(len(headers.name), len(headers.parent)) <= NAME_CHARS_MAX

@@ -437,6 +437,34 @@ def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
     assert set(ledger.tokens) - NO_LOSS <= set(GROUPS)
 
 
+@pytest.mark.parametrize("title_first", [True, False], ids=["title-first", "title-between"])
+@pytest.mark.parametrize("tool", [None, "title"], ids=["no-tools", "a-tool-of-its-own"])
+def test_a_title_beside_the_main_turn_is_its_own_beginning(
+    tokenizer: Tokenizer, title_first: bool, tool: str | None
+) -> None:
+    """It has the user's first words, other tools and another system prompt; the main turns go on from each other."""
+    fleet = Fleet(tokenizer, random.Random(5))
+    one = Conversation(fleet, tools=True)
+    name, question = f"beside-{title_first}-{tool}", one.messages[1]
+    context = {"role": "user", "content": one.words(30)}
+    main = {**one.body, "messages": [{"role": "system", "content": one.words(60)}, context, question]}
+    title = {"model": "m", "messages": [{"role": "system", "content": one.words(40)}, question]}
+    if tool is not None:
+        title["tools"] = [{"type": "function", "function": {"name": tool, "parameters": {"type": "object"}}}]
+    first, second = (title, main) if title_first else (main, title)
+    assert fleet.send(first, name, "An answer.").reason == "new_session"
+    beside = fleet.send(second, name, "An answer.")
+    assert (beside.reason, beside.lost_tokens) == ("new_session", 0)
+    for _ in range(2):
+        answer, user = {"role": "assistant", "content": "An answer."}, {"role": "user", "content": one.words(60)}
+        main = {**main, "messages": [*main["messages"], answer, user]}
+        went_on = fleet.send(main, name, "An answer.")
+        assert (went_on.reason, went_on.lost_tokens) == ("new_text", 0)
+    system = {"role": "system", "content": "Another."}
+    changed = {**main, "messages": [system, *main["messages"][1:], answer, user], "tools": []}
+    assert fleet.send(changed, name).reason == "tools", "the answer stands there: it goes on, whatever else changed"
+
+
 def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) -> None:
     fleet = Fleet(tokenizer, random.Random(4))
     one = Conversation(fleet)

@@ -191,7 +191,7 @@ class NaiveLedger:
             if prompt.outline is not None and past.outline is not None:
                 own, old = bare(prompt.outline, prompt.session is None), bare(past.outline, past.session is None)
                 likeness = len(own & old)
-                if not likeness:
+                if not likeness or beside(past.outline, prompt.outline):
                     continue
             elif past.session is not None or common >= min(len(past.ids), len(prompt.ids)) / 2:
                 likeness = common
@@ -293,6 +293,13 @@ def messages(outline: Outline | None) -> list[Message]:
 
 def bare(outline: Outline, said: bool) -> set[int]:
     return {one[2] for one in messages(outline) if not said or one[3] & 7 != SYSTEM}
+
+
+def beside(old: Outline, new: Outline) -> bool:
+    """Other tools, another system prompt, and nobody answered what `old` asked."""
+    before, after = messages(old), messages(new)
+    system, own = ([one[2] for one in chat[:1] if one[3] & 7 == SYSTEM] for chat in (before, after))
+    return old.tools != new.tools and system != own and answered(after, len(before)) is None
 
 
 def differing(old: Scope, new: Scope) -> str | None:
