@@ -3,7 +3,8 @@
 A pool of its own, of the same units and kinds, for nodes of the same prefix tree. What the device evicts is planned to
 be copied here (`leave`), and what a request finds here to be copied back (`fetch`); both go into the one list of moves
 that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block is
-in one of the two pools: once the device has a computed copy, this one goes (`replaced`).
+in one of the two pools: once the device has a computed copy, this one goes (`replaced`). A state that a sequence goes
+on from is not such a copy (`return_state`).
 
 A copy to the host waits until its memory on the device is about to be written: with the plan that is being made, unless
 that memory is for a block that a later one loads (`settle`). So what is copied down is as bounded as what comes up.
@@ -172,6 +173,15 @@ class HostTier:
         if (node := own.node) is not None:
             self._unname(own, node)
         self.let_go(own)
+
+    def return_state(self, own: Block[Node]) -> None:
+        """A sequence has a copy of a state that was held for it, and will change it: the state here stays.
+
+        Unless it was forgotten, or the device has a named copy meanwhile."""
+        if own.node is None or own.node.has(own.kind):
+            self.taken(own)
+        else:
+            self.let_go(own)
 
     def replaced(self, block: Block[Node]) -> None:
         """The device has a computed block now: none is needed here, unless a step reads it."""

@@ -110,9 +110,11 @@ class Loads:
         for load in loads:
             if load is not None:
                 _, block, own = load
-                if block.node is not None:  # not reset meanwhile
+                if block.node is not None:
                     self._tree.commit(block)
-                self._host.taken(own)
+                    self._host.taken(own)
+                else:  # a sequence's own state, or the cache was reset meanwhile
+                    self._host.return_state(own)
 
     def abandon(self, loads: Items[Load | None]) -> None:
         """They were not done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.cache.kv_cache import KVCache
+from engine.cache.nodes import Node
 from engine.cache.spec import CacheSpec
 from engine.types import Sequence, StepPlan, Way
 from events.hashing import unpack_token_ids
@@ -55,6 +56,10 @@ class NaiveCache:
         self.state_kind = len(self.spec.groups)
         self.pinned: set[tuple[int, int]] = set()
         """(kind, block) held by the step being planned; once it is over, only table entries count."""
+        self.computed: dict[tuple[int, int], Node] = {}
+        """(kind, hash) of everything computed that either memory had at the last check, or a reset or failure since."""
+        self.had_room = False
+        """Whether host memory had room then for all that the device could hand down."""
 
     # ------------------------------------------------------------------ computing
 
@@ -127,6 +132,33 @@ class NaiveCache:
                 start = len(prefix) - size
                 wanted = prefix if kind == self.state_kind else [prefix[: start + i + 1] for i in range(size)]
                 assert content == wanted, f"block {number} of kind {kind} does not hold what its hash says"
+
+    def check_kept(self) -> None:
+        """Nothing computed loses its last copy while host memory has room, but a state that a deeper one replaced."""
+        now = {
+            (kind, node.hash): node
+            for node in self.cache.tree.nodes()
+            for blocks in (node.blocks, node.host or ())
+            for kind, block in enumerate(blocks)
+            if block is not None and not block.pending
+        }
+        lost = self.computed.keys() - now.keys()
+        if self.had_room and lost:
+            replaced = set[int]()
+            for (kind, _), node in now.items():
+                while kind == self.state_kind and node.parent is not None:
+                    node = node.parent
+                    replaced.add(node.hash)
+            for kind, hash_ in lost:
+                assert kind == self.state_kind, f"a block of kind {kind} is nowhere"
+                assert hash_ in replaced, "a state is nowhere"
+        host = self.cache.host
+        self.computed = now
+        self.had_room = host is not None and host.pool.free_units >= 2 * len(self.cache.pool.units)
+
+    def forget(self) -> None:
+        """A reset or a failed step may lose anything."""
+        self.computed = {}
 
     # ------------------------------------------------------------------ capacity
 

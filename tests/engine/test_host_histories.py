@@ -242,3 +242,22 @@ def test_one_that_is_aborted_while_it_loads_leaves_the_rest_below() -> None:
     assert sum(loads_of_steps(bench)) == 12
     bench.drain()
     bench.assert_correct()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("question", [0, 3])
+def test_states_that_are_read_back_are_found_again(question: int, overlap: bool, adaptive: bool) -> None:
+    """The same eight prompts, or the same eight beginnings with another question, in every round."""
+    spec = CacheSpec(block_size=4, groups=(group(1),), state=StateSpec(layers=(9,), state_bytes=4096))
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=60, max_model_len=200)
+    bench = Bench(KVCache(spec, 24, host_units=200, adaptive_eviction=adaptive), config, overlap=overlap)
+    rng = random.Random(1)
+    texts = [[rng.randint(0, 3) for _ in range(41)] for _ in range(8)]
+    for turn in range(6):
+        for number, text in enumerate(texts):
+            asked = text[:40] + [turn % 4] * question if question else text
+            bench.add(f"{turn}/{number}", asked, max_tokens=2)
+            bench.drain()
+            assert turn == 0 or bench.firsts[f"{turn}/{number}"].cached_tokens == 40
+    bench.assert_correct()

@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.naive.execute(plan)
         if outcome == "reset":
-            self.cache.reset()
+            self.reset()
         self.cache.commit(chunks)
         self.naive.pinned = set()
 
@@ -80,6 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
+        self.naive.forget()
         self.cache.reset()
 
     @invariant()
@@ -92,6 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.events.resident) == resident_in(self.cache)
         self.naive.check_structure()
         self.naive.check_cached()
+        self.naive.check_kept()
         for seq in self.running:
             self.naive.check_readable(seq, seq.computed, seq.computed)
 
@@ -165,6 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cache.forget_names(seq)
 
     def _fail(self, plan: StepPlan) -> None:
+        self.naive.forget()
         self.cache.abandon()
         for chunk in reversed(plan.chunks):
             self.running.remove(chunk.seq)
@@ -192,11 +195,23 @@ class CrampedMachine(PoolMachine):
         self._start(spec, units, host_units=host_units)
 
 
+class RoomyMachine(PoolMachine):
+    """States and room for everything in host memory, over a device that holds next to nothing."""
+
+    @initialize(block_size=st.integers(1, 2), units=st.integers(3, 5), adaptive=st.booleans())
+    def start(self, block_size: int, units: int, adaptive: bool) -> None:  # type: ignore[override]
+        spec = CacheSpec(block_size=block_size, groups=(group(1),), state=StateSpec(layers=(9,), state_bytes=700))
+        self._start(spec, units, adaptive, host_units=60)
+
+
 QUICK = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 TestPool.settings = QUICK
 TestCrampedPool = CrampedMachine.TestCase
 TestCrampedPool.settings = QUICK
+
+TestRoomyPool = RoomyMachine.TestCase
+TestRoomyPool.settings = QUICK
 
 
 @pytest.mark.slow

@@ -348,6 +348,10 @@ def state_resumed_on_nothing(patch: Patch) -> None:
     patch.setattr(KVCache, "_start_state", start)
 
 
+def state_gone_once_it_is_read(patch: Patch) -> None:
+    patch.setattr(HostTier, "return_state", HostTier.taken)
+
+
 def host_windows_not_read(patch: Patch) -> None:
     patch.setattr(Node, "on_host", lambda self, kind: self.host is not None)
 
@@ -391,6 +395,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     host_block_leaked_by_a_failed_step,
     loaded_block_announced_when_planned,
     state_resumed_on_nothing,
+    state_gone_once_it_is_read,
     host_windows_not_read,
     eviction_that_thinks_a_state_still_there,
 ]
@@ -407,6 +412,8 @@ def test_the_lockstep_catches(mutant: Callable[[Patch], None], patch: Patch) -> 
     mutant(patch)
     cramped = "compaction" in mutant.__name__ or mutant is window_blocks_not_needed_for_a_hit
     machine = lockstep.CrampedMachine if cramped else lockstep.PoolMachine
+    if mutant is state_gone_once_it_is_read:
+        machine = lockstep.RoomyMachine
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError)):
         run_state_machine_as_test(machine, settings=SEARCH)
 
