@@ -118,6 +118,14 @@ class ServerConfig:
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
         "Require Authorization: Bearer KEY (or x-api-key). May be repeated; or set ENGINE_API_KEY."] = field(
         default=(), repr=False)
+    admin_api_key: Annotated[Key | None, SECRET, Flag("--admin-api-key", metavar="KEY", env="ENGINE_ADMIN_API_KEY"),
+        "Of the operator's routes: /sleep, /wake_up, /collective_rpc, /reset_prefix_cache. With --api-key and without "
+        "this they are refused."] = field(default=None, repr=False)
+    weights_folders: Annotated[tuple[str, ...], Flag("--allowed-weights-path", metavar="FOLDER"),
+        "/collective_rpc may load weights from folders below this one, besides MODEL itself. May be repeated."] = ()
+    max_connections: Annotated[int | None, Meta(ge=1, le=10**6, title="N"), Flag(),
+        "Clients' connections at a time; further ones are answered 503 and closed. [default: 4096, or as many as there "
+        "are file descriptors for]"] = None
     tls_cert: Annotated[str | None, FILE, Flag("--tls-cert", "--ssl-certfile", metavar="FILE"),
         "PEM; with --tls-key: HTTPS."] = None
     tls_key: Annotated[str | None, FILE, Flag("--tls-key", "--ssl-keyfile", metavar="FILE"),
@@ -125,8 +133,8 @@ class ServerConfig:
     tls_client_ca: Annotated[str | None, FILE, Flag("--tls-client-ca", "--ssl-ca-certs", metavar="FILE"),
         "PEM; clients must bring a certificate that one of these has signed."] = None
     sleep_mode: Annotated[bool, Flag("--enable-sleep-mode/--no-sleep-mode"),
-        "Serve /sleep, /wake_up, /is_sleeping and /collective_rpc (reload_weights), as vLLM does: for whoever may send "
-        "requests (docs/weights.md)."] = False
+        "Serve /sleep, /wake_up, /is_sleeping and /collective_rpc (reload_weights), as vLLM does: for the operator "
+        "(docs/weights.md)."] = False
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
     tool_call_parser: Annotated[CallParserName, Flag(),

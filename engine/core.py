@@ -227,7 +227,7 @@ class EngineCore:
                 compiling.result()
                 self.scheduler.add(request, came_s)
             except ValueError as error:
-                output = SequenceOutput(request_id=name, token_ids=[], error=str(error))
+                output = SequenceOutput(request_id=name, token_ids=[], error=str(error), refused=True)
                 output.finish_reason = FinishReason.ERROR
                 refused.append(output)
         return refused

@@ -547,9 +547,11 @@ class Scheduler:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
     def _give_up(self, entry: RequestEntry, message: str) -> SequenceOutput:
-        """End a request whose answer cannot go on."""
+        """End a request whose answer cannot go on, for what it asked for itself."""
         self._end(entry)
-        return self._failed(entry, message)
+        output = self._failed(entry, message)
+        output.refused = True
+        return output
 
     def _failed(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """Forget it; its last output."""

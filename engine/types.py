@@ -158,6 +158,8 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    refused: bool = False
+    """The error is the request's own, such as a grammar that cannot be followed."""
 
 
 class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):

@@ -154,6 +154,14 @@ def _too_late(limit_s: float) -> RequestError:
     )
 
 
+def _ended(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
+    """Why a sequence ended with an error: the client's fault, or the engine's."""
+    if not output.refused:
+        return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
+    param = None if constraint is None else constraint.param
+    return RequestError(output.error or "the request cannot be answered", param=param, code="request_refused")
+
+
 class PieceStream:
     """Turns a stream of core outputs into pieces of choices, batch by batch; times and counts them."""
 
@@ -189,7 +197,7 @@ class PieceStream:
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
             self._clock.finish("error", len(self._generation.prompt_of(choice)), choice.completion_tokens, now_s)
-            raise RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
+            raise _ended(output, choice.params.constraint)
         piece = choice.push(output)
         self._clock.tokens(choice.index, len(piece.token_ids), now_s)
         if piece.aborts:

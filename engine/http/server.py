@@ -41,9 +41,10 @@ from engine.http.routes import (
     tokenize,
     version,
 )
-from engine.http.state import RETRY_AFTER_S, ServerState, not_running
+from engine.http.state import RETRY_AFTER_S, ServerState, not_running, unavailable
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDead
+from options.system import raise_file_limit
 from options.tls import server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 from prompts.paths import unknown_path
@@ -56,6 +57,12 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/kv_ev
 """What needs no API key: probes, and what a router asks a worker before it has any."""
 PROBED_PATHS = OPEN_PATHS | {"/v1/models", "/is_sleeping"}
 """What routers, probes and scrapers ask each second."""
+OPERATOR_HANDLERS = frozenset({reset_prefix_cache, weights.sleep, weights.wake_up, weights.collective_rpc})
+"""What changes the engine for everybody: no client's key opens it."""
+CONNECTIONS_MAX = 4096
+"""Where --max-connections says nothing."""
+FILES_BESIDES = 64
+"""File descriptors of everything but clients' connections."""
 KEEPALIVE_S = 120.0
 """A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
 DEATH_GRACE_S = 1.0
@@ -98,8 +105,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Everything that goes wrong becomes an error body of the API that was asked."""
     state = request.app[STATE]
     try:
-        if request.path not in OPEN_PATHS:
-            state.check_key(request.headers.get("Authorization"), request.headers.get("x-api-key"))
+        keys = request.headers.get("Authorization"), request.headers.get("x-api-key")
+        if request.match_info.handler in OPERATOR_HANDLERS:
+            state.check_admin_key(*keys)
+        elif request.path not in OPEN_PATHS:
+            state.check_key(*keys)
         return await handler(request)
     except RequestError as error:
         return error_response(state, request, error)
@@ -171,6 +181,54 @@ def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
     )
 
 
+def connections_max(wanted: int | None) -> int:
+    """`wanted`, or as many as this process has file descriptors for, which is said. Raises the soft limit."""
+    room = max(1, raise_file_limit() - FILES_BESIDES)
+    if wanted is None:
+        return min(CONNECTIONS_MAX, room)
+    if wanted > room:
+        log.warning(
+            "file descriptors are too few for --max-connections %d: at most %d connections are taken (ulimit -Hn, "
+            "LimitNOFILE=)", wanted, room,
+        )  # fmt: skip
+    return min(wanted, room)
+
+
+class ConnectionLimit:
+    """Makes the protocol of each new connection; those beyond the limit are answered 503 and closed."""
+
+    def __init__(self, server: web.Server, limit: int) -> None:
+        self._server = server
+        self._limit = limit
+        self._is_full = False
+
+    def __call__(self) -> asyncio.BaseProtocol:
+        if len(self._server.connections) < self._limit:
+            self._is_full = False
+            return self._server()
+        if not self._is_full:  # once, until there was room again
+            self._is_full = True
+            log.warning("%d connections are open: no more are taken (--max-connections)", self._limit)
+        return RefusedConnection(self._limit)
+
+
+class RefusedConnection(asyncio.Protocol):
+    """A connection that is told that there are too many."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        error = unavailable(f"{self._limit} connections are open, expected no more (--max-connections)")
+        body = msgspec.json.encode(error.body())
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: %d\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (RETRY_AFTER_S, len(body), body)
+        )
+        transport.close()
+
+
 class Server:
     """One engine serving; `run` returns the exit status."""
 
@@ -213,13 +271,16 @@ class Server:
         state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=2048, ssl_context=self._tls).start()
+        assert runner.server is not None
+        connections = ConnectionLimit(runner.server, connections_max(self._config.max_connections))
+        server = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=2048, ssl=self._tls)
         announce(self._engine_config, self._config, state, listener)
         reason = await self._stop
         if reason is None:
             await self._drain(state)
         else:
             await asyncio.sleep(DEATH_GRACE_S)
+        server.close()
         await runner.cleanup()
         state.close()
         return 0 if reason is None else _fail(reason)

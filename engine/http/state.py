@@ -69,6 +69,7 @@ class ServerState:
         """Requests that are being read; each counts as one sequence."""
         self._names = frozenset(self.names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
+        self._admin_keys = () if config.admin_api_key is None else (config.admin_api_key.encode(),)
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,17 +77,31 @@ class ServerState:
     def check_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
         """Compare a bearer token, or without one Anthropic's header, with the API keys in constant time. Raises
         RequestError 401."""
-        if not self._api_keys:
-            return
-        scheme, _, given = (authorization or "").partition(" ")
-        token = (given if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
-        matches = [hmac.compare_digest(token, key) for key in self._api_keys]  # all, so that time tells nothing
-        if not any(matches):
+        if self._api_keys and not _matches(self._api_keys, authorization, x_api_key):
             raise RequestError(
                 "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
                 param=None,
                 code="invalid_api_key",
                 status=401,
+            )
+
+    def check_admin_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
+        """Whether the operator asks. Raises RequestError: 401 for another key, 403 where only clients have keys."""
+        if self._admin_keys:
+            if not _matches(self._admin_keys, authorization, x_api_key):
+                raise RequestError(
+                    "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
+                    "--admin-api-key",
+                    param=None,
+                    code="invalid_api_key",
+                    status=401,
+                )
+        elif self._api_keys:
+            raise RequestError(
+                "an operator's route, which no client's key opens: start the engine with --admin-api-key",
+                param=None,
+                code="forbidden",
+                status=403,
             )
 
     def check_model(self, model: str | None) -> None:
@@ -171,6 +186,13 @@ class ServerState:
 
     def close(self) -> None:
         self.reader.close()
+
+
+def _matches(keys: Sequence[bytes], authorization: str | None, x_api_key: str | None) -> bool:
+    scheme, _, given = (authorization or "").partition(" ")
+    token = (given if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
+    matches = [hmac.compare_digest(token, key) for key in keys]  # all, so that time tells nothing
+    return any(matches)
 
 
 def unavailable(message: str) -> RequestError:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -59,10 +62,22 @@ async def collective_rpc(request: web.Request) -> web.Response:
         raise bad_value("method", body.method, "reload_weights, without args")
     if set(body.kwargs) - {"weights_path"} or not (path is None or isinstance(path, str)):
         raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
+    if path is not None:
+        path = allowed_folder(path, (*state.config.weights_folders, state.info.model_path))
     if state.asleep:
         raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
     await asyncio.shield(_change(state, "reload", asleep=False, path=path))
     return web.json_response({"results": [None]})
+
+
+def allowed_folder(path: str, roots: Sequence[str]) -> str:
+    """Return the folder that `path` names, links followed. Raises RequestError 403 where it is not below `roots`."""
+    folder = Path(os.path.realpath(path))
+    if not any(folder.is_relative_to(os.path.realpath(root)) for root in roots):
+        error = bad_value("kwargs.weights_path", path, "a folder below one of --allowed-weights-path, or MODEL's own")
+        error.status, error.code = 403, "forbidden"
+        raise error
+    return str(folder)
 
 
 async def _change(state: ServerState, what: Literal["sleep", "wake", "reload"], *, asleep: bool, **how: Any) -> None:

@@ -142,7 +142,7 @@ def merge(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
         first.cached_tokens = second.cached_tokens
     first.finish_reason = second.finish_reason
     first.stop_token_id = second.stop_token_id
-    first.error = second.error
+    first.error, first.refused = second.error, second.refused
     return first
 
 

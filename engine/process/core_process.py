@@ -180,7 +180,9 @@ class CoreLoop:
                 try:
                     self._core.add(request, time.monotonic())
                 except ValueError as error:  # a request the cache can never hold; the reason goes to its client
-                    refusal = SequenceOutput(request_id=request.request_id, token_ids=[], error=str(error))
+                    refusal = SequenceOutput(
+                        request_id=request.request_id, token_ids=[], error=str(error), refused=True
+                    )
                     refusal.finish_reason = FinishReason.ERROR
                     self._refused.append(refusal)
         elif isinstance(command, Abort):

@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 
 from options import ConfigError
+from options.system import raise_file_limit
 from options.tls import client_context
 from prompts.errors import RequestError
 from router.app.accounting import count_end, count_tokens_of_key, log_state, request_fields
@@ -40,7 +41,6 @@ from router.app.system import (
     connections_within,
     files_short,
     naming,
-    raise_file_limit,
     settle_heap,
     streams_room,
 )

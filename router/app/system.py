@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -85,15 +84,6 @@ def collect_old(*, idle: bool) -> None:
     found young, and best while nobody waits."""
     if gc.get_count()[2] >= (OLD_IDLE if idle else OLD_BUSY):
         gc.collect()
-
-
-def raise_file_limit() -> int:
-    """Two sockets a request: take as many file descriptors as we may. How many that is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def streams_room(limit: int) -> int:

@@ -70,7 +70,8 @@ def reload(url: str, folder: Path | str | None) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("host", [(), ("--host-cache-memory", "64MiB", "--num-gpu-blocks-override", "96")])
 def test_other_weights_in_place(start: Any, folders: list[Path], host: tuple[str, ...]) -> None:
-    engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", *host)
+    below = ("--allowed-weights-path", str(folders[1].parent), "--allowed-weights-path", str(folders[2].parent))
+    engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", *below, *host)
     old, _ = said(engine.url)
     said(engine.url, "other prompts push the first one out to the host's memory; " * 40)
     assert said(engine.url)[1] > 0
@@ -81,9 +82,12 @@ def test_other_weights_in_place(start: Any, folders: list[Path], host: tuple[str
     fresh = start("engine", "serve", str(folders[1]))
     assert said(fresh.url)[0] == new, "as an engine that was started with them"
     assert said(engine.url) == (new, said(fresh.url)[1])
-    for wrong, words in ((folders[2], "missing from the checkpoint"), ("/nowhere", "/nowhere")):
-        status, answer = reload(engine.url, wrong)
-        assert status == 409
+    nowhere = folders[1].parent / "nowhere"
+    for wrong, status, words in (
+        (folders[2], 409, "missing from the checkpoint"), (nowhere, 409, "nowhere"), ("/nowhere", 403, "/nowhere"),
+    ):  # fmt: skip
+        answered, answer = reload(engine.url, wrong)
+        assert answered == status
         assert words in answer["error"]["message"]
         assert said(engine.url)[0] == new, "the old ones stay"
     assert reload(engine.url, None)[0] == 200, "the folder of last time"
@@ -138,7 +142,17 @@ def test_a_router_follows_workers_that_change(start: Any, folders: list[Path]) -
     """Workers take other weights one by one, under load: no request fails, and no prediction is of the old cache.
     A worker that sleeps gets no requests, and an emptied cache counts as empty."""
     engines = [
-        start("engine", "serve", str(folders[0]), "--enable-sleep-mode", "--served-model-name", "m") for _ in "ab"
+        start(
+            "engine",
+            "serve",
+            str(folders[0]),
+            "--enable-sleep-mode",
+            "--served-model-name",
+            "m",
+            "--allowed-weights-path",
+            str(folders[1]),
+        )
+        for _ in "ab"
     ]
     router = start("router", "run", *(engine.url for engine in engines))
     until(lambda: call(router.url + "/health")[2].get("workers_up") == 2, router.log)

@@ -1,0 +1,192 @@
+"""The operator's routes and keys, the folders that weights may come from, and how many connections are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import plan_generation
+from engine.api.params import ModelLimits
+from engine.config import ServerConfig
+from engine.http import server
+from engine.http.generate import PieceStream
+from engine.http.metrics import ServerMetrics
+from engine.http.server import ConnectionLimit, build_app, connections_max, make_runner
+from engine.http.state import ServerState
+from engine.http.weights import allowed_folder
+from engine.tiny.tokenizer import build_tokenizer
+from engine.types import Constraint, FinishReason, SequenceOutput
+from prompts import RequestError, parse_completion
+
+
+class Client:
+    dead = None
+    logprobs = None
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    async def reset_prefix_cache(self) -> None:
+        self.calls["reset"] += 1
+
+    async def change(self, what: str, **how: Any) -> None:
+        self.calls[what] += 1
+
+
+def make_state(client: Client, **config: Any) -> ServerState:
+    state = object.__new__(ServerState)
+    state.config = ServerConfig(sleep_mode=True, **config)
+    state.client, state.metrics, state.names = client, ServerMetrics(), ("m",)  # type: ignore[assignment]
+    state.info = SimpleNamespace(model_path="/models/own", max_model_len=8)  # type: ignore[assignment]
+    state.asleep = state.draining = False
+    state.created, state.active = 0, 0
+    state.changing, state._idle = asyncio.Lock(), asyncio.Event()
+    state._idle.set()
+    state._api_keys = tuple(key.encode() for key in state.config.api_keys)
+    state._admin_keys = () if state.config.admin_api_key is None else (state.config.admin_api_key.encode(),)
+    return state
+
+
+RELOAD = json.dumps({"method": "reload_weights"})
+OPERATORS = [
+    ("/reset_prefix_cache", ""),
+    ("/sleep", ""),
+    ("/wake_up", ""),
+    ("/collective_rpc", RELOAD),
+    ("/%73leep", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "status", "models"),
+    [
+        ({}, None, 200, 200),
+        ({"api_keys": ("client",)}, "client", 403, 200),
+        ({"api_keys": ("client",)}, None, 403, 401),
+        ({"api_keys": ("client",), "admin_api_key": "admin"}, "client", 401, 200),
+        ({"api_keys": ("client",), "admin_api_key": "admin"}, "admin", 200, 401),
+        ({"admin_api_key": "admin"}, None, 401, 200),
+        ({"admin_api_key": "admin"}, "admin", 200, 200),
+    ],
+)
+def test_no_clients_key_opens_the_operators_routes(
+    config: dict[str, Any], key: str | None, status: int, models: int
+) -> None:
+    async def play() -> None:
+        client = Client()
+        runner = make_runner(build_app(make_state(client, **config)), log_requests=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            async with ClientSession(headers=headers) as session:
+                for path, body in OPERATORS:
+                    async with session.post(url + path, data=body) as answer:
+                        assert answer.status in (status, 409 if status == 200 else status), path
+                async with session.get(url + "/v1/models") as answer:
+                    assert answer.status == models
+        finally:
+            await runner.cleanup()
+        assert bool(client.calls) == (status == 200)
+
+    asyncio.run(play())
+
+
+def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
+    own, named, other = tmp_path / "own", tmp_path / "named", tmp_path / "named-not"
+    for folder in (own, named / "deep" / "er", other):
+        folder.mkdir(parents=True)
+    (named / "out").symlink_to(other)
+    roots = (str(named), str(own))
+    for path in (own, named, named / "deep" / "er", named / "new", named / "deep" / ".." / "deep"):
+        assert allowed_folder(str(path), roots) == str(path.resolve())
+    for path in (other, named / "out", named / ".." / "named-not", Path("/etc"), Path("own"), Path("org/hub-name")):
+        with pytest.raises(RequestError, match=r"kwargs.weights_path: got .*--allowed-weights-path") as caught:
+            allowed_folder(str(path), roots)
+        assert caught.value.status == 403
+
+
+def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        return (await reader.readuntil(b"\r\n\r\n"))[:12]
+
+    async def play() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/health", health)])
+        runner = make_runner(app, log_requests=False)
+        await runner.setup()
+        assert runner.server is not None
+        listening = await asyncio.get_running_loop().create_server(ConnectionLimit(runner.server, 2), "127.0.0.1", 0)
+        address = listening.sockets[0].getsockname()
+        try:
+            taken = [await asyncio.open_connection(*address) for _ in range(2)]
+            assert [await ask(*pair) for pair in taken] == [b"HTTP/1.1 200"] * 2
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(*address)
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                writer.close()
+                await writer.wait_closed()
+                assert head.startswith(b"HTTP/1.1 503")
+                assert "2 connections are open" in json.loads(body)["error"]["message"]
+            taken[0][1].close()
+            await taken[0][1].wait_closed()
+            while len(runner.server.connections) == 2:
+                await asyncio.sleep(0.01)
+            taken.append(await asyncio.open_connection(*address))
+            assert await ask(*taken[-1]) == b"HTTP/1.1 200"
+            for _, writer in taken:
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            listening.close()
+            await runner.cleanup()
+
+    asyncio.run(play())
+    assert len([r for r in caplog.records if "no more are taken" in r.message]) == 1
+
+
+def test_fewer_file_descriptors_are_fewer_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "raise_file_limit", lambda: 200)
+    assert connections_max(100) == 100
+    assert connections_max(None) == 200 - server.FILES_BESIDES
+    assert not caplog.records
+    assert connections_max(4096) == 200 - server.FILES_BESIDES
+    assert "file descriptors are too few for --max-connections 4096: at most 136" in caplog.text
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
+
+
+@pytest.mark.parametrize(("refused", "status"), [(True, 400), (False, 500)])
+def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, status: int) -> None:
+    factory = DetokenizerFactory(build_tokenizer(300))
+    generation = plan_generation(
+        parse_completion(b'{"prompt": [5]}'), [[5]], id="i", unique="u", model="m",
+        limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
+        constraint=Constraint(lark="start: X", param="structured_outputs.regex"),
+    )  # fmt: skip
+    follower = PieceStream(
+        SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]
+        generation,
+        SimpleNamespace(),  # type: ignore[arg-type]
+    )
+    output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", refused=refused)
+    output.finish_reason = FinishReason.ERROR
+    with pytest.raises(RequestError, match="too complex") as caught:
+        follower._take(output, 0.0)
+    assert caught.value.status == status
+    assert caught.value.param == ("structured_outputs.regex" if refused else None)
