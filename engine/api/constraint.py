@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.api.call_readers import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
+from prompts.responses import CUSTOM_INPUT, ShownTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 
 Format = dict[str, Any]
@@ -82,16 +84,22 @@ MARKUPS = {
 """By the name of the parser that reads them."""
 
 
-def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None = None) -> AskedConstraint | None:
+def asked_format(
+    body: ChatRequest | CompletionRequest,
+    tool_markup: str | None = None,
+    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
+) -> AskedConstraint | None:
     """What the answer must match; None: it is free. Raises RequestError.
 
     `tool_markup`: a name of MARKUPS, how this model writes calls; None: it has no calls. A call that must be made
     wins over a format of the text, as with OpenAI; where calls may be made, the answer is calls or text of the format.
+    `grammars`: tools whose text must match one, by name.
     """
     text = _text_format(body)
     if not isinstance(body, ChatRequest):
         return text
     forced, allowed = _chosen(body)
+    allowed = [tool._replace(grammar=grammars.get(tool.name)) for tool in allowed]
     if forced:
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
@@ -102,7 +110,7 @@ def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None 
     markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
     if text is not None:
         return AskedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
-    if not any(tool.is_strict for tool in allowed):
+    if not any(tool.is_strict or tool.grammar is not None for tool in allowed):
         return None
     return AskedConstraint("tools", _free_calls(markup, allowed, many))
 
@@ -220,6 +228,8 @@ class _Tool(NamedTuple):
     name: str
     parameters: Json
     is_strict: bool
+    grammar: ShownTool | None = None
+    """Of the text that it takes."""
 
 
 def _tools(body: ChatRequest) -> list[_Tool]:
@@ -274,10 +284,29 @@ def _tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
             raise bad_value(f"{tool.where}.name", tool.name, "a name that calls of this model can have")
         tag = markup.tag(tool.name, _arguments_schema(tool))
         tag["content"]["param"] = f"{tool.where}.parameters"
-        if not tool.is_strict:  # its arguments match as far as what the schema says is known here
+        if tool.grammar is not None:
+            tag["content"] = _free_text(tag["content"], tool.grammar)
+        elif not tool.is_strict:  # its arguments match as far as what the schema says is known here
             tag["content"]["lenient"] = True
         tags.append(tag)
     return tags
+
+
+def _free_text(content: Format, tool: ShownTool) -> Format:
+    """The arguments of a custom tool, whose text matches its grammar."""
+    if tool.syntax == "regex":
+        schema = {**CUSTOM_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}}}
+        return {**content, "json_schema": schema}
+    begins = {"json": '{"input": "', "python": 'input="'}
+    style = content.get("style", "json")
+    if style not in begins:  # its text stands bare, and a grammar may take what ends it
+        return content
+    elements: list[Format] = [
+        {"type": "const_string", "value": begins[style]},
+        {"type": "escaped_lark", "definition": tool.definition, "tool": tool.name},
+        {"type": "const_string", "value": '"}' if style == "json" else '"'},
+    ]
+    return {"type": "sequence", "elements": elements}
 
 
 def _arguments_schema(tool: _Tool) -> Json:

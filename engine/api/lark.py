@@ -1,8 +1,9 @@
 """A format as a grammar in Lark, as llguidance reads it.
 
 A format is an object with a `type`, xgrammar's structural tags: const_string, json_schema (in the styles json, qwen_xml
-and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags, tags_with_separator; and
-alone, grammar. Others are refused. Whether a schema or a pattern is one is for the compiler to say. Pure.
+and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags, tags_with_separator,
+escaped_lark (a grammar of a JSON string's text); and alone, grammar. Others are refused. Whether a schema or a pattern
+is one is for the compiler to say. Pure.
 
 Tokens that stand for a text of their own (`<tool_call>`, `[TOOL_CALLS]`) are in the grammar as tokens: models write
 them so, and no text in a grammar matches one.
@@ -13,17 +14,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from engine.api.call_readers import NAME
 from engine.api.constraint import AskedConstraint, Format, asked_format
+from engine.api.escaped_lark import UnreadableGrammar, escape_grammar
 from engine.api.params import ModelLimits
 from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import added_tokens
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
+from prompts.responses import ShownTool
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
@@ -55,12 +59,13 @@ def constraint_of(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     thought: tuple[int | None, int | None] = (None, None),
+    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
 ) -> Constraint | None:
     """What the answer to a body must match; None: it is free. Raises RequestError.
 
-    `thought`: as in Constraint, the token that opens one and the one that ends it.
+    `thought`: as in Constraint, the token that opens one and the one that ends it. `grammars`: as in `asked_format`.
     """
-    asked = asked_format(body, limits.calls)
+    asked = asked_format(body, limits.calls, grammars)
     if asked is None:
         return None
     if limits.unconstrained is not None:
@@ -135,6 +140,13 @@ class _Writer:
             raise bad_value(f"{where}.excludes", excluded, "texts")
         without = [f"~/(?s:.*){_literal(text)}(?s:.*)/" for text in excluded if text not in self._tokens]
         return self._terminal(" & ".join([_ANY, *without])) if without else _ANY
+
+    def escaped_lark(self, where: str, format: Format, depth: int) -> str:
+        try:
+            return f"%lark {{\n{escape_grammar(_text(where, format, 'definition'))}\n}}"
+        except UnreadableGrammar as error:
+            message = f"{where}: the grammar of the tool {format.get('tool')!r} cannot be matched: {error}"
+            raise RequestError(message, param=where) from None
 
     def json_schema(self, where: str, format: Format, depth: int) -> str:
         schema = format.get("json_schema")
@@ -354,6 +366,7 @@ class _Writer:
 _WRITERS: dict[str, Callable[[_Writer, str, Format, int], str]] = {
     "const_string": _Writer.const_string,
     "json_schema": _Writer.json_schema,
+    "escaped_lark": _Writer.escaped_lark,
     "regex": _Writer.regex,
     "any_text": _Writer.any_text,
     "sequence": _Writer.sequence,

@@ -128,7 +128,7 @@ def read_response(
         skipped=skipped_items(request),
     )
     try:
-        reading = _chat(body, tokenizer, limits, "/v1/responses")
+        reading = _chat(body, tokenizer, limits, "/v1/responses", asked.tools)
     except RequestError as error:
         raise _in_words_of_responses(error) from None
     constraint = reading.constraint
@@ -186,8 +186,14 @@ def _check_text_only(asked: CountRequest) -> None:
         raise RequestError(f"Could not process {kind}: {where} is one; this model reads text only", param=where)
 
 
-def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, path: str = "/v1/chat/completions") -> Reading:
-    """`path`: of the API that was asked."""
+def _chat(
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    path: str = "/v1/chat/completions",
+    tools: Mapping[str, ShownTool] = MappingProxyType({}),
+) -> Reading:
+    """`path`: of the API that was asked. `tools`: custom ones, by name."""
     check_supported(body)
     ids, text = _prompt_of(body, tokenizer)
     prompts = [_fitted("input" if path == "/v1/responses" else "messages", ids, body, limits, path)]
@@ -195,7 +201,8 @@ def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits, path: st
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
     if not (body.echo and isinstance(last.get("content"), str)):
         last.pop("content", None)
-    constraint = constraint_of(body, tokenizer, limits, thought_tokens(plan, tokenizer))
+    grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
+    constraint = constraint_of(body, tokenizer, limits, thought_tokens(plan, tokenizer), grammars)
     return Reading(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
 
 

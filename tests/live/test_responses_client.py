@@ -93,6 +93,13 @@ def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> No
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16
     with pytest.raises(openai.BadRequestError, match="stream: a stored response is not streamed"):
         client.responses.retrieve(firsts[0].id, stream=True)
+    named = [{"role": "user", "content": texts[1]}, {"type": "item_reference", "id": firsts[1].output[0].id}]
+    third = ask(client, [*named, {"role": "user", "content": "And then?"}])
+    assert (
+        third.usage.input_tokens > ask(client, [named[0], {"role": "user", "content": "And then?"}]).usage.input_tokens
+    )
+    with pytest.raises(openai.NotFoundError, match=r"input\[0\]\.id: no item"):
+        ask(client, [{"type": "item_reference", "id": "msg_unknown"}])
     client.responses.delete(firsts[0].id)
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.retrieve(firsts[0].id)
