@@ -207,7 +207,7 @@ def parse_chat(data: bytes) -> ChatRequest:
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
         )
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError('top_logprobs: expected only together with "logprobs": true', param="top_logprobs")
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)

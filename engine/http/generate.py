@@ -1,6 +1,7 @@
 """Chats, completions, Messages and Responses: a body in, JSON or a stream of SSE chunks out.
 
-Response headers of a stream are sent with its first token, so that what fails before it has the right status. A
+Response headers of a stream are sent with its first token, so that what fails before it has the right status; where
+that takes longer than `QUIET_S`, with a comment, as clients and proxies give up on connections without a byte. A
 client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
 outputs merge; it never makes the core wait.
 """
@@ -36,6 +37,9 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+QUIET_S = 5.0
+"""A stream that says nothing for so long sends a comment."""
+COMMENT = b": keep-alive\n\n"
 PAUSE_LOGPROBS = 2048
 """Logprobs that are formatted between two pauses of the loop: some milliseconds."""
 LAST_WORDS_S = 1.0
@@ -211,6 +215,7 @@ class PieceStream:
 async def _stream(
     state: ServerState, generation: Generation, writer: Writer, follower: PieceStream, answer: Answer
 ) -> web.StreamResponse:
+    commenting = asyncio.ensure_future(writer.comment_while_quiet())
     try:
         async for pieces in follower:
             await follower.format_logprobs(answer, pieces)
@@ -225,6 +230,8 @@ async def _stream(
             error = not_running(error)
         state.metrics.count_refusal(error.status)
         await writer.write(answer.failed(error))
+    finally:
+        commenting.cancel()
     return await writer.end()
 
 
@@ -236,6 +243,7 @@ class Writer:
         self._request = request
         self._stall_s = config.stall_timeout_s
         self._ends_s = ends_s
+        self._writes = 0
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -255,6 +263,7 @@ class Writer:
 
     async def write(self, data: bytes) -> None:
         """The next bytes of a stream; its head goes with the first call."""
+        self._writes += 1
         if not self.started:
             await self._response.prepare(self._request)
         if not data:
@@ -264,6 +273,18 @@ class Writer:
             await self._response.write(data)  # cannot have to wait
         else:
             await self._unstalled(self._response.write(data))
+
+    async def comment_while_quiet(self) -> None:
+        """Send a comment whenever nothing was written for `QUIET_S` to a client that has taken all; cancel it."""
+        while True:
+            before = self._writes
+            await asyncio.sleep(QUIET_S)
+            transport = self._request.transport
+            if self._writes == before and transport is not None and transport.get_write_buffer_size() == 0:
+                try:
+                    await self.write(COMMENT)
+                except ConnectionError:  # the client has left, which the stream finds out by itself
+                    return
 
     async def end(self) -> web.StreamResponse:
         await self._unstalled(self._response.write_eof())

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ServerConfig
 from engine.http import generate
 from engine.http.generate import Writer
+from engine.http.server import make_runner
 from engine.http.state import ServerState
 from prompts import RequestError
 
@@ -96,3 +98,42 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
     with pytest.raises(ConnectionResetError):
         asyncio.run(run())
     assert dropped
+
+
+def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "QUIET_S", 0.01)
+
+    async def play() -> bytes:
+        computed = asyncio.Event()
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            writer = Writer(request, ServerConfig(), None)
+            commenting = asyncio.ensure_future(writer.comment_while_quiet())
+            await computed.wait()
+            await writer.write(b"data: a\n\n")
+            commenting.cancel()
+            return await writer.end()
+
+        app = web.Application()
+        app.add_routes([web.get("/", handler)])
+        runner = make_runner(app, log_requests=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            reader, sender = await asyncio.open_connection(*runner.addresses[0][:2])
+            sender.write(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            answered = b""
+            while answered.count(generate.COMMENT) < 3:
+                answered += await reader.read(1)
+            computed.set()
+            answered += await reader.read()
+            sender.close()
+            await sender.wait_closed()
+            return answered
+        finally:
+            await runner.cleanup()
+
+    answered = asyncio.run(play())
+    assert answered.startswith(b"HTTP/1.1 200")
+    assert b"text/event-stream" in answered
+    assert answered.rindex(generate.COMMENT) < answered.index(b"data: a\n\n")

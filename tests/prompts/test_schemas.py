@@ -142,6 +142,7 @@ def test_wrong_fields_are_named(fields, param, words):
         ({"tools": [{"type": "function"}]}, "tools[0].function", "got null"),
         ({"tools": {}}, "tools", "expected array"),
         ({"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
+        ({"top_logprobs": 1, "logprobs": False}, "top_logprobs", '"logprobs": true'),
         ({"logprobs": 3}, "logprobs", "got 3, expected bool"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "both"),
     ],
@@ -150,6 +151,11 @@ def test_wrong_chats_are_named(fields, param, words):
     with pytest.raises(RequestError) as raised:
         chat(**fields)
     assert (raised.value.param, words in raised.value.message) == (param, True), raised.value.message
+
+
+@pytest.mark.parametrize("scored", [False, None, True])
+def test_no_alternatives_need_no_logprobs(scored):
+    assert chat(top_logprobs=0, logprobs=scored).top_logprobs == 0
 
 
 @pytest.mark.parametrize(
