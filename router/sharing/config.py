@@ -10,6 +10,14 @@ from msgspec import Meta
 from options import ConfigError, Flag
 
 Renamed = Annotated[str, Meta(pattern=r"^[^=]+=[^=]+$", title="NAME=MODEL", examples=["gpt-4=llama-70b"])]
+Aliased = Annotated[
+    str,
+    Meta(
+        pattern=r"^([^=*]+|[^=*]*\*[^=*]*)=[^=*]+$",
+        title="NAME=MODEL",
+        examples=["gpt-4=llama-70b", "claude-*=llama-70b"],
+    ),
+]
 Parted = Annotated[
     str, Meta(pattern=r"^[^=]+=[^=]+:(0(\.\d+)?|1(\.0+)?|\.\d+)$", title="MODEL=NEW:SHARE", examples=["m=m-v2:0.05"])
 ]
@@ -20,8 +28,9 @@ Parted = Annotated[
 class SharingConfig:
     """docs/sharing.md."""
 
-    model_aliases: Annotated[tuple[Renamed, ...], Flag("--model-alias", metavar="NAME=MODEL"),
-        "Requests for NAME are for MODEL. May be repeated."] = ()
+    model_aliases: Annotated[tuple[Aliased, ...], Flag("--model-alias", metavar="NAME=MODEL"),
+        "Requests for NAME are for MODEL. One * in NAME stands for any text, in names that no worker serves. May be "
+        "repeated."] = ()
     model_fallbacks: Annotated[tuple[Renamed, ...], Flag("--model-fallback", metavar="MODEL=OTHER"),
         "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
     model_canaries: Annotated[tuple[Parted, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),

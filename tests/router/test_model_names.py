@@ -1,0 +1,60 @@
+"""Which model a name stands for where aliases are patterns."""
+
+from __future__ import annotations
+
+import pytest
+
+from options import ConfigError, load
+from router.app.config import SCHEMA
+from router.sharing.config import SharingConfig
+from router.sharing.names import ModelNames
+
+SERVED = {"llama", "qwen", "claude-local"}
+
+
+def resolve(asked: str, *aliases: str, served: set[str] = SERVED) -> str:
+    names = ModelNames(SharingConfig(model_aliases=aliases))
+    assert names.renames
+    return names.resolve(asked, lambda: "conversation", served.__contains__)
+
+
+@pytest.mark.parametrize(
+    ("asked", "model"),
+    [
+        ("claude-opus-4-8", "llama"),
+        ("claude-", "llama"),
+        ("claude-haiku-4-5", "qwen"),
+        ("claude-haiku-", "qwen"),
+        ("claude-local", "claude-local"),
+        ("claude-exact", "qwen"),
+        ("gpt-5-mini", "qwen"),
+        ("gpt-mini", "gpt-mini"),
+        ("other", "other"),
+        ("", ""),
+    ],
+)
+def test_the_exact_name_then_whoever_serves_it_then_the_longest_pattern(asked: str, model: str) -> None:
+    aliases = "claude-*=llama", "claude-haiku-*=qwen", "claude-exact=qwen", "gpt-*-mini=qwen"
+    assert resolve(asked, *aliases) == model
+    assert resolve(asked, *reversed(aliases)) == model
+
+
+def test_a_star_alone_takes_every_name_that_nobody_serves() -> None:
+    assert resolve("anything", "*=llama") == "llama"
+    assert resolve("qwen", "*=llama") == "qwen"
+
+
+def test_beginning_and_end_of_a_pattern_do_not_share_letters() -> None:
+    assert resolve("aba", "ab*ba=llama") == "aba"
+    assert resolve("abba", "ab*ba=llama") == "llama"
+
+
+def test_a_pattern_is_listed_nowhere() -> None:
+    names = ModelNames(SharingConfig(model_aliases=("claude-*=llama", "gpt=llama")))
+    assert names.aliases == {"gpt": "llama"}
+
+
+@pytest.mark.parametrize("alias", ["a*b*=m", "**=m", "=m", "a=m*", "a*", "a*="])
+def test_a_pattern_has_one_star_and_stands_for_one_model(alias: str) -> None:
+    with pytest.raises(ConfigError, match=r"--model-alias: got .*claude-\*="):
+        load(SCHEMA, flags={"model_aliases": (alias,)})
