@@ -62,9 +62,8 @@ TINY = Shape(
 class Bench:
     """Makes each kernel's inputs, the same for every backend."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, flex: bool = False) -> None:
-        """`flex`: FlexAttention as a peer too."""
-        self.shape, self.device, self.dtype, self.flex = shape, device, dtype, flex
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
@@ -120,16 +119,7 @@ class Bench:
             return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
         if queries < context:  # torch's causal flag aligns the other way: a mask would be another kernel
             return {}
-        peers: dict[str, Call] = {
-            "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        }
-        if self.flex and count == 1:  # each takes long to compile
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, context, device=str(self.device))
-            flex = torch.compile(flex_attention)
-            peers["flex"] = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
-        return peers
+        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)}
 
     def draw(self, ops: Kernels, rows: int, temperature: float, top_p: float) -> Prepared:
         """Against it: a sort of the whole vocabulary, as is usual. Logits as steep as a model's."""

@@ -80,13 +80,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--only", nargs="+", metavar="PART", help="kernels whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention as a peer, compiled for half a minute")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     if device.type == "cpu":
         torch.set_num_threads(1)
     ops = select(device, options.backend)
-    bench = Bench(TINY if options.tiny else Shape(), device, dtype, options.flex)
+    bench = Bench(TINY if options.tiny else Shape(), device, dtype)
     rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
     results: list[Result] = []
     failures: dict[str, str] = {}

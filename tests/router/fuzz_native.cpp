@@ -1,5 +1,5 @@
 // Fuzzes the native index: mutated, truncated and hostile payloads, and any order of calls between them. A program of its own, so
-// that AddressSanitizer, UBSan and the leak check see nothing but our code. Built and run by scripts/fuzz_native.
+// that AddressSanitizer, UBSan and the leak check see nothing but our code. Built and run by scripts/fuzz.
 //
 //     fuzz_native CORPUS SECONDS SEED      CORPUS: payloads, each behind its length as 4 bytes little-endian
 //

@@ -1,5 +1,5 @@
 // Fuzzes how short texts become ids (prompts/native/words.hpp): texts of what real patterns are about, mutated and long. A
-// program of its own, so that AddressSanitizer and UBSan see nothing but our code. Built and run by scripts/fuzz_native.
+// program of its own, so that AddressSanitizer and UBSan see nothing but our code. Built and run by scripts/fuzz.
 //
 //     fuzz_words PATTERNS SECONDS SEED
 //

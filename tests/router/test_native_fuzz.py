@@ -1,6 +1,6 @@
 """The two decoders side by side on real payloads with faults in them: neither raises, both accept and refuse the same.
 
-The long run under AddressSanitizer is scripts/fuzz_native.
+The long run under AddressSanitizer is `scripts/fuzz --only native`.
 """
 
 from __future__ import annotations

@@ -227,18 +227,3 @@ def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 0 < row["adaptive"] <= row["Belady, no states"] == figures["rows"]["20 %"]["Belady"]
     assert row["present"] <= row["Belady, no states"]
     assert row["adaptive, refused"] == row["present, refused"] == 0
-
-
-def test_of_small_caches_whose_requests_hold_most_of_them_half_of_beladys_hits_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The demo's row by names: four turns of eight conversations, three requests at once."""
-    root = Path(__file__).resolve().parents[3]
-    monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks"), str(root / "scripts")])
-    argv = ["--json", str(tmp_path / "out.json"), "--draws", "4", "--turns", "4", "--at-once", "3"]
-    monkeypatch.setattr(sys, "argv", ["small_caches.py", *argv])
-    importlib.import_module("small_caches").main()
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    lru, ours = (rows[f"4 turns, 3 at once, {name}"] for name in ("LRU", "ours"))
-    assert ours["least"] > 0.5 > lru["mean"]
-    assert ours["mean"] < ours["held"] < 1
