@@ -42,23 +42,18 @@ def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 20
     return sorted(samples)[rounds // 2]
 
 
-def captured(call: Callable[[], Any], calls: int = 1) -> Callable[[], object]:
-    """Repeats so many calls from a CUDA graph. They must have run once before. Raises RuntimeError if they wait."""
-    graph = torch.cuda.CUDAGraph()
-    # The outer one goes back to the stream, which torch forgets where the recording fails.
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph.replay
-
-
 def _repeated(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
-    """(calls in it, a replay of them); the plain call where it cannot be captured."""
+    """(calls in a CUDA graph, its replay); the plain call, which has run before, where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
     try:
-        return GRAPH_CALLS, captured(call, GRAPH_CALLS)
+        # The outer one goes back to the stream, which torch forgets where the recording fails.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            for _ in range(GRAPH_CALLS):
+                call()
     except RuntimeError:  # it waits for the device somewhere: time it with what it waits for
         torch.cuda.synchronize()
         return 1, call
+    return GRAPH_CALLS, graph.replay
 
 
 def kernel_times(call: Callable[[], Any], device: torch.device, most: int = 14) -> list[dict[str, Any]]:

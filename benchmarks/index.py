@@ -297,19 +297,15 @@ KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "match_us_1024_cold", "route
         "route_us_8_workers", "route_us_500_workers", "bytes_per_entry", "pause_ms_max")  # fmt: skip
 
 
-def print_table(result: Result) -> None:
-    print(in_words(result["machine"]))
-    for key in KEYS:
-        print(f"{key:28}{result[key]:>16}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="a tenth of the load; figures are rough")
     args = parser.parse_args()
     result: Result = {"machine": machine(), **measure(args.quick)}
-    print_table(result)
+    print(in_words(result["machine"]))
+    for key in KEYS:
+        print(f"{key:28}{result[key]:>16}")
     write_json(args.json, result)
 
 

@@ -223,7 +223,7 @@ class Plan:
 
     count: int
     systems: tuple[str, ...]
-    rounds: range
+    rounds: int
     cache_percent: float
     seconds: float
     logs: Path
@@ -244,10 +244,10 @@ class Plan:
         plays: dict[str, list[Play]] = {system: [] for system in self.systems}
         with Workers(self.count, self.logs, {**spec, "kv_tokens": 16 * blocks}) as workers:
             longest_s = 0.0
-            for number in self.rounds:
+            for number in range(self.rounds):
                 began_s = time.monotonic()
                 if began_s + longest_s > until_s:
-                    click.echo(f"  no time for more than {number - self.rounds.start} rounds")
+                    click.echo(f"  no time for more than {number} rounds")
                     break
                 shift = number % len(self.systems)
                 for system in self.systems[shift:] + self.systems[:shift]:
@@ -284,13 +284,12 @@ class Plan:
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Every second one with kills.")
 @click.option("--cache", default=30.0, show_default=True, help="A worker's cache, percent of the workload's blocks.")
 @click.option("--seconds", default=7.0, show_default=True, help="In which the sessions of a run begin.")
-@click.option("--first-round", default=0, show_default=True, help="Number of the first round: for runs in parts.")
 @click.option("--minutes", type=click.FloatRange(min=1), help="In which all of it has to end.")
 @click.option("--installed/--checkout", default=False, help="Ours as `pip install` builds it, or this checkout's.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
 def main(
     counts: tuple[int, ...], systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float,
-    seconds: float, first_round: int, minutes: float | None, installed: bool, json_file: Path | None,
+    seconds: float, minutes: float | None, installed: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     host = machine("blockcast")
     click.echo(in_words(host))
@@ -300,7 +299,7 @@ def main(
     document: dict[str, object] = {"machine": host, "installed": installed, "workloads": {}}
     todo = [(count, name) for count in counts for name in names]
     for done, (count, name) in enumerate(todo):
-        plan = Plan(count, systems, range(first_round, first_round + rounds), cache, seconds, logs, ours_at)
+        plan = Plan(count, systems, rounds, cache, seconds, logs, ours_at)
         share_s = (until_s - time.monotonic()) / (len(todo) - done)
         played = plan.play(name, time.monotonic() + share_s - END_S * (minutes is not None))
         document["workloads"][f"{name}, {count} workers"] = played  # type: ignore[index]

@@ -203,7 +203,6 @@ def show(name: str, result: dict[str, Any]) -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
-@click.option("--policy", default="kv", show_default=True)
 @click.option("--cases", "only_cases", is_flag=True, help="Only bodies that return.")
 @click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 def main(
@@ -211,7 +210,6 @@ def main(
     json_file: Path | None,
     rounds: int,
     scale: float,
-    policy: str,
     only_cases: bool,
     checkout: bool,
 ) -> None:
@@ -228,15 +226,15 @@ def main(
         for number in range(2):
             (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
             mocks.append(["--announce", str(folder / f"announce{number}.json")])
-        report: dict[str, Any] = {"machine": machine(), "policy": policy, "installed": not checkout, "peers": {}}
+        report: dict[str, Any] = {"machine": machine(), "installed": not checkout, "peers": {}}
         print(in_words(report["machine"]))
-        with before_mocks(folder, checkout, mocks, "--policy", policy, "--log-level", "warning") as (router, url, urls):
+        with before_mocks(folder, checkout, mocks, "--log-level", "warning") as (router, url, urls):
             direct, gateway = Gateway(urls[0]), Gateway(url, router.pid, ours=True)
             wait_until_ready(gateway, bodies)
             gateways = {"blockcast": gateway}
             if not only_cases:
                 report |= measure(gateway, direct, bodies, rounds, scale)
-                show(f"blockcast router, {policy}", report)
+                show("blockcast router", report)
             with ExitStack() as stack:
                 for name in peers:
                     command, port = peer_command(name, urls)

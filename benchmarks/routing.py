@@ -7,7 +7,7 @@ one shared cache of the same total size: what no router can beat without moving 
 the same setting, and a geometric mean over the settings.
 
     benchmarks/routing.py --trace mooncake_conversation.jsonl.gz --trace claude_code_agentic.jsonl.gz
-    benchmarks/routing.py --quick --trace ... --json routing.json
+    benchmarks/routing.py --workers 8 --cache 30 --limit 3000 --trace ... --json routing.json    # a few minutes
 
 With `--workload chat` the requests are made up instead: questions under shared system prompts, where decoding is what
 costs. Figures are then relative to an oracle that knows the engines' state and how long every answer will be.
@@ -78,17 +78,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Exits with a message naming the option that is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="append", type=Path, default=[], help="a trace file; may be repeated")
-    parser.add_argument("--limit", type=int, help="requests of each trace (default: all; with --quick 3,000)")
-    parser.add_argument("--workers", type=_ints, help="comma-separated (default 4,8,16; with --quick 8)")
-    parser.add_argument("--cache", type=_floats, help="percent of the working set (default 10,30,100; --quick 30)")
-    parser.add_argument("--load", type=_floats, help="percent of saturation (default 70,95)")
+    parser.add_argument("--limit", type=int, help="requests of each trace (default: all)")
+    parser.add_argument("--workers", type=_ints, default=[4, 8, 16], help="comma-separated (default 4,8,16)")
+    parser.add_argument("--cache", type=_floats, default=[10.0, 30.0, 100.0],
+                        help="percent of the working set (default 10,30,100)")  # fmt: skip
+    parser.add_argument("--load", type=_floats, default=[70.0, 95.0], help="percent of saturation (default 70,95)")
     parser.add_argument("--policy", action="append", choices=[*POLICIES, *EXTRA], help="only these (and the bounds)")
     parser.add_argument("--saturate", choices=[*POLICIES], default="dynamo_w1", help="whose saturation is 100 %% load")
     parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
     parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--skip", type=int, help="requests at the start of a trace that are not scored (a tenth)")
-    parser.add_argument("--quick", action="store_true", help="a few minutes instead of an hour")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
@@ -123,11 +123,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--trace {path}: no such file")
     if arguments.draws < 1:
         parser.error(f"--draws {arguments.draws}: expected at least 1")
-    arguments.workers = arguments.workers or ([8] if arguments.quick else [4, 8, 16])
-    arguments.cache = arguments.cache or ([30.0] if arguments.quick else [10.0, 30.0, 100.0])
-    arguments.load = arguments.load or [70.0, 95.0]
-    if arguments.limit is None and arguments.quick:
-        arguments.limit = 3000
     return arguments
 
 

@@ -1,6 +1,6 @@
 """What small caches find of conversations that take turns while running requests hold their blocks; names alone.
 
-The sizes of the demo's small-cache row: eight conversations of four turns over two workers, three requests at once. Each
+The sizes of the demo's small-cache row: eight conversations of four turns over two workers, three requests at once. A
 worker has room for two conversations and a bit; a request goes where most of it is cached, else to whoever runs less.
 Figures are shares of what Belady's order finds of what each worker was asked, which may evict what runs; Belady's order
 that may not is the bound, and knows the future else.

@@ -1,4 +1,4 @@
-"""What `hostile_engine` sends: requests, by the part of the engine that they aim at."""
+"""What tests/live/test_engine_hostile.py sends: requests, by the part of the engine that they aim at."""
 
 from __future__ import annotations
 
