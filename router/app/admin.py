@@ -29,13 +29,12 @@ from router.decide.workers import CacheView, WorkerState
 from router.edge.reasons import Reasons, shown
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
-from router.http.routes import Answer, Handler, Routes
+from router.http.routes import Answer, Handler, KeptPage, Routes
 from router.index.protocol import IndexStats
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
 
-HTML: Final = b"text/html; charset=utf-8"
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _ANSWER = re.compile("^(?:chatcmpl-|cmpl-|msg_|resp_)")
 """What an answer's id has before the request's, here and in vLLM."""
@@ -118,9 +117,9 @@ class Admin:
             ("GET", "/health", self._health, True),
             ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
-            ("GET", "/v1/models", self._models, True),
+            ("GET", "/v1/models", KeptPage(self._models, now), True),
             ("GET", "/v1/models/**", self._model, True),
-            ("GET", "/metrics", self._render_metrics, True),
+            ("GET", "/metrics", KeptPage(self._render_metrics, now), True),
             ("GET", "/version", lambda *_: Answer(msgspec.json.encode({"version": version})), True),
             ("GET", "/workers", self._workers, False),
             ("POST", "/workers", self._add, False),
@@ -136,7 +135,7 @@ class Admin:
 
     def show(self, dashboard: Dashboard) -> None:
         """Serve the dashboard."""
-        self.routes.add("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=True)
+        self.routes.add("GET", "/dashboard", lambda *_: dashboard.page, public=True)
         self.routes.add("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
     # Handlers -----------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class Admin:
             self._knows = True
         return None
 
-    def _models(self, request: HttpRequest, _: str) -> Answer:
+    def _models(self) -> Answer:
         return Answer(msgspec.json.encode({"object": "list", "data": list(self._cards().values())}))
 
     def _model(self, request: HttpRequest, name: str) -> Answer:
@@ -235,7 +234,7 @@ class Admin:
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 
-    def _render_metrics(self, request: HttpRequest, argument: str) -> Answer:
+    def _render_metrics(self) -> Answer:
         report, snapshot = self.report(), self._core.snapshot(self._now())
         starting, unusable, index = self._fleet.starting(), self._fleet.unusable, self._core.index.stats()
         page = families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())

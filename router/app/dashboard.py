@@ -8,9 +8,12 @@ instead of piling them up.
 
 from __future__ import annotations
 
+import re
 import time
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +23,9 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.http.answers import Header
 from router.http.connection import ClientConnection
+from router.http.routes import Answer
 from router.turns.parts import NO_LOSS, Why
 
 BEAT_S: Final = 1.0
@@ -31,6 +36,30 @@ DECISIONS_MAX: Final = 60
 TTFTS_MAX: Final = 10_000
 """Times a point of the history is the median of."""
 PAGE = Path(__file__).with_name("dashboard.html")
+
+
+HTML: Final = b"text/html; charset=utf-8"
+_INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def protection(page: bytes) -> tuple[Header, ...]:
+    """Headers that let a page run its own script and nothing else, and that let no other page show it in a frame."""
+    allowed: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
+    for kind, text in _INLINE.findall(page):
+        allowed[kind].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
+    policy = b"; ".join(
+        (
+            b"default-src 'none'",
+            *(b"%b-src %b" % (kind, b" ".join(found)) for kind, found in allowed.items()),
+            b"img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        )
+    )
+    return (
+        (b"content-security-policy", policy),
+        (b"x-frame-options", b"DENY"),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+    )
 
 
 class Viewer:
@@ -112,6 +141,8 @@ class Dashboard:
         why: Callable[[str], Why | None] = lambda name: None,
     ) -> None:
         """`why`: what is known of why a request's prompt was computed."""
+        page = PAGE.read_bytes()
+        self.page = Answer(page, content_type=HTML, headers=protection(page))
         self._core = core
         self._version, self._why = version, why
         self._retried = 0
@@ -127,9 +158,6 @@ class Dashboard:
         self._next_point_s = 0.0
         self._next_beat_s = 0.0
         proxy.on_end.append(self._ended)
-
-    def page(self) -> bytes:
-        return PAGE.read_bytes()
 
     def watch(self, connection: ClientConnection) -> Viewer:
         """Start the stream of events on `connection`."""

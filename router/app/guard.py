@@ -51,7 +51,7 @@ class AdminGuard:
             )  # fmt: skip
         host = (request.header(b"host") or b"").decode("latin-1").lower()
         if not self._is_ours(host):
-            raise _forbidden(f"Host {host[:80]!r} is none of this router's; --admin-host NAME makes it one")
+            raise _forbidden("the Host header names none of this router's hosts; --admin-host NAME makes it one")
         origin = request.header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _forbidden("pages of other sites may not use the admin routes")

@@ -22,8 +22,8 @@ import msgspec
 from options import ConfigError
 from prompts.errors import RequestError
 from prompts.routing import KINDS
-from router.app.admin import HTML
 from router.app.config import ShadowProcessConfig
+from router.app.dashboard import HTML, protection
 from router.app.guard import Guard
 from router.app.process import RouterProcess, run_process
 from router.app.reading import Asked, is_for_workers
@@ -122,10 +122,14 @@ class ShadowProcess(RouterProcess):
             guard=guard, reasons=self._reasons, kind=Mirrored,
         )  # fmt: skip
 
+    def _page(self, request: HttpRequest, _: str) -> Answer:
+        report = page(self._report())
+        return Answer(report, content_type=HTML, headers=protection(report))
+
     def _start_fleet(self) -> None:
         routes = self._admin.routes
         routes.add("GET", "/shadow", lambda *_: Answer(msgspec.json.encode(self._report())), public=False)
-        routes.add("GET", "/shadow/report", lambda *_: Answer(page(self._report()), content_type=HTML), public=False)
+        routes.add("GET", "/shadow/report", self._page, public=False)
         super()._start_fleet()
         if self._shadow.log is not None:
             self._reading_log = self._loop.create_task(self._read_log(Path(self._shadow.log)))

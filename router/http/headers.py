@@ -101,5 +101,5 @@ def framing(headers: HeaderBlock) -> tuple[bool, int | None]:
     if not lengths:
         return False, None
     if len(lengths) != 1 or not _LENGTH.match(lengths[0]):
-        raise ProtocolError(f"bad content-length {lengths[0][:40]!r}")
+        raise ProtocolError("bad content-length: expected one number")
     return False, int(lengths[0])

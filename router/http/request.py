@@ -258,7 +258,7 @@ class RequestParser:
         """Read a whole head. Raises BadRequest or ProtocolError."""
         found = _HEAD.fullmatch(whole)
         if found is None:
-            raise BadRequest(400, f"malformed HTTP request: {whole[:80]!r}")
+            raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
         if found[3] not in (b"1.1", b"1.0"):
             raise BadRequest(505, f"HTTP/{found[3].decode()} is not spoken here")
         if found[1] not in _METHODS:

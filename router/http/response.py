@@ -136,7 +136,7 @@ def _parse(data: bytes) -> tuple[ResponseHead, int] | None:
         return None
     found = _HEAD.fullmatch(data, 0, end)
     if found is None:
-        raise ProtocolError(f"this is no head of an HTTP/1.x answer: {data[:80]!r}")
+        raise ProtocolError("this is no head of an HTTP/1.x answer")
     headers = HeaderBlock(found[4])
     head = ResponseHead(int(found[3]), found[2], headers)
     options = b",".join(headers.all(b"connection")).lower()

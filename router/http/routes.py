@@ -7,16 +7,20 @@ leaves. Refuses to know what is answered.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
 from prompts.paths import unknown_path
-from router.http.answers import JSON, MethodNotAllowed
+from router.http.answers import JSON, Header, MethodNotAllowed
 from router.http.connection import ClientConnection, Work
 from router.http.request import HttpRequest
+
+KEPT_SHARE: Final = 0.05
+KEPT_S_MAX: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Answer:
     body: bytes
     status: int = 200
     content_type: bytes = JSON
+    headers: tuple[Header, ...] = ()
 
 
 Stream = Callable[[ClientConnection], Work]
@@ -50,7 +55,7 @@ class _Pending:
         try:
             if raised is None:
                 answer = task.result()
-                connection.respond(answer.status, answer.body, answer.content_type)
+                connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
             elif isinstance(raised, RequestError):
                 connection.respond_error(raised)
             elif isinstance(raised, Exception):
@@ -66,6 +71,25 @@ class _Pending:
 
     def client_resumed(self) -> None:
         """Answers are small."""
+
+
+class KeptPage:
+    """A handler of a page that anybody may ask for: made again once it is older than making it allows, so that all who
+    ask for it together take no more than KEPT_SHARE of the loop; a second old at most."""
+
+    def __init__(self, make: Callable[[], Answer], now: Callable[[], float] = time.monotonic) -> None:
+        self._make = make
+        self._now = now
+        self._page: Answer | None = None
+        self._until_s = 0.0
+
+    def __call__(self, request: HttpRequest, argument: str) -> Answer:
+        started = self._now()
+        if self._page is None or started >= self._until_s:
+            self._page = self._make()
+            now = self._now()
+            self._until_s = now + min((now - started) / KEPT_SHARE, KEPT_S_MAX)
+        return self._page
 
 
 class Routes:
@@ -91,7 +115,7 @@ class Routes:
             raise self._unknown(request)
         answer = found[0](request, argument)
         if isinstance(answer, Answer):
-            connection.respond(answer.status, answer.body, answer.content_type)
+            connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
         elif asyncio.iscoroutine(answer):
             connection.work = _Pending(connection, answer)
         else:

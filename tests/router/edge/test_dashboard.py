@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from base64 import b64encode
+from hashlib import sha256
 from typing import Any
 
 from router.app.dashboard import Dashboard
@@ -49,6 +52,26 @@ def test_page_is_self_contained(edge: Any) -> None:
         assert "http://" not in text
         assert "https://" not in text
         assert "<script src" not in text
+
+    edge.run(scenario())
+
+
+def test_the_page_runs_its_own_script_and_is_shown_in_no_frame(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        make(edge)
+        answer = await edge.exchange(b"GET /dashboard HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        head, _, page = answer.partition(b"\r\n\r\n")
+        headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        policy = dict(part.split(b" ", 1) for part in headers[b"content-security-policy"].split(b"; "))
+        for kind in (b"script", b"style"):
+            inside = page.partition(b"<%b>" % kind)[2].partition(b"</%b>" % kind)[0]
+            assert policy[b"%b-src" % kind] == b"'sha256-%b'" % b64encode(sha256(inside).digest())
+            assert page.count(b"<%b" % kind) == 1
+        assert b" style=" not in page
+        assert re.search(rb"<[^>]* on\w+=", page) is None
+        assert (policy[b"default-src"], policy[b"frame-ancestors"]) == (b"'none'", b"'none'")
+        assert headers[b"x-frame-options"] == b"DENY"
 
     edge.run(scenario())
 
