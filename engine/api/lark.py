@@ -22,6 +22,7 @@ import msgspec
 from engine.api.call_readers import NAME
 from engine.api.constraint import AskedConstraint, Format, asked_format
 from engine.api.escaped_lark import UnreadableGrammar, escape_grammar
+from engine.api.markup_calls import as_json
 from engine.api.params import ModelLimits
 from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import added_tokens
@@ -278,7 +279,8 @@ class _Writer:
         """A value and the mark at its end. Its reader takes it as text where `schema_types` has only strings."""
         values = listed_values(schema, root)
         if values is not None:
-            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            types = schema_types(schema, root)
+            texts = (_xml_text(value, types) for value in values)
             return f"({' | '.join(map(self._const, texts))}) {_quoted(_XML_END)}"
         if schema_types(schema, root) == ("string",) and resolve(schema, root) is not None:
             return self._rule(f"{self._plain_text(schema, root, 0)} {_quoted(_XML_END)}", "[lazy]")
@@ -455,6 +457,13 @@ def _properties(
 def _definitions(root: Json) -> dict[str, Json]:
     names = ("$defs", "definitions")
     return {name: root[name] for name in names if name in root} if isinstance(root, dict) else {}
+
+
+def _xml_text(value: Json, types: tuple[str, ...]) -> str:
+    """How a listed value is written so that its reader finds that value: "5" among numbers needs quotation marks."""
+    encoded = json.dumps(value, ensure_ascii=False)
+    is_plain = isinstance(value, str) and (types == ("string",) or as_json(value, types) == encoded)
+    return value if is_plain else encoded
 
 
 def _length(value: Json) -> int | None:

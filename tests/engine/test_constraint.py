@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -271,6 +273,7 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("qwen3_coder", {"type": "string", "format": "date"}, {"2026-11-26": "2026-11-26"}, ["today"]),
     ("qwen3_coder", {"anyOf": [{"type": "string"}, {"type": "null"}]}, {'"a"': "a", "null": None}, ["5"]),
     ("qwen3_coder", {"enum": ["a", 1, None]}, {"a": "a", "1": 1, "null": None}, ["b"]),
+    ("qwen3_coder", {"enum": ["5", 7, "null", "x"]}, {'"5"': "5", "7": 7, "null": "null", "x": "x"}, ["5", '"x"']),
     ("pythonic", {"$ref": "#/$defs/point"}, {'{"x": true}': {"x": True}}, ["{}", '{"x": 1}', "None"]),
     (
         "pythonic",
@@ -304,6 +307,49 @@ def test_a_strict_value_is_of_its_schema_where_calls_are_not_json(
         assert arguments_of(call(text), markup, tools) == {"v": value}
     for text in bad:
         assert not takes(lark, call(text)), text
+
+
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["next"], "additionalProperties": False}  # fmt: skip
+ARGUMENTS: list[dict[str, Any]] = [
+    {"properties": {"a": {"type": "string", "maxLength": 6}, "b": {"type": "integer", "minimum": 0, "maximum": 99},
+                    "c": {"type": ["string", "null"], "maxLength": 4}}, "required": ["a", "b"]},
+    {"properties": {"from": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    "x y": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3},
+                    "o": {**NODE, "properties": {"next": {"type": "number", "minimum": 0, "maximum": 9}}}},
+     "required": ["x y"]},
+    {"properties": {"e": {"enum": ["a", "null", "1", 1, None, True, "true"]},
+                    "f": {"oneOf": [{"const": "5"}, {"const": 7}]},
+                    "g": {"type": "string", "pattern": "^[^a]?b|c$", "maxLength": 5}}, "required": ["e", "f", "g"]},
+    {"properties": {"n": {"$ref": "#/$defs/node"}, "d": {"type": "string", "format": "date"},
+                    "s": {"anyOf": [{"type": "string", "maxLength": 2}, {"enum": ["long value"]}]}},
+     "required": ["n", "s"], "$defs": {"node": NODE}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_any_call_that_is_forced_is_read_and_fits_its_schema(markup: str, arguments: dict[str, Any]) -> None:
+    """Calls drawn at random from the grammar, as a model that knows nothing would write them."""
+    schema = {"type": "object", "additionalProperties": False, **arguments}
+    tools = [{"type": "function", "function": {"name": "f-x", "parameters": schema, "strict": True}}]
+    lark = grammar(chat(tools=tools, tool_choice="required", parallel_tool_calls=False), markup)
+    for seed in range(3):
+        text = drawn(lark, random.Random(seed))
+        found = arguments_of(text, markup, tools)
+        assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(found)] == [], text
+
+
+def drawn(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
+    """A text that the grammar means."""
+    matcher, ids = LLMatcher(WORDS, lark, log_level=0), list[int]()
+    while not matcher.is_accepting():
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(TOKENIZER.vocab_size) if mask[i // 8] >> i % 8 & 1]
+        ids.append(rng.choice(allowed))
+        matcher.consume_token(ids[-1])
+        assert len(ids) < tokens_max
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
