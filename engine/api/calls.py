@@ -1,6 +1,6 @@
 """Tool calls in the text that a model writes: found, told apart from the answer, streamed as they grow.
 
-One machine for all formats: it looks for the marks of a format's row, lets a reader (`call_readers`, `markup_calls`)
+One machine for all formats: it looks for the marks of a format's row, lets a reader (`engine.api.readers`)
 have what follows, and gives back as text what turns out to be no call. What it has said after a beginning of the text
 depends on that beginning alone, however it was cut. White space beside a call belongs to its markup. Pure.
 """
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.call_readers import NAME, CallReader, NamedCall, ObjectCall, Sink, Status, Types
 from engine.api.detokenizer import Marks
-from engine.api.markup_calls import PythonCall, XmlCall
+from engine.api.readers.json_calls import NAME, CallReader, NamedCall, ObjectCall, Sink, Status, Types
+from engine.api.readers.markup_calls import PythonCall, XmlCall
 from engine.api.schemas.reading import property_types
 
 _SPACE = " \t\r\n"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.call_readers import NAME
+from engine.api.readers.json_calls import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
 from prompts.responses import CUSTOM_INPUT, ShownTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs

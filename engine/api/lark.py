@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from engine.api.call_readers import NAME
 from engine.api.constraint import AskedConstraint, Format, asked_format
 from engine.api.escaped_lark import UnreadableGrammar, escape_grammar
-from engine.api.markup_calls import as_json
 from engine.api.params import ModelLimits
+from engine.api.readers.json_calls import NAME
+from engine.api.readers.markup_calls import as_json
 from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import added_tokens
 from engine.types import Constraint

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.api.call_readers import Types
 from engine.api.calls import FORMATS, CallParser, CallPiece, format_of
 from engine.api.detokenizer import StopStrings
+from engine.api.readers.json_calls import Types
 from engine.api.thought import THOUGHTS, Place, Thought, thought_of
 from engine.types import SamplingParams
 from prompts import ChatTemplate, RequestError

@@ -12,8 +12,8 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import markup_calls
 from engine.api.calls import FORMATS, CallParser, Format, format_of, parameter_types
+from engine.api.readers import markup_calls
 from engine.api.schemas.reading import schema_types
 
 TOOLS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.call_readers import NAME, NAME_CHARS_MAX, CallReader, Sink, Status, Types, with_escapes
 from engine.api.detokenizer import Marks
+from engine.api.readers.json_calls import NAME, NAME_CHARS_MAX, CallReader, Sink, Status, Types, with_escapes
 from engine.api.schemas.reading import type_of
 
 _SPACE = " \t\r\n"
