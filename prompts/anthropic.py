@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from prompts.anthropic_blocks import MEDIA, is_hosted, media_kind, read_block
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
+from prompts.history.blocks import MEDIA, is_hosted, media_kind, read_block
 from prompts.messages import BILLING_LINE, render_chat
 from prompts.schemas import (
     COUNT_MAX,
