@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core import Executor, Runner
 from engine.grammars import Grammars
 from engine.model_files import locate
+from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import Answers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
 from options import ConfigError
@@ -46,7 +47,10 @@ def load(config: EngineConfig, folder: Path) -> Executor:
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
         times = spec.times(config.step_tokens, config.time_scale)
-        runners.append(SimulatedRunner(times, answers, block_size=config.block_size))
+        constrained = None
+        if grammars is not None:
+            constrained = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
+        runners.append(SimulatedRunner(times, answers, block_size=config.block_size, constrained=constrained))
         return runners[0]
 
     def close() -> None:
@@ -76,7 +80,6 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         lateness=lambda: runners[0].lateness if runners else None,
         step_tokens=config.step_tokens,
         reload=_no_weights,
-        unconstrained="a simulated engine (--simulate) says words that match nothing",
     )
 
 

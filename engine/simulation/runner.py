@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from engine.core import Lateness
+from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, StepPlan, StepResult, TokenLogprobs, Way
 from engine.types import Sequence as Running
 from simulation.steps import StepTimes
@@ -77,10 +78,12 @@ class SimulatedRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         block_size: int = 16,
+        constrained: ConstrainedAnswers | None = None,
     ) -> None:
         """`clock`: the one that `Sequence.arrival_s` was read from."""
         self._times = times
         self._answers = answers
+        self._constrained = constrained
         self._clock = clock
         self._sleep = sleep
         self._block_size = block_size
@@ -96,13 +99,26 @@ class SimulatedRunner:
         first_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
         takes_s = step_seconds(self._times, plan, self._block_size)
         self._due_s = max(self._due_s, first_s) + takes_s
-        result = StepResult([self._answers.next(chunk.seq) if chunk.samples else None for chunk in plan.chunks])
+        result = StepResult([])
         for index, chunk in enumerate(plan.chunks):
+            self._say(result, index, chunk)
             _add_logprobs(result, index, chunk)
         while (left_s := self._due_s - self._clock()) > 0:
             self._sleep(left_s)
         self._count(takes_s, -left_s)
         return result
+
+    def _say(self, result: StepResult, index: int, chunk: Chunk) -> None:
+        """Add the chunk's token to the result."""
+        seq = chunk.seq
+        token: int | str | None = self._answers.next(seq) if chunk.samples else None
+        if token is not None and seq.request.params.constraint is not None:
+            assert self._constrained is not None, "a constraint without grammars"
+            token = self._constrained.next(seq, self._answers.next)
+        if isinstance(token, str):
+            result.failed[index] = token
+            token = 0
+        result.sampled.append(token)
 
     def close(self) -> None:
         if self._all.steps:

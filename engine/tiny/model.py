@@ -59,7 +59,8 @@ class Recipe:
     head_dim: int = 16
     intermediate_size: int = 128
     vocab_size: int = 2048
-    max_position: int = 8192
+    max_position: int = 40960
+    """Agents begin with 11,000 to 34,000 tokens."""
     dtype: str = "float32"
     seed: int = 0
     tie_embeddings: bool = True
