@@ -210,12 +210,13 @@ def _check_change(where: str, role: str, block: MessageBlock) -> None:
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, Any]:
+def as_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: bool = False) -> dict[str, Any]:
     """Fields of the chat request that this one stands for: all that its prompt depends on, and what is to be sampled.
 
-    `template`: renders it; None where that is not here. Raises RequestError.
+    `template`: renders it; None where that is not here. `in_place`: system messages stay where they are, whatever the
+    template takes. Raises RequestError.
     """
-    merges = template is None or template.needs_system_first()
+    merges = not in_place and (template is None or template.needs_system_first())
     messages = _messages(request, merges)
     fields: dict[str, Any] = {
         "messages": messages,

@@ -230,9 +230,9 @@ def _referenced(source: ResponsesRequest) -> str | None:
         return None  # the worker says what is wrong with the name
 
 
-def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingRequest:
+def chat_of(parsed: RoutingRequest, template: ChatTemplate | None, *, in_place: bool = False) -> RoutingRequest:
     """The chat that a body of another API stands for. `template`: renders it; without one, what hangs on it must not be
-    there. Raises RequestError."""
+    there, unless system messages may stay `in_place`: good enough to compare two of them. Raises RequestError."""
     source = parsed.source
     if isinstance(source, ResponsesRequest):
         if source.previous_response_id is not None:
@@ -242,9 +242,9 @@ def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingReq
         fields = response_as_chat(source)
     else:
         assert source is not None
-        if template is None and depends_on_template(source):
+        if template is None and not in_place and depends_on_template(source):
             raise RequestError("what this prompt is depends on the model's chat template", param=None)
-        fields = as_chat(source, template)
+        fields = as_chat(source, template, in_place=in_place)
     read = {name: fields[name] for name in _RENDERED if name in fields}
     return parsed.replaced(kind="chat", source=None, has_media=has_media(read["messages"]), **read)
 

@@ -36,7 +36,7 @@ def outline(parsed: RoutingRequest) -> Outline | None:
     chat that is rendered of them."""
     if parsed.source is not None:
         try:
-            parsed = chat_of(parsed, None)
+            parsed = chat_of(parsed, None, in_place=True)
         except RequestError:
             return None
     if parsed.messages is None:

@@ -89,7 +89,8 @@ class Returned:
         return self._words
 
     def outline(self) -> Outline | None:
-        """As router/prompting/outline.py makes it of the whole chat, however much of that is known."""
+        """As router/prompting/outline.py makes it of the whole chat, however much of that is known. None where what is
+        new hangs on the template: a system message that comes late."""
         known, parsed = self.known, self.rest.parsed
         if parsed.source is not None and _depends(parsed):
             return None

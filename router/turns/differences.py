@@ -67,6 +67,12 @@ def is_aside(old: Outline, new: Outline) -> bool:
     return answered(new, old.total) is None
 
 
+def new_system_prompt(old: Outline, new: Outline) -> int | None:
+    """The first message behind those of `old` that is a system prompt; None where there is none."""
+    kinds = numbers(new)[3::WORDS]
+    return next((at for at in range(old.total, len(kinds)) if kinds[at] & ROLE == 0), None)
+
+
 def _system_prompt(outline: Outline) -> int | None:
     """Digest of the first message without billing lines, if that is a system prompt."""
     words = numbers(outline)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 from router.decide.messages import Decision
 from router.prompting.outlined import Outline
 from router.turns.book import Past
-from router.turns.differences import answered, difference
+from router.turns.differences import answered, difference, new_system_prompt
 from router.turns.parts import NOT_COMPARED, Part
 
 BLOCK_TOKENS: Final = 16
@@ -166,6 +166,10 @@ def _difference(turn: Turn, past: Past, facts: Facts) -> tuple[str, int | None]:
         return "edited", None
     how, message = difference(past.outline, turn.outline, turn.common / len(past.ids))
     is_tail = len(past.ids) - turn.common <= TAIL_TOKENS
+    if how == "re_encoded" and not is_tail:
+        added = new_system_prompt(past.outline, turn.outline)
+        if added is not None:  # the template put it before what had been said
+            return "system_prompt", added
     if how == "re_encoded" and is_tail and answered(turn.outline, past.messages) is not None:
         # What the template put before the answer is not what stands before it now.
         thinks = facts.thinks(past.scope.model, past.ids[turn.common :])

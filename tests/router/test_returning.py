@@ -197,7 +197,7 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
     for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
-    assert returned.outline() == outline(parsed)
+    assert returned.outline() == (None if returning._depends(returned.rest.parsed) else outline(parsed))
     assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
 
 

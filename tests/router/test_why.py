@@ -30,7 +30,7 @@ from router.prompting.outline import _message, outline, words_of
 from router.prompting.outlined import THINKS, Outline
 from router.prompting.turn import digest_beginning
 from router.turns.config import TurnsConfig
-from router.turns.differences import difference
+from router.turns.differences import difference, new_system_prompt
 from router.turns.ledger import Prompt, short_keys
 from router.turns.parts import GROUPS, NO_LOSS, Why
 from router.turns.why import Gone, missing_from
@@ -463,6 +463,30 @@ def test_a_title_beside_the_main_turn_is_its_own_beginning(
     system = {"role": "system", "content": "Another."}
     changed = {**main, "messages": [system, *main["messages"][1:], answer, user], "tools": []}
     assert fleet.send(changed, name).reason == "tools", "the answer stands there: it goes on, whatever else changed"
+
+
+@pytest.mark.parametrize("more", [{}, {"thinking": {"type": "disabled"}}], ids=["system-between", "no-thinking"])
+def test_a_body_whose_chat_hangs_on_the_template_is_outlined_all_the_same(more: dict[str, Any]) -> None:
+    """Claude Code puts system messages between the others: each of its turns was called edited."""
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
+    body = json.dumps({"model": "m", "max_tokens": 5, "system": "s", "messages": messages[: 1 if more else 3], **more})
+    made = outline(parse_routing("/v1/messages", body.encode()))
+    assert made is not None
+    assert made.total == (2 if more else 4)
+
+
+def test_a_system_message_that_the_template_put_first_is_named(tokenizer: Tokenizer) -> None:
+    fleet = Fleet(tokenizer, random.Random(7))
+    one = Conversation(fleet)
+    body = one.body
+    before, after = (outline(parse_routing("/v1/chat/completions", json.dumps(sent).encode())) for sent in (
+        body, {**body, "messages": [*body["messages"], {"role": "assistant", "content": "Yes."},
+                                    {"role": "system", "content": "Now this."}, {"role": "user", "content": "Go on."}]},
+    ))  # fmt: skip
+    assert before is not None
+    assert after is not None
+    assert new_system_prompt(before, after) == before.total + 1
+    assert new_system_prompt(before, before) is None
 
 
 def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) -> None:

@@ -320,6 +320,9 @@ def changed(past: Past, prompt: Prompt, common: int, facts: Facts) -> tuple[str,
     if past.outline is not None and prompt.outline is not None:
         how, message = difference(past.outline, prompt.outline, common / len(past.ids))
         tail, count = past.ids[common:], len(messages(past.outline))
+        added = [at for at, one in enumerate(messages(prompt.outline)) if at >= count and one[3] & 7 == SYSTEM]
+        if how == "re_encoded" and len(tail) > 16 and added:
+            return "system_prompt", {"position": common, "message": added[0]}
         if how == "re_encoded" and len(tail) <= 16 and answered(messages(prompt.outline), count) is not None:
             how, message = "thinking_dropped" if facts.thinks(past.scope.model, tail) else how, count
     return how, {"position": common, "message": message}
