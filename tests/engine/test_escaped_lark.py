@@ -76,7 +76,7 @@ def test_a_regular_expression_takes_the_texts_that_it_takes_unescaped(pattern: s
 
 def test_texts_ranges_imports_and_flags() -> None:
     grammar = (
-        'start: "say\\t"i LETTER "a".."c" X?\nX.: "\\u0431"\n%import common (LETTER, INT)\n%import common.WS -> SPACE'
+        'start: "say\\t"i LETTER "a".."c" X?\nX: "\\u0431"\n%import common (LETTER, INT)\n%import common.WS -> SPACE'
     )
     assert holds(grammar, "SAY\tzb")
     assert holds(grammar, "say\tzc\u0431")
