@@ -76,7 +76,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     grammars = None
     try:
         eos_token_ids = tokenizer.eos_token_ids
-        unconstrained = executor.unconstrained or why_not(tokenizer)
+        unconstrained = why_not(tokenizer)
         if unconstrained is None:
             grammars = Grammars(partial(Words, tokenizer, executor.vocab_size))
         spec = executor.spec

@@ -85,8 +85,6 @@ class Executor:
     """Time spent on copies to host memory and back, where the steps wait for them."""
     enough_prompt_tokens: int | None = None
     """As `SchedulerConfig` has it."""
-    unconstrained: str | None = None
-    """Why no answer can be made to match anything; None: it can."""
     sleep: Callable[[int], None] = lambda level: None
     """Give memory back, while nothing runs: 1 the cache's, and the device's of the weights; 2 the weights too. Raises
     ValueError where that cannot be. What was cached is gone."""
