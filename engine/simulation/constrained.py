@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ENDINGS = ('"', "}", "]", ",")
 """What ends a part of JSON, strings first, as brackets may stand in them: said where the grammar lets it."""
+TAG_END = "\n</parameter>\n"
+"""What ends an argument that stands without quotation marks: in it all of these may stand."""
 FREE_TOKENS = 12
 """Tokens of an answer that could end at any time, where the simulation names no length."""
 CANDIDATES_MAX = 64
@@ -29,6 +31,8 @@ class _Follower:
 
     matcher: LLMatcher
     read: int = 0
+    forced: list[int] = field(default_factory=list)
+    """What must follow, as the tokenizer writes it, so that the next prompt is a prefix hit; the next token last."""
 
 
 class ConstrainedAnswers:
@@ -39,6 +43,7 @@ class ConstrainedAnswers:
         self._tokenizer = tokenizer
         self._eos = eos_token_id
         self._length = FREE_TOKENS if length is None else length
+        self._tag_end = tokenizer.hf.encode(TAG_END, add_special_tokens=False).ids
         self._order: list[int] | None = None
         self._followers: OrderedDict[str, _Follower] = OrderedDict()
 
@@ -52,10 +57,16 @@ class ConstrainedAnswers:
                 return constraint.after
             said = said[said.index(constraint.after) + 1 :]
         follower = self._follower(seq.request.request_id, constraint.lark, said)
+        if follower.forced:
+            return follower.forced[-1]
         matcher = follower.matcher
         mask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
             return story(matcher)
+
+        follower.forced = matcher.compute_ff_tokens()[::-1]
+        if follower.forced:
+            return follower.forced[-1]
 
         def allowed(token: int) -> bool:
             return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
@@ -64,6 +75,10 @@ class ConstrainedAnswers:
         speaks = allowed(wanted) and wanted != self._eos
         if allowed(self._eos) and (not speaks or len(said) + 1 >= self._length):
             return self._eos
+        if "</parameter>" in constraint.lark:
+            ending = self._tag_ending(said)
+            if ending is not None and not allowed(self._eos) and allowed(ending):
+                return ending
         if speaks and (allowed(self._eos) or not said or not self._is_word(said[-1])):
             return wanted
         candidates = list(islice(filter(allowed, self._tokens()), CANDIDATES_MAX))
@@ -78,6 +93,8 @@ class ConstrainedAnswers:
         if follower is None or follower.read > len(said):
             follower = _Follower(self._grammars.matcher(lark))
         for token in said[follower.read :]:
+            if follower.forced and follower.forced.pop() != token:
+                follower.forced.clear()
             if follower.matcher.is_stopped() or not follower.matcher.consume_token(token):
                 break
         follower.read = len(said)
@@ -85,6 +102,18 @@ class ConstrainedAnswers:
         while len(self._followers) > FOLLOWERS_MAX:
             self._followers.popitem(last=False)
         return follower
+
+    def _tag_ending(self, said: list[int]) -> int | None:
+        """The next token of TAG_END, where the end of a value may stand before it."""
+        for done, token in reversed(list(enumerate(self._tag_end))):
+            before = len(said) - done - 1
+            if before >= 0 and said[before + 1 :] == self._tag_end[:done] and self._is_value(said[before]):
+                return token
+        return None
+
+    def _is_value(self, token: int) -> bool:
+        end = self._tokenizer.hf.decode([token])[-1:]
+        return end.isalnum() or end in ENDINGS[:3]
 
     def _is_word(self, token: int) -> bool:
         return self._tokenizer.hf.decode([token]).strip().isalpha()
