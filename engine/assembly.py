@@ -129,6 +129,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         prefill_order=config.prefill_order,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
         unconstrained=unconstrained,
+        script=executor.script,
     )
     publish = _discard if publisher is None else publisher.publish
     core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars, copy_s=executor.copy_s)

@@ -23,6 +23,7 @@ from engine.grammars import Grammars
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.types import FinishReason, Request, RunnerLost, SequenceOutput, StepPlan, StepResult
 from events import Event
+from simulation.spec import ScriptTurn
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class Executor:
     """Time spent on copies to host memory and back, where the steps wait for them."""
     enough_prompt_tokens: int | None = None
     """As `SchedulerConfig` has it."""
+    script: tuple[ScriptTurn, ...] = ()
+    """What is said turn by turn, where steps are simulated; empty: whatever comes."""
     sleep: Callable[[int], None] = lambda level: None
     """Give memory back, while nothing runs: 1 the cache's, and the device's of the weights; 2 the weights too. Raises
     ValueError where that cannot be. What was cached is gone."""

@@ -16,6 +16,7 @@ from engine.core import EngineStats, Lateness
 from engine.types import DecodedTokens, Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
+from simulation.spec import ScriptTurn
 
 _LENGTH = struct.Struct(">I")
 
@@ -44,6 +45,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of the model's generation_config.json, under their request names."""
     unconstrained: str | None = None
     """Why no answer can be made to match anything; None: it can."""
+    script: tuple[ScriptTurn, ...] = ()
+    """What is said turn by turn, where steps are simulated; empty: whatever comes."""
 
 
 # HTTP -> core

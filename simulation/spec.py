@@ -14,17 +14,43 @@ from msgspec import Meta
 
 from options import ConfigError
 from prompts.errors import RequestError
-from prompts.schemas import decode_json
+from prompts.schemas import Json, decode_json
 from simulation.steps import StepTimes
 
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
+
+TEXT_MAX = 4096
+"""Characters of a scripted answer: the grammar of a much longer one is too slow to follow."""
 
 BANDWIDTH_SHARE, COMPUTE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.9
 STEP_OVERHEAD_S = 1e-3
 """Of a step, besides the device's work: scheduling, launching, sampling."""
 SEQUENCE_OVERHEAD_S = 10e-6
 """Of each sequence in it."""
+
+
+FIRST_TOOL = "*"
+
+
+class ScriptTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said at a turn of the conversation: a call, a text, or without both words without meaning."""
+
+    call: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """The tool; FIRST_TOOL: the first one of the request."""
+    arguments: dict[str, Json] | None = None
+    """None: some that the tool's schema allows."""
+    text: Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is not None and self.call is not None:
+            raise ValueError("expected call or text, not both")
+        if self.arguments is not None and self.call is None:
+            raise ValueError("arguments: expected only beside call")
+
+
+CALL_ONCE = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
+"""What `"script": "tools"` stands for."""
 
 
 class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,10 +71,18 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Unless --max-model-len says."""
     answer_tokens: Count | None = None
     """Length of an answer, its end token included; None: as long as the request allows."""
-    script: str | None = None
-    """A text file with an answer a line; the prompt picks one. None: words without meaning."""
+    script: str | Annotated[tuple[ScriptTurn, ...], Meta(min_length=1, max_length=1024)] | None = None
+    """A text file with an answer a line; the prompt picks one. Or turns: the conversation picks one. "tools":
+    CALL_ONCE. None: words without meaning."""
     source: str = "given"
     """Where the numbers are from."""
+
+    @property
+    def turns(self) -> tuple[ScriptTurn, ...]:
+        """Of a script by turn; empty without one."""
+        if self.script == "tools":
+            return CALL_ONCE
+        return self.script if isinstance(self.script, tuple) else ()
 
     def times(self, step_tokens: int, time_scale: float) -> StepTimes:
         """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""

@@ -20,6 +20,7 @@ from engine.api.readers.json_calls import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
 from prompts.responses import CUSTOM_INPUT, ShownTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
+from simulation.spec import FIRST_TOOL, ScriptTurn
 
 Format = dict[str, Any]
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -128,6 +129,41 @@ def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = 
     if lenient:
         made["lenient"] = True
     return made
+
+
+def scripted_format(
+    body: ChatRequest,
+    script: Sequence[ScriptTurn],
+    tool_markup: str | None,
+    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
+) -> AskedConstraint:
+    """What a simulated engine's answer must match to be the turn of its script. Raises RequestError.
+
+    A call of a tool that the request does not have is words. The rest is as in `asked_format`.
+    """
+    said = sum(message.get("role") == "assistant" for message in body.messages) - bool(body.continue_final_message)
+    turn = script[said % len(script)]
+    if turn.call is not None and tool_markup is not None:
+        for tool in _chosen(body)[1]:
+            if turn.call in (tool.name, FIRST_TOOL):
+                tool = tool._replace(grammar=grammars.get(tool.name))
+                if turn.arguments is not None:
+                    tool = tool._replace(parameters=_exactly(turn.arguments), is_strict=True, grammar=None)
+                return AskedConstraint("tools", _calls(MARKUPS[tool_markup], [tool], many=False))
+    if turn.text is not None:
+        return AskedConstraint("messages", {"type": "const_string", "value": turn.text})
+    return AskedConstraint("messages", {"type": "any_text"})
+
+
+def _exactly(arguments: dict[str, Json]) -> Json:
+    """The schema of these arguments alone."""
+    properties = {name: {"const": value} for name, value in arguments.items()}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(arguments),
+        "additionalProperties": False,
+    }
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

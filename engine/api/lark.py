@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from engine.api.constraint import AskedConstraint, Format, asked_format
+from engine.api.constraint import AskedConstraint, Format, asked_format, scripted_format
 from engine.api.escaped_lark import UnreadableGrammar, escape_grammar
 from engine.api.params import ModelLimits
 from engine.api.readers.json_calls import NAME
@@ -67,6 +67,8 @@ def constraint_of(
     `thought`: as in Constraint, the token that opens one and the one that ends it. `grammars`: as in `asked_format`.
     """
     asked = asked_format(body, limits.calls, grammars)
+    if limits.script and isinstance(body, ChatRequest) and (asked is None or asked.param == "tools"):
+        asked = scripted_format(body, limits.script, limits.calls, grammars)
     if asked is None:
         return None
     if limits.unconstrained is not None:

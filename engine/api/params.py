@@ -14,6 +14,7 @@ import msgspec
 from engine.types import Constraint, SamplingParams
 from prompts.errors import RequestError, bad_value, context_overflow
 from prompts.schemas import ChatRequest, CompletionRequest
+from simulation.spec import ScriptTurn
 
 _PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
     "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "constraint",
@@ -34,6 +35,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How it encloses its thought, a name of `thought.THOUGHTS`; None: it is told as any other text."""
     unconstrained: str | None = None
     """Why no answer can be made to match anything; None: it can."""
+    script: tuple[ScriptTurn, ...] = ()
+    """What a simulation says, turn by turn; empty: the answer is free."""
 
 
 def sampling_params(

@@ -53,6 +53,7 @@ class ServerState:
             calls=calls,
             thought=thought,
             unconstrained=info.unconstrained,
+            script=info.script,
         )
         self.stored = StoredResponses()
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.grammars import Grammars
+from engine.grammars import Grammars, why_not
 from engine.model_files import locate
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import Answers, SimulatedRunner
@@ -39,6 +39,8 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if given:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
+    if spec.turns and (reason := why_not(tokenizer)) is not None:
+        raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     words, script = some_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
 
@@ -80,6 +82,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         lateness=lambda: runners[0].lateness if runners else None,
         step_tokens=config.step_tokens,
         reload=_no_weights,
+        script=spec.turns,
     )
 
 
@@ -121,7 +124,7 @@ def some_words(tokenizer: Tokenizer) -> list[int]:
 
 
 def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
-    if spec.script is None:
+    if not isinstance(spec.script, str) or spec.turns:
         return []
     try:
         lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()

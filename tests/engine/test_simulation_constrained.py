@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 
+from engine.api.calls import FORMATS, CallParser, parameter_types
 from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits
+from engine.assembly import assemble
+from engine.config import EngineConfig
 from engine.grammars import Grammars, Words
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.executor import some_words
 from engine.simulation.runner import Answers
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Constraint, Request, SamplingParams, Sequence
+from events.config import KVEventsConfig
+from options import ConfigError
 from prompts import Tokenizer, parse_chat
+from simulation.spec import CALL_ONCE, ScriptTurn, read_spec
 
 TOKENIZER = Tokenizer.load(cached_tokenizer())
 EOS = TOKENIZER.eos_token_ids[0]
@@ -57,9 +63,9 @@ def say(grammars: Grammars, constraint: Constraint, length: int | None = None, t
     raise AssertionError(f"no end: {TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)}")
 
 
-def asked(**fields: Any) -> Constraint:
+def asked(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, calls="hermes")
+    limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, calls=calls, script=script)
     made = constraint_of(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
     assert made is not None
     return made
@@ -109,3 +115,135 @@ def test_a_preempted_answer_goes_on_as_it_was(grammars: Grammars) -> None:
         seq.token_ids.append(token)
         answers._followers.clear()
     assert TOKENIZER.decode(seq.token_ids[1:], skip_special_tokens=False) == "abc " * 20 + "d"
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "none": {"type": "null"},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g", "strict": True, "parameters": TYPED}},
+]
+ASK, RESULT = {"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "i", "content": "7"}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+SAID = {"role": "assistant", "content": "so"}
+REMINDER = {"role": "user", "content": "a client's note beside the result"}
+WORDS = r"( [a-z]+)+"
+
+
+def read(said: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
+    """(text, calls) of a whole answer."""
+    parser = CallParser(FORMATS[calls], parameter_types(TOOLS) if calls == "qwen3_coder" else {})
+    (text, told), (rest, more) = parser.push(said), parser.finish()
+    found: dict[int, list[str]] = {}
+    for piece in [*told, *more]:
+        found.setdefault(piece.index, [piece.name or "", ""])[1] += piece.arguments
+    return text + rest, [(name, json.loads(arguments)) for name, arguments in found.values()]
+
+
+@pytest.mark.parametrize("calls", FORMATS)
+def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str) -> None:
+    talk = [ASK]
+    for answer in (CALLED, SAID, CALLED):
+        text, called = read(say(grammars, asked(CALL_ONCE, calls, messages=talk, tools=TOOLS)), calls)
+        if answer is CALLED:
+            ((name, arguments),) = called
+            assert (text, name, set(arguments)) == ("", "f", set(SCHEMA["required"]))
+            talk = [*talk, CALLED, RESULT, REMINDER]
+        else:
+            assert not called
+            assert re.fullmatch(WORDS, text)
+            talk = [*talk, SAID, ASK]
+
+
+@pytest.mark.parametrize("calls", FORMATS)
+def test_a_script_says_its_turns_to_the_letter(grammars: Grammars, calls: str) -> None:
+    arguments = {"city": 'Å "x"\n</parameter>', "days": 3, "deep": {"a": [1, None, True, "b"]}, "none": None}
+    text = 'To the letter: <b>{"a"}</b> 🙂\n\tand on.'
+    script = (ScriptTurn(call="g", arguments=arguments), ScriptTurn(text=text), ScriptTurn(call="g", arguments={}))
+    turns = [[ASK], [ASK, CALLED, RESULT], [ASK, CALLED, RESULT, SAID, ASK]]
+    said = [say(grammars, asked(script, calls, messages=talk, tools=TOOLS)) for talk in turns]
+    assert read(said[0], calls) == ("", [("g", arguments)])
+    assert read(said[1], calls) == (text, [])
+    assert read(said[2], calls) == ("", [("g", {})])
+
+
+def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammars) -> None:
+    """So that the conversation's next prompt finds them in the cache."""
+    text = "The quick engine answers its requests, one token after the other. " * 40
+    made, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
+    request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=asked((ScriptTurn(text=text),))))
+    seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
+    while (token := made.next(seq, free.next)) != EOS:
+        assert isinstance(token, int)
+        seq.token_ids.append(token)
+    assert seq.token_ids[1:] == TOKENIZER.hf.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": TOOLS[1:]},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {
+            "tools": TOOLS,
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[1:]}},
+        },
+    ],
+)
+def test_a_call_that_a_request_cannot_have_is_words(grammars: Grammars, fields: dict[str, Any]) -> None:
+    assert re.fullmatch(WORDS, say(grammars, asked((ScriptTurn(call="f"),), **fields)))
+
+
+def test_what_must_be_said_wins_over_the_script(grammars: Grammars) -> None:
+    script = (ScriptTurn(text="no"), ScriptTurn(call="f"))
+    forced = {"type": "function", "function": {"name": "g"}}
+    assert read(say(grammars, asked(script, tools=TOOLS, tool_choice=forced)))[1][0][0] == "g"
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}
+    assert say(grammars, asked(script, response_format=form)) == "5"
+
+
+def test_an_answer_that_a_client_has_begun_is_no_turn(grammars: Grammars) -> None:
+    talk = [ASK, {"role": "assistant", "content": "It"}]
+    fields = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
+    assert say(grammars, asked((ScriptTurn(text=" is"), ScriptTurn(text="no")), **fields)) == " is"
+
+
+SPEC = {"prefill_s_per_token": 1e-4, "kv_tokens": 4096}
+
+
+def test_scripts_of_turns_are_read_and_told_to_the_server() -> None:
+    script = [{"call": "f", "arguments": {"a": 1}}, {"call": "*"}, {"text": "so"}, {}]
+    events = KVEventsConfig(enable_kv_cache_events=False)
+    for given, turns in ((script, 4), ("tools", 2)):
+        assembled = assemble(EngineConfig(simulate=json.dumps({**SPEC, "script": given}), kv_events=events))
+        assert len(assembled.info.script) == turns
+        assembled.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ([], r"script: .*length >= 1"),
+        ([{"say": "x"}], r"script\[0\].*unknown field say"),
+        ([{}, {"call": "f", "text": "x"}], r"script\[1\].*call or text, not both"),
+        ([{"arguments": {}}], r"script\[0\].*only beside call"),
+        ([{"call": "f", "arguments": "{}"}], r"script\[0\]\.arguments"),
+        ([{"text": "x" * 5000}], r"script\[0\]\.text.*4096"),
+        (5, "script"),
+    ],
+)
+def test_a_wrong_script_is_named(script: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_spec(json.dumps({**SPEC, "script": script}))

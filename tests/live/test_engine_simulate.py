@@ -110,3 +110,48 @@ def test_dry_run_shows_what_would_be_simulated(start_engine: Any) -> None:
     engine = start_engine("--simulate", "h100:llama-3.1-8b", "--dry-run", wait=False)
     until(lambda: engine.process.poll() is not None, engine.log)
     assert json.loads(engine.log())["kv_tokens"] > 100_000
+
+
+def test_an_agent_is_tried_by_a_script(start_engine: Any) -> None:
+    """A call, its result, an answer: in each API's own words."""
+    script = [{"call": "weather", "arguments": {"city": "Oslo"}}, {"text": "It is cold. " * 50}]
+    engine = start_engine("--simulate", json.dumps({**SPEC, "script": script}))
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    asks = {"role": "user", "content": "Oslo?"}
+
+    chat: dict[str, Any] = {
+        "messages": [asks],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+    }
+    _, _, answer = call(f"{engine.url}/v1/chat/completions", chat)
+    (choice,) = answer["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("weather", {"city": "Oslo"})
+    chat["messages"] += [choice["message"], {"role": "tool", "tool_call_id": made["id"], "content": "-7"}]
+    _, _, answer = call(f"{engine.url}/v1/chat/completions", chat)
+    assert answer["choices"][0]["message"]["content"] == "It is cold. " * 50
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+    messages: dict[str, Any] = {
+        "model": "simulated", "max_tokens": 500, "messages": [asks],
+        "tools": [{"name": "weather", "input_schema": schema}],
+    }  # fmt: skip
+    _, _, answer = call(f"{engine.url}/v1/messages", messages)
+    (used,) = answer["content"]
+    assert (answer["stop_reason"], used["name"], used["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "-7"}
+    note = {"type": "text", "text": "A client's note."}
+    messages["messages"] += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result, note]}]
+    _, _, answer = call(f"{engine.url}/v1/messages", messages)
+    assert answer["content"][0]["text"].startswith("It is cold. ")
+
+    tools = [{"type": "function", "name": "weather", "parameters": schema}]
+    _, _, answer = call(f"{engine.url}/v1/responses", {"input": "Oslo?", "tools": tools})
+    (item,) = answer["output"]
+    assert (item["type"], json.loads(item["arguments"])) == ("function_call", {"city": "Oslo"})
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "-7"}
+    _, _, answer = call(
+        f"{engine.url}/v1/responses", {"input": [output], "tools": tools, "previous_response_id": answer["id"]}
+    )
+    assert answer["output"][0]["content"][0]["text"] == "It is cold. " * 50
