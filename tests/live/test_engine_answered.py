@@ -27,7 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        lines = [line for line in answer.read().decode().split("\n\n") if line]
+        lines = [line for line in answer.read().decode().split("\n\n") if line and not line.startswith(":")]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 

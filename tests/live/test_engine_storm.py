@@ -107,7 +107,8 @@ class Storm:
             if response.status != 200:
                 return response.status, await response.json()
             text = (await response.read()).decode()
-        *chunks, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        events = [event for event in text.split("\n\n") if event and not event.startswith(":")]  # not keep-alives
+        *chunks, done = [event.removeprefix("data: ") for event in events]
         assert done == "[DONE]"
         for chunk in map(json.loads, chunks):
             usage = chunk.get("usage") or usage
