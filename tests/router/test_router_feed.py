@@ -20,6 +20,7 @@ from events.sources import EventSource, resolve_endpoint
 from events.stream_types import Join, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.fleet.feed import IndexFeed
+from router.fleet.streams import EVICTIONS_SURE
 from router.index.protocol import HolderId, Scope
 
 
@@ -160,7 +161,8 @@ def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex
     pub.publish(stored(0, 10))
     until(lambda: feed.synced("a"), "synced")
     for i in range(10, 20):
-        assert feed.capacities("a") == [None]
+        if i < 10 + EVICTIONS_SURE:  # fewer evictions than that were published so far
+            assert feed.capacities("a") == [None]
         pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
     until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
     pub.close()
