@@ -38,8 +38,8 @@ from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
+from router.miss_reasons.config import TurnsConfig
 from router.prompting.turn import digest_beginning
-from router.turns.config import TurnsConfig
 
 CHUNKS = 64
 STREAMS = 64

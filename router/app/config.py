@@ -17,11 +17,11 @@ from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SPEC, KubernetesSource
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
+from router.miss_reasons.config import TurnsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
 from router.shadow.config import ShadowConfig
 from router.sharing.config import SharingConfig
-from router.turns.config import TurnsConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[

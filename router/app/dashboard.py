@@ -26,7 +26,7 @@ from router.edge.proxy import Proxy
 from router.http.answers import Header
 from router.http.connection import ClientConnection
 from router.http.routes import Answer
-from router.turns.parts import NO_LOSS, Why
+from router.miss_reasons.parts import NO_LOSS, Why
 
 BEAT_S: Final = 1.0
 POINT_S: Final = 2.0

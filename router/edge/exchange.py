@@ -32,7 +32,7 @@ from router.http.response import LengthBody, ResponseHead
 if TYPE_CHECKING:
     from router.edge.comparison import Comparison
     from router.http.connection import Client
-    from router.turns.ledger import Begun
+    from router.miss_reasons.ledger import Begun
 
 PROGRESS_EVERY: Final = 32
 """Chunks of a stream between two reports of progress to the core."""

@@ -1,4 +1,5 @@
-"""The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it wants to know.
+"""The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it
+wants to know.
 
 Nothing here is on a decision's path: a request is looked at after its first byte was passed on. Owns which requests are
 compared with the last prompt of their conversation.
@@ -25,15 +26,15 @@ from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.followed import Followed
+from router.miss_reasons.ledger import Begun, Ledger, Prompt, short_keys
+from router.miss_reasons.parts import GROUPS, Why
+from router.miss_reasons.why import BLOCK_TOKENS, Gone, missing_from
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import bounded
 from router.prompting.turn import ReadTurn, digest
-from router.turns.config import TurnsConfig
-from router.turns.followed import Followed
-from router.turns.ledger import Begun, Ledger, Prompt, short_keys
-from router.turns.parts import GROUPS, Why
-from router.turns.why import BLOCK_TOKENS, Gone, missing_from
 
 log = logging.getLogger("router")
 

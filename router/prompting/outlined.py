@@ -1,4 +1,4 @@
-"""A conversation as digests: the value that router/prompting/outline.py makes and router/turns compares. No text."""
+"""A conversation as digests, without text. router/prompting/outline.py makes it, router/miss_reasons compares it."""
 
 from __future__ import annotations
 

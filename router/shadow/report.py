@@ -1,7 +1,8 @@
 """The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. Pure.
 
-What is lost stands in three parts, by whose doing it is (router/turns/why.py): the workload (prompts that come back
-changed, and what no cache had room for), routing (another worker had it), and the index (it was not there as told).
+What is lost stands in three parts, by whose doing it is (router/miss_reasons/why.py): the workload (prompts that
+come back changed, and what no cache had room for), routing (another worker had it), and the index (it was not there as
+told).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from time import gmtime, strftime
 
 import msgspec
 
+from router.miss_reasons.parts import GROUPS
 from router.shadow.what_if import Comparison, Engine
-from router.turns.parts import GROUPS
 
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
 """part -> groups of reasons."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.turns.lockstep import BothLedgers
-from reference.turns.naive import check_adds_up
+from reference.miss_reasons.lockstep import BothLedgers
+from reference.miss_reasons.naive import check_adds_up
 
 from engine.tiny.tokenizer import cached_tokenizer
 from events.codec import encode_batch
@@ -26,14 +26,14 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import KnownFacts
 from router.index import make_index
 from router.index.protocol import Scope
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.differences import difference, new_system_prompt
+from router.miss_reasons.ledger import Prompt, short_keys
+from router.miss_reasons.parts import GROUPS, NO_LOSS, Why
+from router.miss_reasons.why import Gone, missing_from
 from router.prompting.outline import _message, outline, words_of
 from router.prompting.outlined import THINKS, Outline
 from router.prompting.turn import digest_beginning
-from router.turns.config import TurnsConfig
-from router.turns.differences import difference, new_system_prompt
-from router.turns.ledger import Prompt, short_keys
-from router.turns.parts import GROUPS, NO_LOSS, Why
-from router.turns.why import Gone, missing_from
 
 BLOCK = 16
 CHUNK = CoreConfig().working_set.chunk_tokens

@@ -18,13 +18,13 @@ from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
 from router.edge.reasons import Reasons
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.followed import FOLLOWED_MAX, Followed
+from router.miss_reasons.ledger import Ledger
+from router.miss_reasons.parts import NO_LOSS
 from router.prompting.known import KnownBodies
 from router.prompting.sessions import Session
 from router.prompting.turn import ReadTurn
-from router.turns.config import TurnsConfig
-from router.turns.followed import FOLLOWED_MAX, Followed
-from router.turns.ledger import Ledger
-from router.turns.parts import NO_LOSS
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
 ANSWER = "It is so."

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from router.index.protocol import Scope
+from router.miss_reasons.differences import contents, is_aside, is_said, numbers
 from router.prompting.outlined import WORDS, Outline
-from router.turns.differences import contents, is_aside, is_said, numbers
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""

@@ -10,17 +10,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from reference.turns.lockstep import BothLedgers
-from reference.turns.naive import check_adds_up
+from reference.miss_reasons.lockstep import BothLedgers
+from reference.miss_reasons.naive import check_adds_up
 
 from router.decide.messages import Decision, ReportedUsage, Terms
 from router.index import make_index
 from router.index.protocol import Scope
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.ledger import Ledger, Prompt
+from router.miss_reasons.parts import GROUPS, NO_LOSS
+from router.miss_reasons.why import Gone, missing_from
 from router.prompting.outlined import Outline
-from router.turns.config import TurnsConfig
-from router.turns.ledger import Ledger, Prompt
-from router.turns.parts import GROUPS, NO_LOSS
-from router.turns.why import Gone, missing_from
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from router.decide.messages import Decision
+from router.miss_reasons.book import Past
+from router.miss_reasons.differences import answered, difference, new_system_prompt
+from router.miss_reasons.parts import NOT_COMPARED, Part
 from router.prompting.outlined import Outline
-from router.turns.book import Past
-from router.turns.differences import answered, difference, new_system_prompt
-from router.turns.parts import NOT_COMPARED, Part
 
 BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""

@@ -1,7 +1,7 @@
 """Why turns miss, found slowly: every token of a prompt is asked for its reason, and every prompt is looked at.
 
-Shares with router/turns only the values that go in and come out. Prompts are lists, messages are tuples of five numbers
-(as sent, JSON normalised, that without thinking, what it is, its length), and nothing is indexed or remembered.
+Shares with router/miss_reasons only the values that go in and come out. Prompts are lists, messages are tuples of five
+numbers (as sent, JSON normalised, that without thinking, what it is, its length), and nothing is indexed or remembered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import Scope
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.ledger import Prompt
+from router.miss_reasons.parts import GROUPS, Part, Why
+from router.miss_reasons.why import Facts, Gone
 from router.prompting.outlined import Outline
-from router.turns.config import TurnsConfig
-from router.turns.ledger import Prompt
-from router.turns.parts import GROUPS, Part, Why
-from router.turns.why import Facts, Gone
 
 Message = tuple[int, int, int, int, int]
 SYSTEM, USER, ASSISTANT = 0, 1, 2

@@ -13,7 +13,7 @@ from options import Flag, Seconds, Size
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class TurnsConfig:
-    """Why turns miss (router/turns)."""
+    """Why turns miss (router/miss_reasons)."""
 
     enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
         "Say why prompts were not cached: GET /requests/ID, /route, metrics, dashboard."] = True

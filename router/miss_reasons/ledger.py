@@ -14,11 +14,11 @@ from typing import Final, TypeAlias
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
+from router.miss_reasons.book import Past, TurnBook
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.parts import Why
+from router.miss_reasons.why import Facts, Gone, Turn, parts_of, parts_of_decision
 from router.prompting.outlined import Outline
-from router.turns.book import Past, TurnBook
-from router.turns.config import TurnsConfig
-from router.turns.parts import Why
-from router.turns.why import Facts, Gone, Turn, parts_of, parts_of_decision
 
 SHORT_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from router.decide.messages import Decision, ReportedUsage
-from router.turns.config import TurnsConfig
-from router.turns.ledger import Begun, Ledger, Prompt
-from router.turns.parts import Why
-from router.turns.why import Facts, Gone
+from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.ledger import Begun, Ledger, Prompt
+from router.miss_reasons.parts import Why
+from router.miss_reasons.why import Facts, Gone
 
 from . import naive
 
