@@ -21,7 +21,7 @@ from router.miss_reasons.config import TurnsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
 from router.shadow.config import ShadowConfig
-from router.sharing.config import SharingConfig
+from router.tenancy.config import SharingConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[

@@ -70,7 +70,7 @@ from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
-from router.sharing.names import ModelNames
+from router.tenancy.names import ModelNames
 
 if TYPE_CHECKING:
     from router.picker.server import PickerServer

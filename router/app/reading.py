@@ -36,7 +36,7 @@ from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, has_beginning, may_return
 from router.prompting.sessions import Names, Session, SessionNames
 from router.prompting.turn import ReadTurn
-from router.sharing.names import ModelNames
+from router.tenancy.names import ModelNames
 
 TOKENIZE: Final = ("/tokenize", "/detokenize")
 """Routes of vLLM outside of /v1 that clients ask workers."""

@@ -2,7 +2,7 @@
 order in which they should be tried, each with a deadline.
 
 Requests are tried in the order of their priorities, and of their arrival inside a priority. With `fair` each tenant has
-a list of its own, and router/sharing/fair.py says whose turn it is. What is in the background has lists of its own,
+a list of its own, and router/tenancy/fair.py says whose turn it is. What is in the background has lists of its own,
 which come last.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
-from router.sharing.fair import FairTurns
+from router.tenancy.fair import FairTurns
 
 AHEAD_MAX: Final = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""

@@ -1,4 +1,4 @@
-"""The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it
+"""The shell around router/miss_reasons: tells the ledger of first bytes and ends, asks index and feed what it
 wants to know.
 
 Nothing here is on a decision's path: a request is looked at after its first byte was passed on. Owns which requests are

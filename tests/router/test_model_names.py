@@ -6,8 +6,8 @@ import pytest
 
 from options import ConfigError, load
 from router.app.config import SCHEMA
-from router.sharing.config import SharingConfig
-from router.sharing.names import ModelNames
+from router.tenancy.config import SharingConfig
+from router.tenancy.names import ModelNames
 
 SERVED = {"llama", "qwen", "claude-local"}
 

@@ -14,8 +14,8 @@ from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from router.prompting.encode import envelope
 from router.prompting.fields import find_fields, splice
-from router.sharing.config import SharingConfig
-from router.sharing.names import ModelNames
+from router.tenancy.config import SharingConfig
+from router.tenancy.names import ModelNames
 
 LONG = {"text": "x" * 100_000}
 """Makes a body one that a helper process reads."""

@@ -12,8 +12,8 @@ from prompts.errors import RequestError
 from router.http.request import PIECE_BYTES
 from router.prompting.fields import splice
 from router.prompting.forms import PARTS_MAX, VALUE_BYTES_MAX, read_form
-from router.sharing.config import SharingConfig
-from router.sharing.names import ModelNames
+from router.tenancy.config import SharingConfig
+from router.tenancy.names import ModelNames
 
 AUDIO = b"RIFF--XyZ\r\n--XyZ0\r\n\r\n--Xy"
 """Looks like a boundary, and is none."""

@@ -1,1 +1,1 @@
-"""Naive model of router/turns: the tests of why turns miss compare the two."""
+"""Naive model of router/miss_reasons: the tests of why turns miss compare the two."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from router.sharing.config import SharingConfig, pairs, shares
+from router.tenancy.config import SharingConfig, pairs, shares
 
 Parts = Sequence[tuple[str, float]]
 _SPAN = float(1 << 64)
