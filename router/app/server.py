@@ -28,9 +28,9 @@ from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed, UpgradeRequired
 from router.http.connection import Client, ClientConnection
 from router.http.cors import CorsPolicy
+from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
 from router.http.request import HttpRequest
 from router.http.routes import Routes
-from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class RouterApp:
         self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
-        self.turns = proxy.turns
-        self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
+        self.scheduler = proxy.scheduler
+        self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self._proxy = proxy
         self._reading = reading
         self._tenants = tenants

@@ -44,7 +44,7 @@ class Proxy(Carrier):
         budget: Budget | None = None,
     ) -> None:
         super().__init__(core, pool, metrics, now, worker_authorization)
-        self.turns = pool.turns
+        self.scheduler = pool.scheduler
         self.budget = budget if budget is not None else Budget(HttpLimits(), metrics)
         self.explains = False
         """Keep every candidate's terms in decisions: while somebody watches."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from router.http.fair_scheduler import FairScheduler
 from router.http.response import HeadParser
-from router.http.turns import LoopTurns
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
@@ -120,7 +120,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._rest = data[TURN_BYTES:]
                 if self.transport is not None:
                     self.transport.pause_reading()
-                self._pool.turns.wait(self._next_turn)
+                self._pool.scheduler.schedule(self._next_turn)
                 data = data[:TURN_BYTES]
             user.upstream_data(data)
         except Exception as error:  # noqa: BLE001  a boundary
@@ -173,7 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _send_later(self) -> None:
         if self._unsent and not self._sends and not self._full:
             self._sends = True
-            self._pool.turns.wait(self._send_on)
+            self._pool.scheduler.schedule(self._send_on)
 
     def _send_on(self) -> None:
         self._sends = False
@@ -205,7 +205,7 @@ class UpstreamConnection(asyncio.Protocol):
     def resume_reading(self) -> None:
         self._paused = False
         if self._rest:
-            self._pool.turns.wait(self._next_turn)
+            self._pool.scheduler.schedule(self._next_turn)
         elif self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -237,7 +237,7 @@ class UpstreamPool:
         self._tls = tls if tls is not None else ssl.create_default_context()
         self.opened = 0
         """Connections made since the start."""
-        self.turns = LoopTurns()
+        self.scheduler = FairScheduler()
 
     def take(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""

@@ -19,8 +19,8 @@ from router.http.answers import JSON, Header, answer_head, error_headers, refusa
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, Decoding, body_coding
+from router.http.fair_scheduler import FairScheduler
 from router.http.request import BadRequest, HttpRequest, RequestParser
-from router.http.turns import LoopTurns
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Answer bytes that wait for a slow client before its worker, and what the client asks next, are not read any more.
@@ -75,9 +75,9 @@ class Client(Protocol):
 class Application(Protocol):
     limits: HttpLimits
     budget: Budget
-    turns: LoopTurns
+    scheduler: FairScheduler
     """Of what is long."""
-    arrivals: LoopTurns
+    arrival_scheduler: FairScheduler
     """Of requests that begin."""
 
     def cors_headers(self, request: HttpRequest) -> bytes:
@@ -164,7 +164,7 @@ class ClientConnection(asyncio.Protocol):
         if self._lingers:
             if len(data) >= LONG_READ_BYTES:
                 self._transport.pause_reading()
-                self._app.turns.wait(self._read_on)
+                self._app.scheduler.schedule(self._read_on)
             return
         if not self._busy and not self._parser.midway:
             self._since_s = time.monotonic()
@@ -190,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _forget(self) -> None:
         if self._parser.forget_some():
-            self._app.turns.wait(self._forget)
+            self._app.scheduler.schedule(self._forget)
         elif self._held:
             self._app.budget.change(self._party, self._held, 0)
             self._held = 0
@@ -338,12 +338,12 @@ class ClientConnection(asyncio.Protocol):
                 if request is None:
                     self._wait_for_more(received)
                     break
-                if not self._app.arrivals.now():
+                if not self._app.arrival_scheduler.try_start():
                     self._wait_for_turn(request)
                     break
                 self._begin(request)
             else:
-                self._app.turns.wait(self._go_on)
+                self._app.scheduler.schedule(self._go_on)
         except BadRequest as bad:
             self._reject(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
         except RequestError as refused:
@@ -365,7 +365,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = request.body_bytes + len(request.headers.raw)
         self._hold()
         self._busy, self._waiting = True, request
-        self._app.arrivals.wait(self._take_turn, self._party)
+        self._app.arrival_scheduler.schedule(self._take_turn, self._party)
 
     def _take_turn(self) -> None:
         request, self._waiting = self._waiting, None
@@ -421,7 +421,7 @@ class ClientConnection(asyncio.Protocol):
             except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
                 self.crash(error)
 
-        self.work = Decoding(request, decoder, self._app.turns, self._party, hold, then)
+        self.work = Decoding(request, decoder, self._app.scheduler, self._party, hold, then)
 
     def _refuse(self, error: RequestError) -> None:
         """Answer the current request with an error."""
@@ -490,7 +490,7 @@ class ClientConnection(asyncio.Protocol):
         self._hold()
         transport = self._transport
         if self._parser.more or received >= LONG_READ_BYTES:
-            self._app.turns.wait(self._go_on)
+            self._app.scheduler.schedule(self._go_on)
             if not self._paused_reading:
                 self._paused_reading = True
                 transport.pause_reading()

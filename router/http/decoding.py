@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from prompts.errors import RequestError, bad_value
+from router.http.fair_scheduler import FairScheduler
 from router.http.request import HttpRequest
-from router.http.turns import LoopTurns
 
 try:
     from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # from Python 3.14 on
@@ -174,16 +174,16 @@ class Decoding:
         self,
         request: HttpRequest,
         decoder: BodyDecoder,
-        turns: LoopTurns,
+        scheduler: FairScheduler,
         party: str,
         hold: Callable[[int], None],
         then: Callable[[RequestError | None], None],
     ) -> None:
         """`hold`: books bytes, or raises RequestError. `then` is called with what is wrong, once, in a later turn."""
-        self._request, self._decoder, self._turns, self._party = request, decoder, turns, party
+        self._request, self._decoder, self._scheduler, self._party = request, decoder, scheduler, party
         self._hold, self._then = hold, then
         self._is_wanted = True
-        turns.wait(self._go_on, party)
+        scheduler.schedule(self._go_on, party)
 
     def _go_on(self) -> None:
         if not self._is_wanted:
@@ -199,7 +199,7 @@ class Decoding:
             self._request.pieces, self._request.is_decoded = decoder.pieces, True
             self._then(None)
         else:
-            self._turns.wait(self._go_on, self._party)
+            self._scheduler.schedule(self._go_on, self._party)
 
     def client_gone(self) -> None:
         self._is_wanted = False

@@ -18,8 +18,8 @@ from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import HttpLimits
 from router.http.connection import Work
 from router.http.decoding import BodyDecoder, Decoding, body_coding
+from router.http.fair_scheduler import FairScheduler
 from router.http.request import HttpRequest
-from router.http.turns import LoopTurns
 from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
 from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
 from router.picker.pick import Pick
@@ -35,7 +35,7 @@ class PickerApplication(Protocol):
 
     limits: HttpLimits
     budget: Budget
-    turns: LoopTurns
+    scheduler: FairScheduler
 
     def pick(self, caller: Caller, request: HttpRequest) -> None:
         """Find a worker, now or later. Raises RequestError."""
@@ -148,7 +148,7 @@ class Caller:
         def hold(decoded_bytes: int) -> None:
             self.keeps(encoded_bytes + decoded_bytes)
 
-        self.work = Decoding(request, decoder, self._app.turns, self._booked or self._client(), hold, then)
+        self.work = Decoding(request, decoder, self._app.scheduler, self._booked or self._client(), hold, then)
 
     def _refuse(self, error: RequestError) -> None:
         self._app.rejected(error.status)

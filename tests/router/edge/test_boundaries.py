@@ -25,8 +25,8 @@ from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamC
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
+from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
 from router.http.request import PIECE_BYTES
-from router.http.turns import AT_ONCE, REQUESTS_AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
@@ -503,7 +503,7 @@ def test_long_bodies_are_sent_in_turns() -> None:
     async def run() -> None:
         pool = UpstreamPool()
         pieces = tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
-        transports = [Transport() for _ in range(3 * AT_ONCE)]
+        transports = [Transport() for _ in range(3 * READS_PER_ITERATION)]
         connections = []
         for transport in transports:
             connection = UpstreamConnection(pool, Endpoint.parse("http://127.0.0.1:1"))
@@ -515,7 +515,7 @@ def test_long_bodies_are_sent_in_turns() -> None:
         sent, turns = 0, 0
         while any(t.written != [b"head", *pieces] for t in transports[1:]):
             now = sum(len(t.written) for t in transports)
-            assert now - sent <= (AT_ONCE if turns else 2 * len(transports))
+            assert now - sent <= (READS_PER_ITERATION if turns else 2 * len(transports))
             sent, turns = now, turns + 1
             await asyncio.sleep(0)
         assert len(transports[0].written) <= 2
@@ -552,8 +552,8 @@ class App:
     """What a client's connection is to know of."""
 
     def __init__(self) -> None:
-        self.limits, self.budget, self.turns = HttpLimits(), Budget(HttpLimits(), Metrics()), LoopTurns()
-        self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
+        self.limits, self.budget, self.scheduler = HttpLimits(), Budget(HttpLimits(), Metrics()), FairScheduler()
+        self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.taken: list[int] = []
 
     def admit(self, connection: Any, request: Any) -> str:
@@ -575,7 +575,7 @@ class App:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_long_bodies_are_read_in_turns(chunked: bool) -> None:
     """A loop reads on as long as bytes come: of many clients some are read in each of its turns, all in the end."""
-    clients, size, reads = 3 * AT_ONCE, 4 * LONG_READ_BYTES, 5
+    clients, size, reads = 3 * READS_PER_ITERATION, 4 * LONG_READ_BYTES, 5
 
     async def run() -> None:
         app, at_once = App(), 0
@@ -595,7 +595,7 @@ def test_long_bodies_are_read_in_turns(chunked: bool) -> None:
                     connection.data_received(left.pop(0))
                 if not left:
                     waiting.pop(connection)
-            assert at_once <= (AT_ONCE if turn else clients) * (len(part) + 5)
+            assert at_once <= (READS_PER_ITERATION if turn else clients) * (len(part) + 5)
             if len(app.taken) == clients:
                 break
             await asyncio.sleep(0)
@@ -624,7 +624,7 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
 
     async def run() -> None:
         app, connections = App(), []
-        for _ in range(3 * AT_ONCE):
+        for _ in range(3 * READS_PER_ITERATION):
             connection = ClientConnection(app, set())  # type: ignore[arg-type]
             connection.connection_made(Transport())  # type: ignore[arg-type]
             connection.data_received(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (9 * PIECE_BYTES))
@@ -643,7 +643,7 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
         assert metrics.held_bytes >= len(connections) * 7 * PIECE_BYTES
         while metrics.held_bytes:
             left = sum(len(connection._parser._pieces) for connection in connections)
-            assert pieces - left <= max(AT_ONCE, len(connections) * (pieces == 8 * len(connections)))
+            assert pieces - left <= max(READS_PER_ITERATION, len(connections) * (pieces == 8 * len(connections)))
             pieces = left
             await asyncio.sleep(0)
         app.budget.check_invariants()
@@ -656,7 +656,7 @@ def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
 
     async def run() -> None:
         app, transports = App(), []
-        for _ in range(3 * AT_ONCE):
+        for _ in range(3 * READS_PER_ITERATION):
             connection, transport = ClientConnection(app, set()), Transport()  # type: ignore[arg-type]
             connection.connection_made(transport)  # type: ignore[arg-type]
             connection.data_received(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % 10**10)
@@ -668,7 +668,7 @@ def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
         while reading < len(transports):
             await asyncio.sleep(0)
             before, reading = reading, sum(transport.reads for transport in transports)
-            assert reading - before <= AT_ONCE
+            assert reading - before <= READS_PER_ITERATION
 
     asyncio.run(run())
 
@@ -700,12 +700,12 @@ def test_who_comes_with_many_requests_waits_behind_his_own() -> None:
         app, taken = App(), 0
         for size in range(1, 101):
             arrived(app, "10.0.0.1", size)
-        assert app.taken == list(range(1, REQUESTS_AT_ONCE + 1)), "the first begin as they come"
+        assert app.taken == list(range(1, REQUESTS_PER_ITERATION + 1)), "the first begin as they come"
         arrived(app, "10.0.0.2", 1000)
         for turn in range(1000):
             taken = len(app.taken)
             await asyncio.sleep(0)
-            assert len(app.taken) - taken <= 2 * REQUESTS_AT_ONCE
+            assert len(app.taken) - taken <= 2 * REQUESTS_PER_ITERATION
             if turn == 3:
                 assert 1000 in app.taken
             if len(app.taken) == 101:
@@ -723,11 +723,11 @@ def test_what_becomes_of_a_request_that_waits_for_its_turn() -> None:
 
     async def run() -> None:
         app = App()
-        for size in range(1, REQUESTS_AT_ONCE + 1):
+        for size in range(1, REQUESTS_PER_ITERATION + 1):
             arrived(app, "10.0.0.1", size)
         followed, ended, left, cut = (arrived(app, "10.0.0.1", size) for size in (101, 102, 103, 104))
         begun = len(app.taken)
-        assert begun == REQUESTS_AT_ONCE
+        assert begun == REQUESTS_PER_ITERATION
         followed.data_received(SMALL % 200 + bytes(200))
         cut.data_received(SMALL % 9 + b"123")
         assert not ended.eof_received()
@@ -750,14 +750,14 @@ def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself
     async def run() -> None:
         app, crashes = App(), []
         app.crashed = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
-        for size in range(1, REQUESTS_AT_ONCE + 2):
+        for size in range(1, REQUESTS_PER_ITERATION + 2):
             last = arrived(app, "10.0.0.1", size)
         transport: Any = last._transport
         last.crash(RuntimeError("x"))
         for _ in range(5):
             await asyncio.sleep(0)
         assert len(crashes) == 1
-        assert len(app.taken) == REQUESTS_AT_ONCE, "it was answered and is not begun"
+        assert len(app.taken) == REQUESTS_PER_ITERATION, "it was answered and is not begun"
         assert b"".join(transport.written).count(b"HTTP/1.1 500") == 1
 
     asyncio.run(run())
