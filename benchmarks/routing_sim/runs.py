@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
-from router.decide.books import CacheBook
+from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSetConfig
-from router.decide.lengths import TOKENS_PRIOR, OutputLengths
+from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.policy import KvCost
 from router.decide.target import Target
 from router.shadow.ours import Ours
@@ -115,11 +115,11 @@ EXTRA: dict[str, Factory] = {
 it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
-    "hot": lambda: patch.object(CacheBook, "hot", lambda *of: (0, 0.0)),
+    "hot": lambda: patch.object(CacheState, "hot", lambda *of: (0, 0.0)),
     "stall": lambda: patch.object(KvCost, "stalled", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
-    "beta": lambda: patch("router.decide.policy.beta_of", lambda *of: 0.0),
+    "beta": lambda: patch("router.decide.policy.congestion_factor", lambda *of: 0.0),
     "overdue": lambda: patch.object(Target, "OVERDUE_SHARE", 0.0),
 }
 """Terms of the price, and how a run is made without one; `seat` goes with `memory`."""

@@ -4,7 +4,7 @@ Every method that changes state takes `now` (seconds of one monotonic clock, nev
 instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
 thread; the index behind it may be fed by another.
 
-A request's life: `route` -> Forward (in flight), Hold (kept in the queue) or Refuse (forgotten at once). In
+A request's life: `route` -> Forward (in flight), Enqueue (kept in the queue) or Refuse (forgotten at once). In
 flight it ends by `finished`, `aborted` or `failed`, the last of which may start another attempt. Held it ends by a
 Forward, a Refuse or `aborted`, at the latest one tick after its deadline. Invariants: a request is held or in flight,
 never both; in flight it has exactly one entry in the tracker and at most one pin; when all have ended, every counter of
@@ -19,27 +19,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from router.decide.books import CacheBook
-from router.decide.choose import Chooser, Chosen, Home
+from router.decide.cache_state import CacheState
+from router.decide.chooser import Chooser, MediaPlacement, RoutingChoice
 from router.decide.config import CoreConfig
-from router.decide.engine_load import EngineLoad
-from router.decide.held import HeldQueue, Live, Place, RetryBudget, gave_up
-from router.decide.lengths import OutputLengths
 from router.decide.messages import (
     Decision,
+    Enqueue,
     FailureKind,
     Forward,
-    Hold,
     Instruction,
     Refuse,
     ReportedUsage,
     RouteRequest,
     WorkerLost,
 )
-from router.decide.registry import CoreSnapshot, Registry, worker_row
+from router.decide.output_lengths import OutputLengths
+from router.decide.queue import ActiveRequest, QueuePosition, RequestQueue, RetryBudget, gave_up
+from router.decide.registry import CoreSnapshot, WorkerRegistry, worker_row
+from router.decide.reported_load import EngineLoad
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
-from router.decide.watchdog import Stillness, Watchdog
+from router.decide.watchdog import StallDetector, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
@@ -52,7 +52,7 @@ SUSPICIONS_MAX: Final = 2
 _AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
 _MAY_END_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """What a worker looks like whose process this very request ended."""
-Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
+Placed = TypeVar("Placed", bound=Forward | Enqueue | Refuse)
 
 
 class RouterCore:
@@ -62,17 +62,17 @@ class RouterCore:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.book = CacheBook(index, config)
-        self.registry = Registry(index, self.tracker, self.book, Breaker(config.health))
+        self.book = CacheState(index, config)
+        self.registry = WorkerRegistry(index, self.tracker, self.book, Breaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
-        self.stillness = Stillness(config.health.stalled_s)
+        self.stillness = StallDetector(config.health.stalled_s)
         self.counters: Counter[str] = Counter()
         self._lengths = OutputLengths()
         self._rng = random.Random(seed)
         self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, self._rng)
-        self._live: dict[str, Live] = {}
-        self._held = HeldQueue(config.queue)
+        self._live: dict[str, ActiveRequest] = {}
+        self._held = RequestQueue(config.queue)
         self._holds = config.queue.fair and config.policy == "kv" and config.policy_function is None
         """Requests wait here while every worker is busy."""
         self._behind = config.queue.background_priority if config.queue.background_priority is not None else math.inf
@@ -135,7 +135,7 @@ class RouterCore:
             self.book.emptied(target, [name for name, one in flights if one.target is target and one.routed_s <= at_s])
 
     def look(self, moved: Mapping[str, float], now: float) -> set[str]:
-        """Notice workers that stand still: others are preferred to them until they move. See Stillness.look."""
+        """Notice workers that stand still: others are preferred to them until they move. See StallDetector.look."""
         changed = self.stillness.look(moved, now)
         self.registry.avoided = frozenset(self.stillness.workers)
         return changed
@@ -166,20 +166,20 @@ class RouterCore:
         return self.registry.models().get(name)
 
     # A request's life --------------------------------------------------------------------------------------------
-    def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse:
+    def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Enqueue | Refuse:
         """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
         assert request.request_id not in self._live, f"request {request.request_id} is already known"
         if len(self._live) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retries.arrived(request.tenant)
-        live = self._live[request.request_id] = Live(request, now, explain=explain)
+        live = self._live[request.request_id] = ActiveRequest(request, now, explain=explain)
         return self._settle(live, self._place(live, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
         chance = self._rng.getstate()
-        choice = self._choose(Live(request, now, explain=True), now)
+        choice = self._choose(ActiveRequest(request, now, explain=True), now)
         self._rng.setstate(chance)
         return choice if isinstance(choice, Refuse) else self._chooser.decision(request, choice, now, explain=True)
 
@@ -270,8 +270,8 @@ class RouterCore:
         was_sent: bool = False,
     ) -> list[Instruction]:
         """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
-        first Forward, Hold or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without one,
-        unless the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm.
+        first Forward, Enqueue or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without
+        one, unless the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm.
         `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
         live = self._live.get(request_id)
         if live is None or live.decision is None:
@@ -340,8 +340,8 @@ class RouterCore:
 
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
-        self, live: Live, now: float, *, ahead: Mapping[str, float] | None = None, may_hold: bool = True
-    ) -> Forward | Hold | Refuse:
+        self, live: ActiveRequest, now: float, *, ahead: Mapping[str, float] | None = None, may_hold: bool = True
+    ) -> Forward | Enqueue | Refuse:
         """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
         Refuse the caller calls `_settle`, or finds another answer."""
         choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
@@ -363,7 +363,7 @@ class RouterCore:
             self._held.drop(request.request_id)
         return self._commit(live, choice, now)
 
-    def _late(self, live: Live, choice: Chosen, now: float) -> Refuse | None:
+    def _late(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
         request, config = live.request, self.config.queue
         limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
@@ -383,10 +383,10 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
 
-    def _where(self, live: Live) -> Place:
+    def _where(self, live: ActiveRequest) -> QueuePosition:
         request = live.request
         background = request.priority >= self._behind
-        return Place(request.tenant, background, request.priority, live.arrived_s)
+        return QueuePosition(request.tenant, background, request.priority, live.arrived_s)
 
     def _is_idle(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
@@ -396,8 +396,8 @@ class RouterCore:
         return running < self.config.queue.background_running
 
     def _choose(
-        self, live: Live, now: float, *, ahead: Mapping[str, float] | None = None, in_line: bool = True
-    ) -> Chosen | Refuse:
+        self, live: ActiveRequest, now: float, *, ahead: Mapping[str, float] | None = None, in_line: bool = True
+    ) -> RoutingChoice | Refuse:
         """Price the candidates. `in_line`: it would have to wait behind what is held."""
         self.tracker.advance(now)
         candidates = self.registry.candidates(live.request, live.tried)
@@ -412,7 +412,7 @@ class RouterCore:
             self._chooser.choose_again(choice, self._held.ahead_of(self._where(live)))
         return choice
 
-    def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
+    def _commit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
         decision = self._chooser.decision(
@@ -443,7 +443,7 @@ class RouterCore:
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         if request.home is not None:
-            home = Home(target.name, request.prompt_tokens, now)
+            home = MediaPlacement(target.name, request.prompt_tokens, now)
             self._chooser.homes.put((request.home, request.scope), home)
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
@@ -456,7 +456,7 @@ class RouterCore:
         return Forward(request.request_id, decision)
 
     # The queue ---------------------------------------------------------------------------------------------------
-    def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
+    def _hold(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         request, config = live.request, self.config.queue
         known, where = request.request_id in self._held, self._where(live)
         if not known and self._held.full(where):
@@ -476,7 +476,7 @@ class RouterCore:
             self.counters["held"] += 1
             if len(self._held) == 1:
                 self._next_try_s = now + TRY_EVERY_S
-        return Hold(request.request_id, deadline_s)
+        return Enqueue(request.request_id, deadline_s)
 
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
@@ -492,14 +492,14 @@ class RouterCore:
                 break
             live = self._live[request_id]
             placed = self._settle(live, self._place(live, now, ahead=ahead))
-            if isinstance(placed, Hold):
+            if isinstance(placed, Enqueue):
                 target, prefill_s = self._held.held_for(request_id)
                 ahead[target] = ahead.get(target, 0.0) + prefill_s
             else:
                 instructions.append(placed)
         return instructions
 
-    def _expire(self, live: Live, now: float, *, refuse: bool) -> Forward | Refuse:
+    def _expire(self, live: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
         """A held request's deadline came."""
         self._held.drop(live.request.request_id)
         if refuse:
@@ -510,11 +510,11 @@ class RouterCore:
             return self._settle(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
         self.counters["deadline_forwards"] += 1
         placed = self._place(live, now, may_hold=False)
-        assert not isinstance(placed, Hold)
+        assert not isinstance(placed, Enqueue)
         return self._settle(live, placed)
 
     # Ends --------------------------------------------------------------------------------------------------------
-    def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
+    def _retry(self, live: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
         if live.suspicions < SUSPICIONS_MAX and self._retries.take(live.request.tenant, live.attempt):
             placed = self._place(live, now)
             if not isinstance(placed, Refuse):
@@ -522,7 +522,7 @@ class RouterCore:
                 return placed
         return self._settle(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
 
-    def _settle(self, live: Live, placed: Placed) -> Placed:
+    def _settle(self, live: ActiveRequest, placed: Placed) -> Placed:
         """What is refused is forgotten."""
         if isinstance(placed, Refuse):
             self._held.drop(live.request.request_id)
@@ -530,7 +530,9 @@ class RouterCore:
             self.counters["refused"] += 1
         return placed
 
-    def _go_on(self, live: Live, rest: RouteRequest, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
+    def _go_on(
+        self, live: ActiveRequest, rest: RouteRequest, kind: FailureKind, now: float
+    ) -> Forward | Enqueue | Refuse:
         live.request, live.first_token_seen = rest, False
         if live.suspicions >= SUSPICIONS_MAX:
             return self._settle(live, gave_up(rest.request_id, kind, self.registry.retry_after_s(now)))
@@ -538,7 +540,9 @@ class RouterCore:
         self.counters["continued"] += not isinstance(placed, Refuse)
         return placed
 
-    def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
+    def _end_attempt(
+        self, live: ActiveRequest, now: float, *, computed: bool, reported_cached: int | None = None
+    ) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = live.request
         self._in_background.pop(request.request_id, None)

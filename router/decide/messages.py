@@ -68,7 +68,7 @@ class RouteRequest(msgspec.Struct, eq=False):
     share: float = 1.0
     """What a turn of its tenant's counts is divided by it."""
     kinds: list[tuple[str, int | str | None]] | None = None
-    """What answers its own will be like, once router/decide/lengths.py has worked it out."""
+    """What answers its own will be like, once router/decide/output_lengths.py has worked it out."""
 
     def replaced(self, **changes: Any) -> RouteRequest:
         """The same but for these fields."""
@@ -200,7 +200,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Enqueue:
     """Keep the request; a later instruction will forward or refuse it, by `deadline_s` plus one tick."""
 
     request_id: str
@@ -229,4 +229,4 @@ class WorkerLost:
     worker_id: str
 
 
-Instruction = Forward | Hold | Refuse | WorkerLost
+Instruction = Forward | Enqueue | Refuse | WorkerLost

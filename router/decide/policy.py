@@ -35,7 +35,7 @@ TIE_S: Final = 1e-6
 """Prices that are at most so many seconds apart are a tie, and ties rotate."""
 
 
-def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
+def congestion_factor(utilisation: float, backlogs: float, config: CostConfig) -> float:
     """How much more a second of new prefill weighs than a second of waiting, because it also delays whoever comes next.
 
     In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
@@ -116,7 +116,7 @@ class KvCost:
             utilisation, work, arrivals, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
         mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
         backlogs = (shortest + held_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
-        self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)
+        self.beta = congestion_factor((utilisation + work * utilisation_factor) / count, backlogs, config)
 
     def choose(self, rotation: int) -> int:
         """The cheapest candidate; of several within `TIE_S`, the `rotation`-th in turn."""
@@ -244,7 +244,7 @@ class KvCost:
         )
 
 
-class OwnPolicy:
+class CustomPolicy:
     """An operator's own function: `choose(request, terms) -> index into terms`, one `Terms` a candidate.
 
     Where it raises or returns no index, nobody loses an answer: it is counted, logged the first time, and the price

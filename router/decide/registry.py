@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.decide.books import CacheBook
-from router.decide.engine_load import EngineLoad
+from router.decide.cache_state import CacheState
 from router.decide.messages import Refuse, RouteRequest
+from router.decide.reported_load import EngineLoad
 from router.decide.shortlist import POOL_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -30,10 +30,10 @@ from router.decide.workers import (
 from router.index.protocol import PrefixIndex
 
 
-class Registry:
+class WorkerRegistry:
     """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
 
-    def __init__(self, index: PrefixIndex, tracker: LoadTracker, book: CacheBook, breaker: Breaker) -> None:
+    def __init__(self, index: PrefixIndex, tracker: LoadTracker, book: CacheState, breaker: Breaker) -> None:
         self._index = index
         self._tracker = tracker
         self._book = book

@@ -35,7 +35,7 @@ RENEWED: Final = 2
 
 
 @dataclass(slots=True)
-class Typical:
+class TypicalRequest:
     """The request that targets are compared by, in tokens."""
 
     prompt: float = 1024.0
@@ -43,7 +43,7 @@ class Typical:
     """Of the prompt: what is not cached where it goes."""
     answer: float = 256.0
 
-    def near(self, other: Typical) -> bool:
+    def near(self, other: TypicalRequest) -> bool:
         """Whether what is best for the one is good for the other."""
         return (
             _near(self.prompt, other.prompt)
@@ -65,7 +65,7 @@ class LoadOrder:
         self.targets = {target.holder: target for target in targets}
         self._turns = list(targets)
         self._turn = 0
-        self.typical, self._mean = Typical(), Typical()
+        self.typical, self._mean = TypicalRequest(), TypicalRequest()
         """What the order is made for, and what requests are on average."""
         self._count = 0.0
         self.rebuild(factor)

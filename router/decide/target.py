@@ -18,8 +18,8 @@ from typing import ClassVar, Final
 import msgspec
 
 from router.decide.config import ServiceModel
-from router.decide.engine_load import Claim, LoadClaims, Wager
-from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
+from router.decide.reported_load import ExternalLoad, LoadExpectation, ReportedLoad
+from router.decide.speed import Observation, PoolSpeeds, TierLoadSpeed, WorkerSample
 from router.index.protocol import HolderId, Tally
 
 _JOINED_TOKENS, _JOINED_STEPS = 4.0, 16
@@ -65,15 +65,15 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     """Of its P, by when another went first."""
     phase: RequestPhase = RequestPhase.PREFILL
     context_tokens: int = 0
-    interval: Interval | None = None
+    interval: PrefillInterval | None = None
     """Where its first token went, for learning."""
     said_tokens: int = 0
     """Generated, as far as the edge has counted."""
-    decode_start: DecodeSums | None = None
+    decode_start: WorkTotals | None = None
     """What the target had done when the first token was seen, or when the stream was last learned from."""
     decode_said: int = 1
     """Of its answer then."""
-    wager: Wager | None = None
+    wager: LoadExpectation | None = None
     """Where its target's engine claims to have requests of others."""
 
     def left_s(self) -> float:
@@ -81,7 +81,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return max(self.prefill_s - self.done_s, _LEFT_MIN * self.prefill_s)
 
 
-class DecodeSums(msgspec.Struct, eq=False):
+class WorkTotals(msgspec.Struct, eq=False):
     """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
 
     at_s: float = 0.0
@@ -92,7 +92,7 @@ class DecodeSums(msgspec.Struct, eq=False):
     """Prefilled, of all first tokens so far."""
     quadratic: float = 0.0
 
-    def since(self, start: DecodeSums, elapsed_s: float, *, steps: int, clean: bool) -> Observation:
+    def since(self, start: WorkTotals, elapsed_s: float, *, steps: int, clean: bool) -> Observation:
         """What was done after `start`, in so many steps."""
         return Observation(
             elapsed_s=elapsed_s,
@@ -107,7 +107,7 @@ class DecodeSums(msgspec.Struct, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedLoad:
+class PeerLoad:
     """One router's part of a target's load, as it tells its peers. Times are on the receiver's clock."""
 
     prefill_s: float = 0.0
@@ -123,12 +123,12 @@ class SharedLoad:
     """The `a` that its seconds were predicted with, where it told: two routers may have learned differently so far."""
 
 
-def merged(loads: Sequence[SharedLoad], own_rate: float) -> SharedLoad:
+def merged(loads: Sequence[PeerLoad], own_rate: float) -> PeerLoad:
     """Several routers' parts as one, in this router's seconds: work, not time, is what another one can tell."""
     scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
     busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
     oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
-    return SharedLoad(
+    return PeerLoad(
         prefill_s=sum(load.prefill_s * scale for load, scale in busy),
         prefill_requests=sum(load.prefill_requests for load in loads),
         oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
@@ -143,7 +143,7 @@ def merged(loads: Sequence[SharedLoad], own_rate: float) -> SharedLoad:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """The load of one target. Read by the policy; changed only by the `LoadTracker`, its memory by the `CacheBook`."""
+    """The load of one target. Read by the policy; changed only by the `LoadTracker`, its memory by the `CacheState`."""
 
     worker_id: str
     rank: int | None
@@ -151,7 +151,7 @@ class Target:
     speeds: PoolSpeeds
     OVERDUE_SHARE: ClassVar[float] = 0.2
     """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
-    load: LoadSpeed = field(default_factory=LoadSpeed)
+    load: TierLoadSpeed = field(default_factory=TierLoadSpeed)
     name: str = ""
     prefills: dict[str, InFlight] = field(default_factory=dict)
     """Routed and without a first token, in the order of routing."""
@@ -202,7 +202,7 @@ class Target:
     """When a request last ended here."""
     seat_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SEAT_VOTES))
     """How many decoded beside the last requests that seemed to wait for a seat."""
-    sums: DecodeSums = field(default_factory=DecodeSums)
+    sums: WorkTotals = field(default_factory=WorkTotals)
     decode_learnt_s: float = -math.inf
     slow: float = 1.0
     step_now_s: float = 0.0
@@ -214,11 +214,11 @@ class Target:
     utilisation_scaled: float = 0.0
     arrivals_scaled: float = 0.0
     """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
-    peer: SharedLoad | None = None
+    peer: PeerLoad | None = None
     """The sum of what other routers have in flight here, and of what its engine says that others have."""
-    claims: LoadClaims | None = None
+    claims: ReportedLoad | None = None
     """What its engine says of its load, where it does."""
-    open_interval: Interval | None = None
+    open_interval: PrefillInterval | None = None
     waiting_s: float = 0.0
     """Sum of P of everything without a first token, other routers' included; Q before progress."""
     busy_since_s: float = 0.0
@@ -402,17 +402,17 @@ class Target:
         return share * self.left_mean * self.step_now_s if self.sharers else 0.0
 
     @property
-    def believed(self) -> Claim | None:
+    def believed(self) -> ExternalLoad | None:
         """What its engine says that others have here."""
         return self.claims.believed if self.claims is not None else None
 
-    def others(self) -> SharedLoad | None:
+    def others(self) -> PeerLoad | None:
         """That, as if another router had told it."""
         claim = self.believed
         if claim is None or self.claims is None:
             return None
         each_s = self.utilisation_scaled / self.arrivals_scaled if self.arrivals_scaled > 0.0 else 0.0
-        return SharedLoad(
+        return PeerLoad(
             prefill_s=claim.waiting * each_s,
             prefill_requests=claim.waiting,
             oldest_prefill_s=each_s,
@@ -421,7 +421,7 @@ class Target:
             decode_context=claim.held_tokens,
         )
 
-    def compare(self, wager: Wager, seen: Observation) -> None:
+    def compare(self, wager: LoadExpectation, seen: Observation) -> None:
         """An answer has ended: were its steps as long as ours make them, or as the engine's claim would?"""
         step_s = self.service.step_s + self.decode_request_s * seen.decode_requests
         step_s += self.decode_context_s * seen.decode_context
@@ -484,7 +484,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Interval:
+class PrefillInterval:
     """First tokens of one engine step, or of several where a step may have begun a prompt that the next one ended:
     before they are learned from."""
 
@@ -504,7 +504,7 @@ class Interval:
     """By the configured rates, of all its requests."""
     fetch_s: float = 0.0
     """What of it is taken to be loading."""
-    taught: Taught | None = None
+    taught: WorkerSample | None = None
     """What was learned from it, once it was."""
 
     def joins(self, routed_s: float, since_s: float, step_tokens: int) -> bool:

@@ -18,10 +18,10 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
-from router.decide.learn import PoolSpeeds
+from router.decide.reported_load import DOUBTS_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
-from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
+from router.decide.speed import PoolSpeeds
+from router.decide.target import InFlight, PeerLoad, PrefillInterval, RequestPhase, Target, merged
 from router.index.protocol import HolderId
 
 _MERGE_S: Final = 0.004
@@ -56,7 +56,7 @@ class LoadTracker:
         self._estimates: list[tuple[float, str]] = []
         """Heap of (estimated first token, request) of requests that do not stream."""
         self._listened_s = -math.inf
-        self._peers: dict[str, dict[str, SharedLoad]] = {}
+        self._peers: dict[str, dict[str, PeerLoad]] = {}
         """router -> target name -> load."""
         self.touched: set[str] = set()
         """Names of targets whose own load changed since whoever shares it last cleared this."""
@@ -315,7 +315,7 @@ class LoadTracker:
         self.learn_pending(target)
         waits = 0.5 if target.decode_requests > 0 and flight.routed_s > since else 0.0
         start_s = max(since, flight.routed_s)
-        flight.interval = target.open_interval = Interval(
+        flight.interval = target.open_interval = PrefillInterval(
             start_s=start_s,
             end_s=now,
             uncached_tokens=uncached,
@@ -375,7 +375,7 @@ class LoadTracker:
         names, interval.taught = target.speeds.observe(target.name, interval.seen(target.service.step_tokens))
         self._renew(target, names)
 
-    def _correct(self, flight: InFlight, interval: Interval, reported_cached: int) -> None:
+    def _correct(self, flight: InFlight, interval: PrefillInterval, reported_cached: int) -> None:
         """The engine reused another part of the prompt than was predicted."""
         cached = min(max(reported_cached, 0), flight.prompt_tokens)
         if abs(cached - flight.cached_tokens) < CORRECTED_TOKENS:
@@ -397,11 +397,11 @@ class LoadTracker:
                 self._apply_peers(changed)
 
     # Other routers -----------------------------------------------------------------------------------------------
-    def share(self, target: Target, now: float) -> SharedLoad:
+    def share(self, target: Target, now: float) -> PeerLoad:
         """This router's own part of a target's load."""
         oldest = next(iter(target.prefills.values()), None)
         factor = self.utilisation_factor(now)
-        return SharedLoad(
+        return PeerLoad(
             prefill_s=target.prefill_s,
             prefill_requests=len(target.prefills),
             oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
@@ -414,7 +414,7 @@ class LoadTracker:
             prefill_rate=target.prefill_rate,
         )
 
-    def set_peer(self, router: str, loads: Mapping[str, SharedLoad], *, full: bool = True) -> None:
+    def set_peer(self, router: str, loads: Mapping[str, PeerLoad], *, full: bool = True) -> None:
         """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
         about targets that are known only: of the rest a full message will tell."""
         before = self._peers.pop(router, {})
@@ -432,7 +432,7 @@ class LoadTracker:
         target = self.targets.get(name)
         if target is None or (load is None and target.claims is None):
             return
-        claims = target.claims = target.claims or LoadClaims()
+        claims = target.claims = target.claims or ReportedLoad()
         before, sent = claims.believed, max(sent, target.requests)
         held = target.context_tokens + target.pending_tokens - target.shared_tokens
         for known in self._peers.values():
@@ -444,7 +444,7 @@ class LoadTracker:
             target.accrue(now)
             self._apply_peers(target)
 
-    def _wager(self, flight: InFlight, claims: LoadClaims, now: float) -> Wager:
+    def _wager(self, flight: InFlight, claims: ReportedLoad, now: float) -> LoadExpectation:
         """What is to be expected where the claim is true, and where it is not."""
         target, doubts = flight.target, claims.doubts
         claims.sent(now)
@@ -456,7 +456,7 @@ class LoadTracker:
         claims.doubts = doubts
         self._apply_peers(target)
         (without_s, step_s), (with_s, longer_s) = expected
-        return Wager(without_s, with_s, longer_s - step_s)
+        return LoadExpectation(without_s, with_s, longer_s - step_s)
 
     def _apply_peers(self, target: Target) -> None:
         loads = [known[target.name] for known in self._peers.values() if target.name in known]

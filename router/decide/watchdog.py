@@ -46,7 +46,7 @@ BLOCK_TOKENS: Final = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
 
-class Stillness:
+class StallDetector:
     """Which workers stand still: none of their streams moves for a while, although those of others do. Pure."""
 
     def __init__(self, still_s: float) -> None:

@@ -16,7 +16,7 @@ REUSE_REQUESTS: Final = 500.0
 
 
 @dataclass(slots=True, eq=False)
-class _Need:
+class _TargetUsage:
     """One target."""
 
     capacity: int
@@ -42,8 +42,8 @@ class WorkingSets:
     def __init__(self, config: WorkingSetConfig) -> None:
         self._enabled, self._live_s = config.enabled, config.live_s
         self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / REUSE_REQUESTS
-        self._needs: dict[str, _Need] = {}
-        self._chunks: OrderedDict[int, tuple[_Need, float, bool, str | None]] = OrderedDict()
+        self._needs: dict[str, _TargetUsage] = {}
+        self._chunks: OrderedDict[int, tuple[_TargetUsage, float, bool, str | None]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
         it), oldest first."""
         self._spare_min = 0
@@ -60,7 +60,7 @@ class WorkingSets:
         elif target in self._needs:
             self._needs[target].capacity = tokens
         else:
-            self._needs[target] = _Need(tokens)
+            self._needs[target] = _TargetUsage(tokens)
         self._recount()
 
     def clear(self, target: str) -> None:
@@ -168,7 +168,7 @@ class WorkingSets:
             need.count -= counts
         self._recount()
 
-    def _spare(self, need: _Need) -> int:
+    def _spare(self, need: _TargetUsage) -> int:
         return need.capacity - need.count * self._chunk_tokens
 
     def _recount(self) -> None:

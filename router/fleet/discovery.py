@@ -21,7 +21,7 @@ from events.sources import DEFAULT_PORT, EventSource, default_source, endpoint_h
 from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
-from router.decide.engine_load import EngineLoad
+from router.decide.reported_load import EngineLoad
 from router.decide.workers import OURS, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     is_asleep,

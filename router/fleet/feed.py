@@ -27,7 +27,7 @@ from events.sources import EventSource
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Overflowed, Restarted
 from router.fleet.streams import FullCache, StreamCounters, WorkerStream
-from router.index.protocol import Dumping, HolderId, Ingesting, IngestReport, PrefixIndex
+from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
 
@@ -213,7 +213,7 @@ class IndexFeed:
         if rank >= len(streams) or not self.synced(worker_id):
             return None
         stream = streams[rank]
-        dumping: Dumping | None = None
+        dumping: DumpTask | None = None
         chunks: list[bytes] = []
         made: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
 
@@ -414,7 +414,7 @@ class IndexFeed:
             log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
         return None
 
-    def _go_on(self, stream: WorkerStream, apply: Apply, ingesting: Ingesting) -> bool:
+    def _go_on(self, stream: WorkerStream, apply: Apply, ingesting: IngestTask) -> bool:
         """The next slice of a long payload; False where there is no other."""
         with self._lock:
             if self._streams.get(stream.stream_id) is not stream:

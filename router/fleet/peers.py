@@ -20,7 +20,7 @@ import zmq
 
 from events.frames import HANDSHAKE_MS_MAX
 from prompts.errors import RequestError
-from router.decide.target import SharedLoad
+from router.decide.target import PeerLoad
 from router.decide.tracker import LoadTracker
 
 log = logging.getLogger("router")
@@ -199,8 +199,8 @@ class PeerLoads:
         self.stats.malformed += 1
 
 
-def _shared(load: TargetLoad, now: float) -> SharedLoad:
-    return SharedLoad(
+def _shared(load: TargetLoad, now: float) -> PeerLoad:
+    return PeerLoad(
         prefill_s=load.prefill_s,
         prefill_requests=load.prefill_requests,
         oldest_prefill_s=load.oldest_prefill_s,

@@ -117,7 +117,7 @@ class Tally(Protocol):
         """All keys and how many prompts have each; for tests."""
 
 
-class Ingesting(Protocol):
+class IngestTask(Protocol):
     """A payload on its way into the index."""
 
     @property
@@ -128,7 +128,7 @@ class Ingesting(Protocol):
         """Apply its next slice, some milliseconds of work; False where it was the last. KeyError as in PrefixIndex."""
 
 
-class Dumping(Protocol):
+class DumpTask(Protocol):
     """A holder's content on its way out."""
 
     def step(self) -> list[bytes] | None:
@@ -178,7 +178,7 @@ class PrefixIndex(Protocol):
         What readers see is the state between two batches, or between two slices of a very large one.
         """
 
-    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> Ingesting:
+    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestTask:
         """The same in slices, so that the caller can do other work between them. Nothing is applied before `step`.
 
         Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
@@ -240,7 +240,7 @@ class PrefixIndex(Protocol):
     def held_tokens(self, holder: HolderId) -> int:
         """Tokens of the blocks that it holds, of the group that holds most."""
 
-    def begin_dump(self, holder: HolderId) -> Dumping:
+    def begin_dump(self, holder: HolderId) -> DumpTask:
         """The holder's content as payloads that `ingest` of an index with the same seed takes (snapshot for a peer).
 
         Digests, not tokens: an index with another seed reports them as malformed. Parked events are not in it.

@@ -22,8 +22,8 @@ from router.decide.config import (
     ServiceModel,
     WorkingSetConfig,
 )
-from router.decide.held import TENANTS_MAX, RetryBudget
-from router.decide.messages import FailureKind, Forward, Hold, Refuse, ReportedUsage, WorkerLost
+from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, WorkerLost
+from router.decide.queue import TENANTS_MAX, RetryBudget
 from router.decide.workers import CacheView, ServedModel, WorkerState
 from router.index.protocol import Scope
 
@@ -378,8 +378,8 @@ HOLDING = CoreConfig(queue=QueueConfig(fair=True, hold_above_s=0.5, requests_max
 def test_held_requests_go_at_a_first_token_as_they_came() -> None:
     core, _ = make("a", HOLDING)
     assert isinstance(core.route(request("big", None, prompt_tokens=8000), 0.0), Forward)
-    assert isinstance(core.route(request("long", None, prompt_tokens=4000), 0.0), Hold)
-    assert isinstance(core.route(request("short", None, prompt_tokens=100), 0.0), Hold)
+    assert isinstance(core.route(request("long", None, prompt_tokens=4000), 0.0), Enqueue)
+    assert isinstance(core.route(request("short", None, prompt_tokens=100), 0.0), Enqueue)
     assert core.tick(0.1) == []
     core.check_invariants()
     instructions = core.first_token("big", 1.0)
@@ -409,7 +409,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     index.store(core.workers["a"].holders[0], hot)
     placed = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
     workers = {sent_to(p) for p in placed if isinstance(p, Forward)}
-    held_for = {core._held.held_for(p.request_id)[0] for p in placed if isinstance(p, Hold)}
+    held_for = {core._held.held_for(p.request_id)[0] for p in placed if isinstance(p, Enqueue)}
     assert "b" in workers | held_for
     explained = core.tick(0.05)
     assert all(isinstance(i, Forward) for i in explained)
@@ -420,7 +420,7 @@ def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:
     core.route(request("big", None, prompt_tokens=90_000), 0.0)
     held = [core.route(request(f"h{i}", None, prompt_tokens=50), 0.0) for i in range(2)]
     dated = core.route(request("dated", None, prompt_tokens=50, deadline_s=2.0), 0.0)
-    assert all(isinstance(h, Hold) for h in [*held, dated])
+    assert all(isinstance(h, Enqueue) for h in [*held, dated])
     refused = core.route(request("h3", None), 0.0)
     assert isinstance(refused, Refuse)
     assert (refused.status, refused.code) == (429, "queue_full")
@@ -568,7 +568,7 @@ class Books(RuleBasedStateMachine):
                 assert state in (WorkerState.UP, WorkerState.PROBING), f"sent to a worker that is {state}"
                 self.open[instruction.request_id] = "sent"
                 self.held_since.pop(instruction.request_id, None)
-            elif isinstance(instruction, Hold):
+            elif isinstance(instruction, Enqueue):
                 self.open[instruction.request_id] = "held"
                 self.held_since.setdefault(instruction.request_id, self.now)
             elif isinstance(instruction, Refuse):

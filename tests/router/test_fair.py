@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel
-from router.decide.held import HeldQueue, Place
-from router.decide.messages import Forward, Hold, Refuse
+from router.decide.messages import Enqueue, Forward, Refuse
+from router.decide.queue import QueuePosition, RequestQueue
 
 FAIR = QueueConfig(fair=True, hold_above_s=0.0, wait_s_max=1e6)
 
 
-def held(queue: HeldQueue, name: str, tenant: str, seconds: float, number: int) -> None:
-    place = Place(tenant, False, 0, float(number))
+def held(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
+    place = QueuePosition(tenant, False, 0, float(number))
     queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse=False)
 
 
@@ -30,7 +30,7 @@ def held(queue: HeldQueue, name: str, tenant: str, seconds: float, number: int) 
 def test_lines_that_wait_are_given_the_same_but_for_a_request(
     lines: dict[str, list[float]], data: st.DataObject
 ) -> None:
-    queue, given_s, late = HeldQueue(FAIR), defaultdict[str, float](float), data.draw(st.sampled_from(sorted(lines)))
+    queue, given_s, late = RequestQueue(FAIR), defaultdict[str, float](float), data.draw(st.sampled_from(sorted(lines)))
     since: dict[str, float] = {}
     for tenant, sizes in lines.items():
         for number, seconds in enumerate(sizes):
@@ -51,7 +51,7 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
         predicted = queue.first(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
         waiting = {one[0] for one in predicted}
-        queue.sent(Place(tenant, False, 0, 0.0), seconds)
+        queue.sent(QueuePosition(tenant, False, 0, 0.0), seconds)
         queue.drop(name)
         queue.check_invariants()
         assert queue.first(1000) == predicted[1:], "what is tried next is known beforehand"
@@ -66,9 +66,9 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 5), st.booleans()), max_size=40))
 def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]) -> None:
     """`ahead_of` a request is the work that `first` then lists before it."""
-    queue, sizes = HeldQueue(FAIR), dict[str, float]()
+    queue, sizes = RequestQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
-        place = Place(tenant, False, 0, float(number))
+        place = QueuePosition(tenant, False, 0, float(number))
         ahead = queue.ahead_of(place)
         name = f"{tenant}{number}"
         held(queue, name, tenant, seconds, number)
@@ -79,7 +79,7 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
         assert ahead.get("w", 0.0) == pytest.approx(before) or ahead.get("w", 0.0) <= before <= ahead.get("w", 0) + ties
         if sends:
             first = queue.first(1)[0]
-            queue.sent(Place(first[0], False, 0, 0.0), sizes[first])
+            queue.sent(QueuePosition(first[0], False, 0, 0.0), sizes[first])
             queue.drop(first)
 
 
@@ -104,7 +104,7 @@ class Fleet:
                 self.free_s[worker] = max(self.free_s[worker], now) + tokens * 1e-3
                 heapq.heappush(self.ends, (self.free_s[worker], one.request_id))
             else:
-                assert isinstance(one, Hold), one
+                assert isinstance(one, Enqueue), one
 
     def run(self, arrivals: list[tuple[float, str, int]], until_s: float) -> None:
         """(time, tenant, tokens) each, in order."""
@@ -157,11 +157,11 @@ def test_who_has_just_come_passes_by_nobody() -> None:
     core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     asks = {"prompt_tokens": 2000, "output_max": 1}
     assert sent_to(core.route(request("big0", None, tenant="big", **asks), 0.0)) == "a"
-    assert isinstance(core.route(request("big1", None, tenant="big", **asks), 0.1), Hold)
+    assert isinstance(core.route(request("big1", None, tenant="big", **asks), 0.1), Enqueue)
     small = request("small", None, prompt_tokens=500, tenant="small", output_max=1)
-    assert isinstance(core.route(small, 0.2), Hold)
+    assert isinstance(core.route(small, 0.2), Enqueue)
     assert core.tick(1.0) == []
-    assert isinstance(core.route(request("big2", None, tenant="big", **asks), 1.6), Hold)
+    assert isinstance(core.route(request("big2", None, tenant="big", **asks), 1.6), Enqueue)
     sent = [one.request_id for one in core.tick(1.6) if isinstance(one, Forward)]
     assert sent in (["small"], ["big1"]), "whose turn it is"
     core.check_invariants()
@@ -172,9 +172,9 @@ def test_a_tenant_that_fills_the_queue_leaves_room_and_is_told_in_the_end() -> N
     core, _ = make("a", CoreConfig(learn=LearnConfig(enabled=False), queue=config))
     core.route(request("first", None, prompt_tokens=900_000), 0.0)
     kinds = [type(core.route(request(f"big{n}", None, prompt_tokens=900, tenant="big"), 0.0)) for n in range(20)]
-    assert kinds == [Hold] * 8 + [Refuse] * 12
+    assert kinds == [Enqueue] * 8 + [Refuse] * 12
     others = [core.route(request(f"o{n}", None, prompt_tokens=9, tenant=f"o{n % 2}"), 1.0) for n in range(20)]
-    assert sum(isinstance(one, Hold) for one in others) == 6, "never all of it"
+    assert sum(isinstance(one, Enqueue) for one in others) == 6, "never all of it"
     late = core.tick(5.5)
     assert {type(one) for one in late} == {Refuse}, "what would be sent now would be paid for by all others"
     assert {(one.status, one.code) for one in late if isinstance(one, Refuse)} == {(429, "queue_full")}
@@ -222,14 +222,14 @@ def test_the_background_waits_until_nothing_else_does() -> None:
     config = CoreConfig(queue=QueueConfig(background_priority=100, background_running=1, background_wait_s_max=50.0))
     core, _ = make("a", config)
     assert sent_to(core.route(request("b1", list(range(500)), priority=100), 0.0)) == "a"
-    assert isinstance(core.route(request("b2", list(range(500, 900)), priority=100), 0.0), Hold), "one at a time"
+    assert isinstance(core.route(request("b2", list(range(500, 900)), priority=100), 0.0), Enqueue), "one at a time"
     assert sent_to(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", "what is not background never waits"
     assert core.first_token("b1", 0.2) == []
     assert core.finished("b1", None, 0.3) == [], "there is a prompt to prefill"
     (sent,) = core.first_token("f1", 0.4)
     assert isinstance(sent, Forward)
     assert sent.request_id == "b2"
-    assert isinstance(core.route(request("b3", [7] * 100, priority=100), 0.5), Hold)
+    assert isinstance(core.route(request("b3", [7] * 100, priority=100), 0.5), Enqueue)
     late = [one for one in core.tick(51.0) if isinstance(one, Forward)]
     assert [one.request_id for one in late] == ["b3"], "in the end it is sent all the same"
     core.check_invariants()

@@ -17,15 +17,15 @@ from router.decide.policy import (
     BETA_MAX,
     BETA_MIN,
     TIE_S,
+    CustomPolicy,
     KvCost,
-    OwnPolicy,
-    beta_of,
     choose_least_requests,
     choose_sticky,
+    congestion_factor,
     load_seconds,
     sticky_key,
 )
-from router.decide.target import SharedLoad, Target
+from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
@@ -187,11 +187,11 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
-    assert beta_of(0.0, 0.0, CONFIG) == BETA_MIN
-    assert beta_of(0.5, 0.0, CONFIG) == pytest.approx(1.0)
-    assert beta_of(0.5, 3.0, CONFIG) == pytest.approx(4.0)
-    assert beta_of(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
-    assert beta_of(3.0, 100.0, CONFIG) == BETA_MAX
+    assert congestion_factor(0.0, 0.0, CONFIG) == BETA_MIN
+    assert congestion_factor(0.5, 0.0, CONFIG) == pytest.approx(1.0)
+    assert congestion_factor(0.5, 3.0, CONFIG) == pytest.approx(4.0)
+    assert congestion_factor(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
+    assert congestion_factor(3.0, 100.0, CONFIG) == BETA_MAX
 
 
 def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
@@ -223,7 +223,7 @@ def test_slower_tiers_cost_their_load() -> None:
 
 def test_another_routers_load_counts() -> None:
     tracker, targets = tracker_of(2)
-    load = SharedLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
+    load = PeerLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
     tracker.set_peer("other", {"w0": load}, full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
     assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slow)
@@ -267,8 +267,8 @@ def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
     tracker.route("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
-    tracker.set_peer("other", {"w1": SharedLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
-    tracker.set_peer("other", {"w2": SharedLoad(decode_requests=3)}, full=False)
+    tracker.set_peer("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
+    tracker.set_peer("other", {"w2": PeerLoad(decode_requests=3)}, full=False)
     assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 
 
@@ -297,7 +297,7 @@ def test_chance_is_an_argument() -> None:
 @pytest.mark.parametrize("name", ["nowhere:f", "math", "math:", "math:pi", ":f", "math:nothing"])
 def test_a_policy_function_that_is_not_there_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
-        OwnPolicy(name)
+        CustomPolicy(name)
 
 
 @pytest.mark.parametrize("answer", [2, -1, True, None, "0", ValueError("no"), RecursionError()])
@@ -308,9 +308,9 @@ def test_a_policy_function_that_fails_leaves_the_choice_to_the_price(monkeypatch
         return answer
 
     monkeypatch.setattr(random, "own", choose, raising=False)
-    own = OwnPolicy("random:own")
+    own = CustomPolicy("random:own")
     asked = RouteRequest("r", "m", Scope("m"), None, 10)
     assert [own.choose(asked, [TERMS, TERMS]) for _ in range(3)] == [None] * 3
     assert own.failures == 3
     monkeypatch.setattr(random, "own", lambda request, terms: 1)
-    assert OwnPolicy("random:own").choose(asked, [TERMS, TERMS]) == 1
+    assert CustomPolicy("random:own").choose(asked, [TERMS, TERMS]) == 1

@@ -12,8 +12,8 @@ from core_by_hand import needed
 from prompts.routing import RoutingRequest, parse_routing
 from router.decide.config import CoreConfig, WorkingSetConfig
 from router.decide.core import RouterCore
-from router.decide.lengths import OutputLengths
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
+from router.decide.output_lengths import OutputLengths
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
 from router.decide.core import RouterCore
-from router.decide.messages import Forward, Hold, RouteRequest
+from router.decide.messages import Enqueue, Forward, RouteRequest
 from router.decide.policy import KvCost
-from router.decide.target import SharedLoad, Target
+from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.answers import read_shortest_first
@@ -105,7 +105,7 @@ def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
     tracker, (target,) = tracker_of(1)
-    load = SharedLoad(prefill_s=6.0, prefill_requests=3, oldest_prefill_s=2.0, updated_s=0.0)
+    load = PeerLoad(prefill_s=6.0, prefill_requests=3, oldest_prefill_s=2.0, updated_s=0.0)
     tracker.set_peer("other", {target.name: load})
     assert target.place(1.0, target.queue_s(0.0)) == (0.0, 3)
     assert target.place(2.5, target.queue_s(0.0)) == (6.0, 0)
@@ -165,9 +165,9 @@ def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -
             answer = core.route(RouteRequest(name, "m", Scope("m"), None, 50_000), 0.0)
         return answer
 
-    assert isinstance(second(core_of(shortest=False, fair=True)), Hold)
+    assert isinstance(second(core_of(shortest=False, fair=True)), Enqueue)
     assert isinstance(second(core_of(shortest=True, fair=False)), Forward)
-    assert isinstance(second(core_of(shortest=True, fair=True)), Hold), "turns between tenants are the router's"
+    assert isinstance(second(core_of(shortest=True, fair=True)), Enqueue), "turns between tenants are the router's"
 
 
 # How it is known -----------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
-from router.decide import choose
+from router.decide import chooser
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, RouteRequest
 from router.decide.policy import KvCost
 from router.decide.shortlist import KEEP
-from router.decide.target import SharedLoad
+from router.decide.target import PeerLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
@@ -113,7 +113,7 @@ def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by
             priced.append(len(targets))
             super().__init__(targets, *args, **more)
 
-    monkeypatch.setattr(choose, "KvCost", Counted)
+    monkeypatch.setattr(chooser, "KvCost", Counted)
     for i in range(50):
         core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01)
     assert len(priced) == 50
@@ -179,7 +179,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     core.route(ask("first", 1, rng), 0.01)
     (order,) = core.tracker.orders
     order.check_invariants()
-    core.tracker.set_peer("other", {"w7": SharedLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
+    core.tracker.set_peer("other", {"w7": PeerLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
     core.aborted("bg5", 0.02)
     core.route(ask("second", 1, rng), 0.03)
     order.check_invariants()

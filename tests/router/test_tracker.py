@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, SpeedEstimate
+from router.decide.speed import Observation, PoolSpeeds, SpeedEstimate, TierLoadSpeed
 from router.decide.target import RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
@@ -385,7 +385,7 @@ def _compute_s(uncached: int, steps: float) -> float:
 
 
 def test_loads_that_seem_to_take_no_time_or_for_ever_are_bounded() -> None:
-    speed = LoadSpeed()
+    speed = TierLoadSpeed()
     speed.observe(0.1, 5.0)
     speed.observe(0.1, -5.0)
     assert speed.factor == 1.0, "judged by two"

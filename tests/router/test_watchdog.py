@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from router.decide.watchdog import Stillness, Watchdog
+from router.decide.watchdog import StallDetector, Watchdog
 
 
 def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
@@ -127,7 +127,7 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
 
 
 def test_a_worker_stands_still_while_others_move() -> None:
-    still = Stillness(10.0)
+    still = StallDetector(10.0)
     for now in range(9):
         assert still.look({"a": 0.0, "b": float(now)}, float(now)) == set()
     assert [still.look({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
@@ -138,7 +138,7 @@ def test_a_worker_stands_still_while_others_move() -> None:
 
 
 def test_where_nothing_moves_nobody_is_named() -> None:
-    still = Stillness(10.0)
+    still = StallDetector(10.0)
     for now in range(0, 40, 2):
         assert still.look({"a": 0.0, "b": 0.0}, float(now)) == set()
     assert still.look({"a": 0.0}, 40.0) == {"a"}  # the only one: nobody else could be slow
@@ -146,7 +146,7 @@ def test_where_nothing_moves_nobody_is_named() -> None:
 
 
 def test_a_look_that_comes_late_names_nobody_new() -> None:
-    still = Stillness(10.0)
+    still = StallDetector(10.0)
     still.look({"a": 0.0, "b": 0.0}, 0.0)
     assert still.look({"a": 0.0, "b": 29.9}, 30.0) == set()  # the router itself stood still
     assert still.look({"a": 0.0, "b": 30.9}, 31.0) == {"a"}

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
-from router.decide.engine_load import DOUBTS, Claim, EngineLoad, LoadClaims
 from router.decide.messages import Decision, RouteRequest
+from router.decide.reported_load import DOUBTS, EngineLoad, ExternalLoad, ReportedLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, is_asleep, read_cache_capacity, read_loads, wanted_lines
 from router.index import make_index
@@ -125,37 +125,37 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
 
 
 def hear(
-    told: LoadClaims, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
-) -> Claim:
+    told: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
+) -> ExternalLoad:
     told.hear(EngineLoad(running, waiting, usage), now, sent=sent, seats=64, held_tokens=1000, capacity=10_000)
     return told.claim
 
 
 def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
-    told = LoadClaims()
+    told = ReportedLoad()
     assert not hear(told, 0.0, 30, sent=10)
-    assert hear(told, 4.0, 28, sent=12) == Claim(16, 0, 0)
-    assert hear(told, 8.0, 50, 5, usage=0.5, sent=10) == Claim(16, 0, 0)
-    assert hear(told, 12.0, 50, 5, usage=0.6, sent=10) == Claim(40, 5, 3500)
-    assert hear(told, 16.0, 3, sent=10) == Claim(), "who says too little is not asked to have less than was sent"
+    assert hear(told, 4.0, 28, sent=12) == ExternalLoad(16, 0, 0)
+    assert hear(told, 8.0, 50, 5, usage=0.5, sent=10) == ExternalLoad(16, 0, 0)
+    assert hear(told, 12.0, 50, 5, usage=0.6, sent=10) == ExternalLoad(40, 5, 3500)
+    assert hear(told, 16.0, 3, sent=10) == ExternalLoad(), "who says too little is not asked to have less than was sent"
     hear(told, 20.0, 10**6, 10**6, usage=1.0)
-    assert hear(told, 24.0, 10**6, 10**6, usage=1.0) == Claim(64, 128, 8500), "no more than there are seats"
+    assert hear(told, 24.0, 10**6, 10**6, usage=1.0) == ExternalLoad(64, 128, 8500), "no more than there are seats"
 
 
 def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
-    told = LoadClaims()
+    told = ReportedLoad()
     hear(told, 0.0, 30)
     assert hear(told, 4.0, 30)
     told.hear(None, 8.0, sent=0, seats=64, held_tokens=0, capacity=None)
     assert told.claim
     told.hear(None, 30.0, sent=0, seats=64, held_tokens=0, capacity=None)
-    assert (told.claim, told.load, told.believed) == (Claim(), None, None)
+    assert (told.claim, told.load, told.believed) == (ExternalLoad(), None, None)
     assert not hear(told, 40.0, 30)
     assert hear(told, 44.0, 30)
 
 
 def test_who_is_served_finds_a_lie_out_and_a_truth() -> None:
-    told = LoadClaims()
+    told = ReportedLoad()
     hear(told, 0.0, 60, 20)
     hear(told, 4.0, 60, 20)
     assert told.testing, "it is new: the next one finds out"
@@ -248,7 +248,7 @@ def play(
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
-    class LoadClaims(sim.ours.Ours):  # type: ignore[misc, name-defined]
+    class ReportedLoad(sim.ours.Ours):  # type: ignore[misc, name-defined]
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             if say is not None:
@@ -277,7 +277,7 @@ def play(
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, preempts=True)
     config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, service=service, limits=limits)
-    router = LoadClaims(CoreConfig())
+    router = ReportedLoad(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()
     mine = [r.index for r in workload.requests[count // 5 :] if r.index not in elsewhere]

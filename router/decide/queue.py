@@ -31,7 +31,7 @@ _BUDGET_TIMES: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
 
-class Live(msgspec.Struct, eq=False):
+class ActiveRequest(msgspec.Struct, eq=False):
     """A request that is held or in flight."""
 
     request: RouteRequest
@@ -95,7 +95,7 @@ def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
 
 
 @dataclass(slots=True)
-class _Held:
+class _QueuedRequest:
     key: tuple[int, float, int]
     line: str
     background: bool
@@ -107,7 +107,7 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """Where in the queue a request belongs."""
 
     tenant: str
@@ -119,12 +119,12 @@ class Place:
 _Line = list[tuple[tuple[int, float, int], str]]
 
 
-class HeldQueue:
+class RequestQueue:
     """Invariant: the sorted lists and the dict hold the same requests."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _QueuedRequest] = {}
         self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
         """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
         self._turns = (FairTurns(), FairTurns())
@@ -141,7 +141,7 @@ class HeldQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def full(self, place: Place) -> bool:
+    def full(self, place: QueuePosition) -> bool:
         """Each of the two has its bound, so that neither keeps the other out; and with `fair` no tenant waits with more
         than are left for all others."""
         left = self._config.requests_max - self.counts[place.background]
@@ -152,7 +152,7 @@ class HeldQueue:
     def put(
         self,
         request_id: str,
-        place: Place,
+        place: QueuePosition,
         *,
         target: str,
         prefill_s: float,
@@ -172,7 +172,7 @@ class HeldQueue:
         self._count += 1
         self._add(background, prefill_s)
         self.counts[background] += 1
-        held = _Held(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
+        held = _QueuedRequest(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
         self._held[request_id] = held
         heapq.heappush(self._deadlines, (deadline_s, request_id))
         bisect.insort(self._lines[background].setdefault(held.line, []), (key, request_id))
@@ -195,13 +195,13 @@ class HeldQueue:
             heapq.heapify(self._deadlines)
         return True
 
-    def sent(self, place: Place, charge_s: float) -> None:
+    def sent(self, place: QueuePosition, charge_s: float) -> None:
         """A request was sent, whether or not it was held, while others wait: its tenant has had a turn. Call it before
         `drop`, which forgets all turns with the last who waits."""
         if self._config.fair and self.counts[place.background]:
             self._turns[place.background].charge(self._line(place), charge_s, self._lines[place.background])
 
-    def ahead_of(self, place: Place) -> dict[str, float]:
+    def ahead_of(self, place: QueuePosition) -> dict[str, float]:
         """target -> seconds of prefill held for it that would be tried before such a request."""
         found: dict[str, float] = {}
         key = (place.priority, place.arrived_s, self._count)
@@ -274,14 +274,14 @@ class HeldQueue:
         waiting = (self._held[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)
         assert math.isclose(self.prefill_s, sum(waiting), abs_tol=1e-6)
 
-    def _line(self, place: Place) -> str:
+    def _line(self, place: QueuePosition) -> str:
         return place.tenant if self._config.fair else ""
 
     def _add(self, background: bool, prefill_s: float) -> None:
         if not background:
             self.prefill_s += prefill_s
 
-    def _unlist(self, request_id: str, held: _Held) -> None:
+    def _unlist(self, request_id: str, held: _QueuedRequest) -> None:
         lines = self._lines[held.background]
         line = lines[held.line]
         i = bisect.bisect_left(line, (held.key, request_id))

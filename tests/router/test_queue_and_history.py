@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.books import HistoryCache
+from router.decide.cache_state import ApproximateCache
 from router.decide.config import QueueConfig
-from router.decide.held import HeldQueue, Place
+from router.decide.queue import QueuePosition, RequestQueue
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -24,7 +24,7 @@ from router.index.protocol import Scope
 def test_held_requests_are_tried_by_priority_then_arrival(
     steps: list[tuple[str, int, int, float]],
 ) -> None:
-    queue = HeldQueue(QueueConfig(fair=True))
+    queue = RequestQueue(QueueConfig(fair=True))
     held: dict[str, tuple[int, float, float, float]] = {}
     before: dict[str, tuple[float, float, int]] = {}
     for i, (what, number, priority, work) in enumerate(steps):
@@ -32,7 +32,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         if what == "put":
             arrived, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
             queue.put(
-                name, Place("", False, priority, arrived), target=f"w{number % 3}", prefill_s=work / 2,
+                name, QueuePosition("", False, priority, arrived), target=f"w{number % 3}", prefill_s=work / 2,
                 charge_s=work, deadline_s=deadline, refuse=number % 2 == 0,
             )  # fmt: skip
             held[name] = (priority, work, arrived, deadline)
@@ -51,13 +51,13 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         for n, (p, w, arrived, _) in held.items():
             if (p, arrived) <= (0, now):
                 ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.ahead_of(Place("", False, 0, now)) == pytest.approx(ahead)
+        assert queue.ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead)
         assert queue.next_deadline() <= min((h[3] for h in held.values()), default=math.inf)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))
 def test_history_is_an_lru_that_loses_the_deepest_chunks_first(prompts: list[list[int]], capacity: int) -> None:
-    cache, index = HistoryCache(capacity * 4, 4), make_index(seed=1)
+    cache, index = ApproximateCache(capacity * 4, 4), make_index(seed=1)
     naive: list[tuple[int, ...]] = []
     for prompt in prompts:
         tokens = [part for part in prompt for _ in range(4)] + [99]

@@ -39,7 +39,7 @@ HISTORY_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
 
-class AskedPrompt(msgspec.Struct, eq=False):
+class PromptQuery(msgspec.Struct, eq=False):
     """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
     index: PrefixIndex
@@ -59,7 +59,7 @@ class AskedPrompt(msgspec.Struct, eq=False):
         return keys
 
 
-class Hits(msgspec.Struct, eq=False):
+class CacheHits(msgspec.Struct, eq=False):
     """What several candidates will have cached of a prompt."""
 
     cached: list[int] = []
@@ -70,7 +70,7 @@ class Hits(msgspec.Struct, eq=False):
     """The matches that reach into slower tiers, by the candidate's place."""
 
 
-class CacheBook:
+class CacheState:
     """What counts as cached where. One a core."""
 
     def __init__(self, index: PrefixIndex, config: CoreConfig) -> None:
@@ -78,11 +78,11 @@ class CacheBook:
         self._pin_grace_s = config.pin_grace_s
         self._chunk_tokens = config.working_set.chunk_tokens
         self.working_sets = WorkingSets(config.working_set)
-        self._histories: dict[str, HistoryCache] = {}
+        self._histories: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
-        self._running: dict[str, tuple[Target, Sequence[int], AskedPrompt]] = {}
+        self._running: dict[str, tuple[Target, Sequence[int], PromptQuery]] = {}
         """Of live requests: the chunks of their prompts."""
         self._running_chunks = index.tally()
         """How many of them have each."""
@@ -107,7 +107,7 @@ class CacheBook:
             target.shortest_first = spec.shortest_first
             target.requeue()
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
-            self._histories[target.name] = HistoryCache((tokens or HISTORY_TOKENS) // spec.ranks)
+            self._histories[target.name] = ApproximateCache((tokens or HISTORY_TOKENS) // spec.ranks)
 
     def leave(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
@@ -143,12 +143,12 @@ class CacheBook:
     # A request's life --------------------------------------------------------------------------------------------
     def ask(
         self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None, alike: int | None = None
-    ) -> AskedPrompt:
+    ) -> PromptQuery:
         """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike, `alike`:
         with so many tokens, where that is known."""
-        return AskedPrompt(self._index, self._index.prepare(ids, like, alike), scope, tokens)
+        return PromptQuery(self._index, self._index.prepare(ids, like, alike), scope, tokens)
 
-    def shortlist(self, prompt: AskedPrompt, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
+    def shortlist(self, prompt: PromptQuery, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix
         is known by a history and not by the index."""
         if self._histories:
@@ -159,14 +159,14 @@ class CacheBook:
         return [order.targets[holder] for holder in few], matches
 
     def hits(
-        self, prompt: AskedPrompt, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
-    ) -> Hits:
+        self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
+    ) -> CacheHits:
         """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
         histories = self._histories
         keys = prompt.keys(CHUNK_TOKENS) if histories else []
-        hits = Hits()
+        hits = CacheHits()
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
             if histories and target.name in histories:
@@ -185,7 +185,7 @@ class CacheBook:
         self,
         request_id: str,
         target: Target,
-        prompt: AskedPrompt,
+        prompt: PromptQuery,
         now: float,
         *,
         cached_tokens: int,
@@ -204,7 +204,7 @@ class CacheBook:
         self._running[request_id] = (target, keys, prompt)
         self._hold(target, keys, now)
 
-    def asked(self, request_id: str) -> AskedPrompt | None:
+    def asked(self, request_id: str) -> PromptQuery | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
         running = self._running.get(request_id)
         return None if running is None else running[2]
@@ -241,7 +241,7 @@ class CacheBook:
         target.room_tokens += self._chunk_tokens * chunks
 
     def hot(
-        self, prompt: AskedPrompt, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
+        self, prompt: PromptQuery, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
     ) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
         more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
@@ -262,7 +262,7 @@ class CacheBook:
             users *= math.sqrt(running / (copies * fair_requests))
         return chunks * self._chunk_tokens, users / (users + 1.0)
 
-    def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
+    def memory_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
         held, chunk = target.held_chunks, self._chunk_tokens
@@ -301,7 +301,7 @@ class CacheBook:
         self.working_sets.check_invariants()
 
 
-class HistoryCache:
+class ApproximateCache:
     """Which chunks a worker without events probably holds. A key stands for a whole prefix: a chunk evicted before its
     children leaves them unreachable, and they age out in turn; touching a prompt from its end to its start makes
     the deepest chunks the oldest."""

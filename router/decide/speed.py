@@ -78,7 +78,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingSample:
     """What an observation added to an estimate."""
 
     features: Ratios
@@ -111,7 +111,7 @@ class SpeedEstimate:
             self._centre = self._typical_ratio = min(self._centre * ratio, _RATIO_MAX)
             self.ratios = [self._centre] * 4
 
-    def observe(self, seen: Observation) -> Lesson | None:
+    def observe(self, seen: Observation) -> TrainingSample | None:
         """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
         features = self._features(seen)
         expected_prior = features[0] + features[1] + features[2] + features[3]
@@ -137,9 +137,9 @@ class SpeedEstimate:
         weight = trust / (granule * granule + (seen.noise * expected) ** 2)
         self._add(features, seen.elapsed_s, weight, keep=self._keep)
         self._solve()
-        return Lesson(features, seen.elapsed_s, known, weight, self.observations)
+        return TrainingSample(features, seen.elapsed_s, known, weight, self.observations)
 
-    def revise(self, lesson: Lesson, seen: Observation) -> None:
+    def revise(self, lesson: TrainingSample, seen: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
         faded = lesson.weight * self._keep ** (self.observations - lesson.number)
         self._add(lesson.features, lesson.elapsed_s, -faded)
@@ -206,15 +206,15 @@ class SpeedEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class WorkerSample:
     """What one interval taught the pool, and the factor of the worker it was seen on."""
 
-    lesson: Lesson
+    lesson: TrainingSample
     factor: float
 
 
 @dataclass(slots=True)
-class _PoolMember:
+class _PoolWorker:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMBER_RECENT))
     """Of its last intervals: how many times as long as by the pool's model."""
     factor: float = 1.0
@@ -237,13 +237,13 @@ class PoolSpeeds:
         self._learns = config.enabled
         self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
         self._pool_model = self._pool.model()
-        self._members: dict[str, _PoolMember] = {}
+        self._members: dict[str, _PoolWorker] = {}
         self._turns: deque[str] = deque()
 
     def join(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
         self.leave(name)
-        self._members[name] = _PoolMember(heard=self._pool.observations)
+        self._members[name] = _PoolWorker(heard=self._pool.observations)
         self._turns.append(name)
 
     def leave(self, name: str) -> None:
@@ -263,7 +263,7 @@ class PoolSpeeds:
         """Intervals seen of this worker."""
         return self._members[name].observations
 
-    def observe(self, name: str, seen: Observation) -> tuple[list[str], Taught | None]:
+    def observe(self, name: str, seen: Observation) -> tuple[list[str], WorkerSample | None]:
         """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
         member = self._members[name]
         lesson = self._pool.observe(replace(seen, elapsed_s=seen.elapsed_s / member.factor))
@@ -272,12 +272,12 @@ class PoolSpeeds:
         member.observations += 1
         member.heard = self._pool.observations
         member.recent.append(seen.elapsed_s / lesson.expected_s)
-        taught = Taught(lesson, member.factor)
+        taught = WorkerSample(lesson, member.factor)
         changed = self._renewed()
         changed |= {name for name in (name, self._next()) if self._judge(self._members[name])}
         return sorted(changed), taught
 
-    def correct(self, taught: Taught, seen: Observation) -> list[str]:
+    def correct(self, taught: WorkerSample, seen: Observation) -> list[str]:
         """An interval turned out to be of other work than was thought; returns those whose model changed."""
         self._pool.revise(taught.lesson, replace(seen, elapsed_s=seen.elapsed_s / taught.factor))
         return sorted(self._renewed())
@@ -307,7 +307,7 @@ class PoolSpeeds:
         self._turns.rotate(-1)
         return self._turns[0]
 
-    def _judge(self, member: _PoolMember) -> bool:
+    def _judge(self, member: _PoolWorker) -> bool:
         """Whether its factor changed."""
         recent, before = member.recent, member.factor
         if before != 1.0 and self._pool.observations - member.heard > _FADES_AFTER * len(self._members):
@@ -331,7 +331,7 @@ class PoolSpeeds:
         return set(self._members)
 
 
-class LoadSpeed:
+class TierLoadSpeed:
     """How long one worker takes to fetch what lies on slower tiers: `factor` times what the configured rates say.
 
     The median of what its lately seen first tokens took longer than computing them should: a queue or a busy machine

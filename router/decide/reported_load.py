@@ -5,7 +5,7 @@ in two looks running. So an engine that says too little, or nothing, changes not
 out by those who are served there, the next request first: each first token and each answer is compared with what was to
 be expected with and without the claim, and after DOUBTS answers against it a claim counts no longer, until as many
 speak for it. Where a claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one
-`LoadClaims` a target.
+`ReportedLoad` a target.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ExternalLoad:
     """What others have on a target."""
 
     running: int = 0
@@ -49,9 +49,9 @@ class Claim:
     def __bool__(self) -> bool:
         return bool(self.running or self.waiting or self.held_tokens)
 
-    def and_before(self, before: Claim) -> Claim:
+    def and_before(self, before: ExternalLoad) -> ExternalLoad:
         """What two looks agree on."""
-        return Claim(
+        return ExternalLoad(
             min(self.running, before.running),
             min(self.waiting, before.waiting),
             min(self.held_tokens, before.held_tokens),
@@ -59,7 +59,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Wager:
+class LoadExpectation:
     """What was to be expected of a request without the claim, and with it: seconds to the first token, and of a step
     what the claim adds to it."""
 
@@ -69,24 +69,24 @@ class Wager:
 
 
 @dataclass(slots=True)
-class LoadClaims:
+class ReportedLoad:
     """What one target's engine says, and what came of it."""
 
     load: EngineLoad | None = None
     """As it was said last."""
-    claim: Claim = Claim()
+    claim: ExternalLoad = ExternalLoad()
     doubts: int = 0
     testing: bool = False
     """The next request is placed as if nothing had been claimed."""
     heard_s: float = -math.inf
     _found_true: int = 0
     """Times in a row."""
-    _seen: Claim = Claim()
+    _seen: ExternalLoad = ExternalLoad()
     """By the last look alone."""
     _tested_s: float = -math.inf
 
     @property
-    def believed(self) -> Claim | None:
+    def believed(self) -> ExternalLoad | None:
         """What counts now."""
         return self.claim if self.claim and self.doubts < DOUBTS and not self.testing else None
 
@@ -97,7 +97,7 @@ class LoadClaims:
         `held_tokens`: what those hold."""
         if load is None:
             if now - self.heard_s > VALID_S:
-                self.load, self.claim, self._seen, self.testing = None, Claim(), Claim(), False
+                self.load, self.claim, self._seen, self.testing = None, ExternalLoad(), ExternalLoad(), False
             return
         others = max(load.running + load.waiting - sent, 0)
         waiting = min(load.waiting, others)
@@ -105,9 +105,9 @@ class LoadClaims:
         if capacity is not None and load.usage is not None:
             held = max(int((load.usage - USAGE_DOUBT) * capacity) - held_tokens, 0)
         # Nobody runs more than his seats: who says so is taken to be full.
-        seen = Claim(min(others - waiting, max(seats - min(sent, seats), 0)), min(waiting, 2 * seats), held)
+        seen = ExternalLoad(min(others - waiting, max(seats - min(sent, seats), 0)), min(waiting, 2 * seats), held)
         began = not self.claim
-        self.claim = seen.and_before(self._seen) if now - self.heard_s <= VALID_S else Claim()
+        self.claim = seen.and_before(self._seen) if now - self.heard_s <= VALID_S else ExternalLoad()
         self.load, self._seen, self.heard_s = load, seen, now
         if not self.claim:
             self.testing = False

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.decide.books import AskedPrompt, CacheBook
+from router.decide.cache_state import CacheState, PromptQuery
 from router.decide.config import CoreConfig
-from router.decide.lengths import OutputLengths
 from router.decide.messages import Decision, RouteRequest, Terms
+from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
+    CustomPolicy,
     KvCost,
-    OwnPolicy,
     choose_least_requests,
     choose_random,
     choose_round_robin,
@@ -27,19 +27,19 @@ from router.decide.policy import (
     load_seconds,
     sticky_key,
 )
-from router.decide.registry import Registry
+from router.decide.registry import WorkerRegistry
 from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
 
-class Chosen(msgspec.Struct, eq=False):
+class RoutingChoice(msgspec.Struct, eq=False):
     """A priced set of candidates and the winner."""
 
     cost: KvCost
     winner: int
-    prompt: AskedPrompt | None
+    prompt: PromptQuery | None
     resident: list[int]
     """Tokens of each candidate's h that events (or history) vouch for."""
 
@@ -80,9 +80,9 @@ class Chooser:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: WorkerRegistry,
         tracker: LoadTracker,
-        book: CacheBook,
+        book: CacheState,
         lengths: OutputLengths,
         config: CoreConfig,
         rng: random.Random,
@@ -96,9 +96,9 @@ class Chooser:
         self._shortens = config.policy == "kv" and config.policy_function is None and not config.session_affinity
         self._rng = rng
         self._rotation = 0
-        self.own = OwnPolicy(config.policy_function) if config.policy_function is not None else None
-        self.sessions = Sessions(config.session_ttl_s, config.sessions_max)
-        self.homes = Homes(config.session_ttl_s, config.sessions_max)
+        self.own = CustomPolicy(config.policy_function) if config.policy_function is not None else None
+        self.sessions = SessionTargets(config.session_ttl_s, config.sessions_max)
+        self.homes = MediaPlacements(config.session_ttl_s, config.sessions_max)
 
     def rotate(self) -> None:
         """A choice was committed: the next tie goes to the next in turn."""
@@ -113,7 +113,7 @@ class Chooser:
         ahead: Mapping[str, float] | None = None,
         held_s: float = 0.0,
         explain: bool = False,
-    ) -> Chosen:
+    ) -> RoutingChoice:
         """Price the candidates, of a large pool those that may win, and pick one by the configured policy. `ahead`:
         seconds held for each target that go before this request. `explain`: price all, whoever may win."""
         prompt, matches, few = None, None, candidates
@@ -153,7 +153,7 @@ class Chooser:
     def _price(
         self,
         request: RouteRequest,
-        prompt: AskedPrompt | None,
+        prompt: PromptQuery | None,
         targets: list[Target],
         matches: dict[HolderId, Match] | None,
         now: float,
@@ -161,7 +161,7 @@ class Chooser:
         *,
         held_s: float,
         pool: LoadOrder | None,
-    ) -> Chosen:
+    ) -> RoutingChoice:
         """The targets with all that a price of theirs takes; `matches` where they are known. Nothing is chosen yet."""
         loads = None
         expected_tokens = self._lengths.expect(request)
@@ -199,9 +199,9 @@ class Chooser:
             cost.hot_tokens, cost.hot_share = self._book.hot(prompt, now, life_s, delay, fair)
             if self._book.working_sets.crowded(prompt.tokens, now):
                 cost.crowding = self._crowding(request, prompt, targets, cached)
-        return Chosen(cost, 0, prompt, resident)
+        return RoutingChoice(cost, 0, prompt, resident)
 
-    def _by_policy(self, request: RouteRequest, candidates: list[Target], chosen: Chosen) -> int:
+    def _by_policy(self, request: RouteRequest, candidates: list[Target], chosen: RoutingChoice) -> int:
         policy, cost, resident = self._policy, chosen.cost, chosen.resident
         rotation = self._rotation
         if self.own is not None:
@@ -219,7 +219,7 @@ class Chooser:
         return choose_least_requests(candidates, rotation)
 
     def _crowding(
-        self, request: RouteRequest, prompt: AskedPrompt, candidates: list[Target], cached: list[int]
+        self, request: RouteRequest, prompt: PromptQuery, candidates: list[Target], cached: list[int]
     ) -> list[float] | None:
         """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
         length = request.prompt_tokens
@@ -231,12 +231,12 @@ class Chooser:
         reuse = self._book.working_sets.reuse
         return [reuse * over * target.prefill_seconds(length, 0) for over, target in zip(overflows, candidates)]
 
-    def choose_again(self, choice: Chosen, ahead: Mapping[str, float]) -> None:
+    def choose_again(self, choice: RoutingChoice, ahead: Mapping[str, float]) -> None:
         """Pick anew among the same candidates, now that their place in the held queue is known."""
         choice.cost.ahead = [ahead.get(target.name, 0.0) for target in choice.cost.targets]
         choice.winner = choice.cost.choose(self._rotation)
 
-    def _find_home(self, request: RouteRequest, chosen: Chosen, now: float) -> None:
+    def _find_home(self, request: RouteRequest, chosen: RoutingChoice, now: float) -> None:
         """Price what a conversation with media is taken to have where it was before."""
         home = None if request.home is None else self.homes.get((request.home, request.scope), now)
         if home is None:
@@ -259,7 +259,7 @@ class Chooser:
     def decision(
         self,
         request: RouteRequest,
-        choice: Chosen,
+        choice: RoutingChoice,
         now: float,
         *,
         explain: bool,
@@ -293,7 +293,7 @@ class Chooser:
         return decision
 
 
-class Home(NamedTuple):
+class MediaPlacement(NamedTuple):
     """Where the last turn of a conversation with media went."""
 
     target: str
@@ -303,19 +303,19 @@ class Home(NamedTuple):
 
 
 @dataclass(slots=True)
-class Homes:
+class MediaPlacements:
     """(how a conversation began, its scope) -> its home. Bounded in number, oldest use first out."""
 
     ttl_s: float
     size_max: int
-    known: OrderedDict[tuple[int, Scope], Home] = field(default_factory=OrderedDict)
+    known: OrderedDict[tuple[int, Scope], MediaPlacement] = field(default_factory=OrderedDict)
 
-    def get(self, key: tuple[int, Scope], now: float) -> Home | None:
+    def get(self, key: tuple[int, Scope], now: float) -> MediaPlacement | None:
         """The conversation's home, unless it was used too long ago."""
         home = self.known.get(key)
         return home if home is not None and now - home.used_s <= self.ttl_s else None
 
-    def put(self, key: tuple[int, Scope], home: Home) -> None:
+    def put(self, key: tuple[int, Scope], home: MediaPlacement) -> None:
         """A turn of the conversation was sent."""
         self.known[key] = home
         self.known.move_to_end(key)
@@ -324,7 +324,7 @@ class Homes:
 
 
 @dataclass(slots=True)
-class Sessions:
+class SessionTargets:
     """session -> (target it was sent to last, last use). Bounded in number, oldest use first out."""
 
     ttl_s: float
