@@ -5,7 +5,7 @@
 Only names of blocks of 512 tokens (of 2,048 characters where a trace has text), full ones, one request at a time; all
 sessions of a trace begin at once. A cache's size is a share of the trace's distinct blocks; a block is found with all
 those before it. The first tenth of the requests is served and not counted. `ours` is the engine's own order
-(`engine.cache.eviction`); Belady knows the future. Traces: Mooncake
+(`engine.cache.adaptive_eviction`); Belady knows the future. Traces: Mooncake
 (kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
 (LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
 
@@ -33,8 +33,8 @@ from harness.belady import belady, leading
 from harness.figures import machine, markdown, write_json
 from hybrid_play import HybridCache
 
-from engine.cache.eviction import Adaptive
-from engine.cache.habits import Turn
+from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.reuse_stats import ConversationTurn
 
 BLOCK = 512
 Trace = list[list[int]]
@@ -87,7 +87,7 @@ class Ours:
         self.capacity = capacity
         self.refused = 0
         self.nodes: dict[int, Node] = {}
-        self.order: Adaptive[Node] = Adaptive(capacity, BLOCK)
+        self.order: AdaptiveEviction[Node] = AdaptiveEviction(capacity, BLOCK)
 
     def serve(self, names: list[int]) -> int:
         found, turn = self.take(names)
@@ -95,7 +95,7 @@ class Ours:
         self.trim()
         return found
 
-    def take(self, names: list[int]) -> tuple[int, Turn]:
+    def take(self, names: list[int]) -> tuple[int, ConversationTurn]:
         """A request begins and holds its blocks: how many were found."""
         found = leading(names, self.nodes)
         turn = self.order.begin(names, found)
@@ -109,7 +109,7 @@ class Ours:
             last = node
         return found, turn
 
-    def leave(self, names: list[int], turn: Turn) -> None:
+    def leave(self, names: list[int], turn: ConversationTurn) -> None:
         self.order.end(turn)
         self.order.cached(self.nodes[names[-1]])
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import _path  # noqa: F401
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.nodes import HashBlock
+from engine.cache.nodes import BlockKey
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 
@@ -20,12 +20,12 @@ CHUNK_TOKENS_MAX = 8192
 
 
 class _Named:
-    """`BlockNames` for prompts that are nothing but names."""
+    """`BlockHasher` for prompts that are nothing but names."""
 
     def __init__(self) -> None:
-        self.prompt: list[HashBlock] = []
+        self.prompt: list[BlockKey] = []
 
-    def of(self, seq: Sequence, count: int) -> list[HashBlock]:
+    def of(self, seq: Sequence, count: int) -> list[BlockKey]:
         return self.prompt
 
     def forget(self, seq: Sequence) -> None:
@@ -44,7 +44,7 @@ class HybridCache:
         self.cache = KVCache(spec, units, step_tokens_max=CHUNK_TOKENS_MAX, adaptive_eviction=adaptive)
         self._named = _Named()
         self.cache._names = cast(Any, self._named)
-        self._blocks: dict[int, HashBlock] = {}
+        self._blocks: dict[int, BlockKey] = {}
         self.refused = 0
         """Prompts that were longer than the whole cache."""
 
@@ -52,7 +52,7 @@ class HybridCache:
         """Serve a prompt that goes on by less than a block; how many of its leading blocks were resumed from."""
         cache, size = self.cache, self.cache.block_size
         blocks = self._blocks
-        self._named.prompt = [blocks.get(n) or blocks.setdefault(n, HashBlock(n, b"", None, None)) for n in names]
+        self._named.prompt = [blocks.get(n) or blocks.setdefault(n, BlockKey(n, b"", None, None)) for n in names]
         length = size * len(names) + 1
         request = Request(request_id="r", token_ids=[], params=SamplingParams())
         tokens = cast("list[int]", range(length))  # only their number is asked for

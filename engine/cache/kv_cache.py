@@ -17,24 +17,24 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from engine.cache.chain import Chain
-from engine.cache.checkpoints import Checkpoints
+from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.attention_windows import AttentionWindows
+from engine.cache.block_hasher import BlockHasher
 from engine.cache.event_log import StepEvents
-from engine.cache.eviction import Adaptive
-from engine.cache.habits import Turn
-from engine.cache.host import HostTier
-from engine.cache.leaves import States
-from engine.cache.loads import Load, Loads
-from engine.cache.naming import BlockNames
+from engine.cache.eviction_queue import StateValuation
+from engine.cache.host_load_queue import HostLoad, HostLoadQueue
+from engine.cache.host_tier import HostTier
 from engine.cache.nodes import Node
+from engine.cache.pending_step import PendingStep
 from engine.cache.pool import Block, UnitPool
-from engine.cache.prefix import FULL, BlockOrder, PrefixTree
+from engine.cache.prefix_tree import FULL_KIND, DeviceEvictionOrder, PrefixTree
+from engine.cache.reuse_stats import ConversationTurn
+from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import CacheSpec
-from engine.cache.step_out import StepOut
-from engine.cache.windows import Windows
+from engine.cache.state_checkpoints import StateCheckpoints
 from engine.types import BlockId, Chunk, FedChunks, Move, Sequence, StepPlan
 
-UNREAD = BlockId(0)
+UNREAD_BLOCK = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
 
 
@@ -75,35 +75,37 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._groups = range(len(spec.groups))
         per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
-        self._windows = Windows(spec, step_tokens_max)
+        self._windows = AttentionWindows(spec, step_tokens_max)
         host_units *= enable_prefix_caching
-        self._order: Adaptive[Node] | None = None
+        self._order: AdaptiveEviction[Node] | None = None
         if adaptive_eviction and enable_prefix_caching and not self._windows:
-            states = None if spec.state is None else States(per_unit[FULL], Node.saved)
-            self._order = Adaptive((unit_count + host_units) * per_unit[FULL], spec.block_size, states=states)
-        self._turns: dict[Sequence, Turn] = {}
+            states = None if spec.state is None else StateValuation(per_unit[FULL_KIND], Node.saved)
+            self._order = AdaptiveEviction(
+                (unit_count + host_units) * per_unit[FULL_KIND], spec.block_size, states=states
+            )
+        self._turns: dict[Sequence, ConversationTurn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
         state_kind = None if spec.state is None else len(spec.groups)
-        order = None if self._order is None else BlockOrder(self._order, per_unit[FULL])
+        order = None if self._order is None else DeviceEvictionOrder(self._order, per_unit[FULL_KIND])
         self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind, order)
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: StateCheckpoints | None = None
         if state_kind is not None:
-            self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
+            self._checkpoints = StateCheckpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
         self._moves: list[Move] = []
         """Of the plan being made."""
         self.host: HostTier | None = None
         if host_units:
             self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
-        self.loads = None if self.host is None else Loads(self.host, self.tree, spec.sizes(), load_bytes_max)
+        self.loads = None if self.host is None else HostLoadQueue(self.host, self.tree, spec.sizes(), load_bytes_max)
         self._table_changes = 0
         """Of all sequences."""
-        self._planning = StepOut()
-        self._out: deque[StepOut] = deque()
+        self._planning = PendingStep()
+        self._out: deque[PendingStep] = deque()
         self._distrusted: list[Block[Node]] = []
         self._distrusted_host: list[Block[Node]] = []
         """Moved by steps that failed."""
-        self._chains: dict[Sequence, Chain] = {}
-        self._names = BlockNames(spec.block_size)
+        self._chains: dict[Sequence, SequenceBlocks] = {}
+        self._names = BlockHasher(spec.block_size)
         self._matched: dict[Sequence, list[Node]] = {}
         """What `match` found last for each sequence that waits."""
 
@@ -176,7 +178,7 @@ class KVCache:
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
         source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].resumes(-1) else None
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
-        chain = Chain(len(self._groups))
+        chain = SequenceBlocks(len(self._groups))
         missing: list[tuple[int, Node, Block[Node]]] = []
         state: list[tuple[Block[Node], Block[Node]]] = []
         seq.block_tables = [[] for _ in self._groups]
@@ -200,8 +202,8 @@ class KVCache:
         if self.loads is not None:
             self.loads.add(seq, self._take_up(chain, nodes, missing) + state)
         for g, blocks in enumerate(chain.blocks):
-            seq.block_tables[g] = [UNREAD if block is None else block.id for block in blocks]
-        seq.host_tokens = self.block_size * sum(g == FULL for g, _, _ in missing)
+            seq.block_tables[g] = [UNREAD_BLOCK if block is None else block.id for block in blocks]
+        seq.host_tokens = self.block_size * sum(g == FULL_KIND for g, _, _ in missing)
         chain.nodes = nodes
         chain.committed = len(nodes)
         self._chains[seq] = chain
@@ -240,7 +242,7 @@ class KVCache:
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
-        missing = -(-end // self.block_size) - len(seq.block_tables[FULL])
+        missing = -(-end // self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing <= 0:
             return True
         taken: list[tuple[int, Block[Node]]] = []
@@ -278,7 +280,7 @@ class KVCache:
 
     def fill(self, plan: StepPlan) -> None:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
-        step, self._planning = self._planning, StepOut()
+        step, self._planning = self._planning, PendingStep()
         step.chunks = plan.chunks
         plan.table_changes = self._table_changes
         if self.host is not None and self.loads is not None:
@@ -418,7 +420,7 @@ class KVCache:
         for seq, chain in self._chains.items():
             for g in self._groups:
                 held, table = chain.blocks[g], seq.block_tables[g]
-                assert [UNREAD if b is None else b.id for b in held] == table
+                assert [UNREAD_BLOCK if b is None else b.id for b in held] == table
                 assert all(b is not None for b in held[chain.window_starts[g] :])
                 for index, block in enumerate(held):
                     if block is None:
@@ -444,15 +446,15 @@ class KVCache:
 
     # ------------------------------------------------------------------ inside
 
-    def _commit_loads(self, loads: list[Load | None]) -> None:
+    def _commit_loads(self, loads: list[HostLoad | None]) -> None:
         assert self.loads is not None
         self.loads.commit(loads)
 
-    def _abandon_loads(self, loads: list[Load | None]) -> None:
+    def _abandon_loads(self, loads: list[HostLoad | None]) -> None:
         assert self.loads is not None
         self.loads.abandon(loads)
 
-    def _detach(self, seq: Sequence, chain: Chain) -> None:
+    def _detach(self, seq: Sequence, chain: SequenceBlocks) -> None:
         chain.detached = True
         if self._checkpoints is not None:
             self._checkpoints.unplan(seq)
@@ -483,7 +485,7 @@ class KVCache:
             for seq, chain in self._chains.items():
                 self._table_changed(seq)
                 for g, held in enumerate(chain.blocks):
-                    seq.block_tables[g][:] = [UNREAD if b is None else b.id for b in held]
+                    seq.block_tables[g][:] = [UNREAD_BLOCK if b is None else b.id for b in held]
             block = self.pool.allocate(kind)
             assert block is not None, "a compaction that made no room"
         return block
@@ -504,7 +506,7 @@ class KVCache:
         return [(self._checkpoints.start(seq, None, copies=True, fresh=False), own)]
 
     def _take_up(
-        self, chain: Chain, nodes: list[Node], missing: list[tuple[int, Node, Block[Node]]]
+        self, chain: SequenceBlocks, nodes: list[Node], missing: list[tuple[int, Node, Block[Node]]]
     ) -> list[tuple[Block[Node], Block[Node]]]:
         """Blocks of (group, node), in the chain and pending, for what the host holds: (the device's, the host's)."""
         blocks: list[tuple[Block[Node], Block[Node]]] = []
@@ -520,7 +522,7 @@ class KVCache:
             blocks.append((block, own))
         return blocks
 
-    def _pass_windows(self, seq: Sequence, chain: Chain, end: int) -> None:
+    def _pass_windows(self, seq: Sequence, chain: SequenceBlocks, end: int) -> None:
         """Release the blocks that no query from position `end` on can see."""
         for g in self._groups:
             window = self._windows.tokens[g]
@@ -533,10 +535,10 @@ class KVCache:
                 assert block is not None
                 self.pool.release(block)
                 held[index] = None
-                table[index] = UNREAD
+                table[index] = UNREAD_BLOCK
             chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
 
-    def _name(self, seq: Sequence, chain: Chain, finished: int, *, computed: bool = False) -> None:
+    def _name(self, seq: Sequence, chain: SequenceBlocks, finished: int, *, computed: bool = False) -> None:
         """Give the blocks up to this one their nodes; the chain is detached where a name is another's.
 
         Blocks that are `computed` take no part in what a later step is to compute: they are named next time.
@@ -572,7 +574,7 @@ class KVCache:
             chain.merges = chain.merges[len(merges) :]
             self._merge(seq, chain, merges)
 
-    def _merge(self, seq: Sequence, chain: Chain, merges: list[tuple[int, int, Block[Node]]]) -> None:
+    def _merge(self, seq: Sequence, chain: SequenceBlocks, merges: list[tuple[int, int, Block[Node]]]) -> None:
         self._table_changed(seq)
         for g, index, known in merges:
             own = chain.blocks[g][index]

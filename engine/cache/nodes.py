@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from engine.cache.pool import Block
 
 
-class HashBlock:
+class BlockKey:
     """One hash block of some prefix: what it is called, whether or not anything holds it."""
 
     __slots__ = ("extra_keys", "hash", "lora_name", "packed")
@@ -23,7 +23,7 @@ class HashBlock:
         self.extra_keys = extra_keys
         self.lora_name = lora_name
 
-    def equals(self, other: HashBlock) -> bool:
+    def equals(self, other: BlockKey) -> bool:
         """Whether tokens and keys are equal; the hash alone proves nothing."""
         return self is other or (
             self.packed == other.packed and self.extra_keys == other.extra_keys and self.lora_name == other.lora_name
@@ -38,7 +38,7 @@ class Node:
 
     __slots__ = ("blocks", "branches", "children", "depth", "hash", "host", "name", "parent")
 
-    def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
+    def __init__(self, name: BlockKey, parent: Node | None, kinds: int) -> None:
         self.name = name
         self.hash = name.hash
         self.parent = parent

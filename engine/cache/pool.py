@@ -52,9 +52,9 @@ class Block(Generic[NodeT]):
         self.out = False
         """Of a pending state: the step that takes it is out, so the one being planned finds it there."""
         self.shared = False
-        """A state that more than one sequence has reached; only `Checkpoints` looks at it."""
+        """A state that more than one sequence has reached; only `StateCheckpoints` looks at it."""
         self.superseded = False
-        """A state that a deeper one of the same path continues; only `Checkpoints` looks at it."""
+        """A state that a deeper one of the same path continues; only `StateCheckpoints` looks at it."""
         self.worth: int | None = None
         """Of a cached state: what it was released with."""
         self.stamp = 0
@@ -82,7 +82,7 @@ class Unit(Generic[NodeT]):
         self.live = 0
 
 
-class Order(Protocol[NodeT]):
+class EvictionOrder(Protocol[NodeT]):
     """Another order of eviction than by age and worth: hears of blocks that are cached or used again."""
 
     def cached(self, block: Block[NodeT]) -> None: ...
@@ -100,7 +100,7 @@ class UnitPool(Generic[NodeT]):
         blocks_per_unit: Sequence[int],
         forget: Callable[[Block[NodeT]], None],
         state_kind: int | None = None,
-        order: Order[NodeT] | None = None,
+        order: EvictionOrder[NodeT] | None = None,
     ) -> None:
         """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks say their worth."""
         if unit_count < 1:

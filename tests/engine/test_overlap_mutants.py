@@ -12,8 +12,8 @@ from fake_device import Bench
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.cache.checkpoints import Checkpoints
 from engine.cache.kv_cache import KVCache
+from engine.cache.state_checkpoints import StateCheckpoints
 from engine.decoding import Decoders
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler
@@ -83,24 +83,24 @@ def what_came_after_a_failure_is_kept(patch: Patch) -> None:
 
 
 def one_checkpoint_at_a_time(patch: Patch) -> None:
-    real = Checkpoints.save
+    real = StateCheckpoints.save
 
-    def save(self: Checkpoints, seq: Any, node: Any, end: int) -> None:
+    def save(self: StateCheckpoints, seq: Any, node: Any, end: int) -> None:
         self._states[seq].saving.clear()
         real(self, seq, node, end)
 
-    patch.setattr(Checkpoints, "save", save)
+    patch.setattr(StateCheckpoints, "save", save)
 
 
 def a_state_is_resumed_from_in_the_step_that_takes_it(patch: Patch) -> None:
-    real = Checkpoints.reserve
+    real = StateCheckpoints.reserve
 
-    def reserve(self: Checkpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
+    def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         real(self, seq, nodes, start, end)
         for block in self._states[seq].saving.values():
             block.out = True
 
-    patch.setattr(Checkpoints, "reserve", reserve)
+    patch.setattr(StateCheckpoints, "reserve", reserve)
 
 
 def the_length_is_not_foreseen(patch: Patch) -> None:

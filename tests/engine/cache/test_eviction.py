@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.eviction import Adaptive
-from engine.cache.habits import Habits, Turn
-from engine.cache.leaves import Leaves
+from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.eviction_queue import EvictionQueue
+from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 
 
 class Place:
@@ -29,7 +29,7 @@ class Cache:
         self.capacity = capacity
         self.served = 0
         self.places: dict[int, Place] = {}
-        self.order: Adaptive[Place] = Adaptive(capacity, 16)
+        self.order: AdaptiveEviction[Place] = AdaptiveEviction(capacity, 16)
 
     def serve(self, names: list[int]) -> int:
         last, found = None, 0
@@ -91,7 +91,7 @@ def test_of_a_cycle_that_is_larger_than_the_cache_a_part_stays() -> None:
 
 
 def test_a_conversation_is_known_again_after_all_of_it_was_evicted() -> None:
-    habits = Habits(100, 16)
+    habits = ReuseStats(100, 16)
     first = habits.begin([1, 2, 3, 4], 0)
     habits.end(first)
     habits.end(habits.begin([10, 11], 0))
@@ -112,8 +112,8 @@ def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
 
 def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -> None:
     """Else it would go on to be the one that is evicted, until nothing is left of any that waits."""
-    habits = Habits(100, 16)
-    leaves: Leaves[Place] = Leaves(habits)
+    habits = ReuseStats(100, 16)
+    leaves: EvictionQueue[Place] = EvictionQueue(habits)
     ends = []
     for first in (10, 20):
         turn = habits.begin([first, first + 1], 0)
@@ -129,7 +129,7 @@ def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -
 
 
 def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
-    habits = Habits(10, 16)
+    habits = ReuseStats(10, 16)
     first = habits.begin([1, 2, 3, 4], 0)
     counts = habits.of(first)
     before = counts.turns
@@ -155,12 +155,12 @@ def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
 class Naive:
     """Every entry with what it was queued by; looks at all of them."""
 
-    def __init__(self, habits: Habits) -> None:
+    def __init__(self, habits: ReuseStats) -> None:
         self.habits = habits
-        self.entries: list[tuple[Place, Turn, object]] = []
+        self.entries: list[tuple[Place, ConversationTurn, object]] = []
 
     def worth_min(self) -> float:
-        groups: dict[object, list[Turn]] = {}
+        groups: dict[object, list[ConversationTurn]] = {}
         for _, turn, key in self.entries:
             groups.setdefault(key, []).append(turn)
         worths = []
@@ -175,8 +175,8 @@ class Naive:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
     rng = random.Random(seed)
-    habits = Habits(50, 16)
-    leaves: Leaves[Place] = Leaves(habits)
+    habits = ReuseStats(50, 16)
+    leaves: EvictionQueue[Place] = EvictionQueue(habits)
     naive = Naive(habits)
     talks = [chain(rng, rng.randint(1, 9)) for _ in range(12)]
     for step in range(400):

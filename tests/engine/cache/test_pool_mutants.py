@@ -13,17 +13,17 @@ from fake_device import EventChecker, resident_in
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.cache.checkpoints import Checkpoints
+from engine.cache.adaptive_eviction import AdaptiveEviction
+from engine.cache.attention_windows import AttentionWindows
 from engine.cache.event_log import EventLog
-from engine.cache.eviction import Adaptive
-from engine.cache.host import HostTier
-from engine.cache.kv_cache import UNREAD, KVCache
-from engine.cache.loads import Load, Loads
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.host_load_queue import HostLoad, HostLoadQueue
+from engine.cache.host_tier import HostTier
+from engine.cache.kv_cache import UNREAD_BLOCK, KVCache
+from engine.cache.nodes import BlockKey, Node
 from engine.cache.pool import UnitPool
-from engine.cache.prefix import PrefixTree
+from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import CacheSpec
-from engine.cache.windows import Windows
+from engine.cache.state_checkpoints import StateCheckpoints
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
@@ -146,31 +146,31 @@ def window_left_a_block_early(patch: Patch) -> None:
 
 
 def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(Windows, "usable", lambda self, nodes, count: count)
+    patch.setattr(AttentionWindows, "usable", lambda self, nodes, count: count)
 
 
 def state_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(Windows, "resumable", lambda self, nodes: self.usable(nodes, len(nodes)))
+    patch.setattr(AttentionWindows, "resumable", lambda self, nodes: self.usable(nodes, len(nodes)))
 
 
 def checkpoint_of_the_block_before(patch: Patch) -> None:
-    real = Checkpoints.reserve
+    real = StateCheckpoints.reserve
 
-    def reserve(self: Checkpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
+    def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         if end % self._block_size == 0:
             real(self, seq, [nodes[0], *nodes[:-1]] if nodes else nodes, start, end)
 
-    patch.setattr(Checkpoints, "reserve", reserve)
+    patch.setattr(StateCheckpoints, "reserve", reserve)
 
 
 def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
-    real = Checkpoints.start
+    real = StateCheckpoints.start
 
-    def start(self: Checkpoints, seq: Any, source: Any, *, copies: bool) -> None:
+    def start(self: StateCheckpoints, seq: Any, source: Any, *, copies: bool) -> None:
         real(self, seq, source, copies=copies)
         self._unpin(self._states[seq])
 
-    patch.setattr(Checkpoints, "start", start)
+    patch.setattr(StateCheckpoints, "start", start)
 
 
 def failed_step_announced(patch: Patch) -> None:
@@ -187,20 +187,20 @@ def window_table_filler_released(patch: Patch) -> None:
     def pass_windows(self: KVCache, seq: Any, chain: Any, end: int) -> None:
         real(self, seq, chain, end)
         for g in self._groups:
-            seq.block_tables[g][:] = [UNREAD for _ in seq.block_tables[g]]
+            seq.block_tables[g][:] = [UNREAD_BLOCK for _ in seq.block_tables[g]]
 
     patch.setattr(KVCache, "_pass_windows", pass_windows)
 
 
 def hash_believed(patch: Patch) -> None:
     weak_hashes(patch)
-    patch.setattr(HashBlock, "equals", lambda self, other: True)
+    patch.setattr(BlockKey, "equals", lambda self, other: True)
 
 
 def hash_believed_below_any_parent(patch: Patch) -> None:
     weak_hashes(patch)
 
-    def find(self: PrefixTree, name: HashBlock, parent: Node | None) -> Node | None:
+    def find(self: PrefixTree, name: BlockKey, parent: Node | None) -> Node | None:
         node = self._nodes.get(name.hash)
         return node if node is not None and node.name.equals(name) else None
 
@@ -210,7 +210,7 @@ def hash_believed_below_any_parent(patch: Patch) -> None:
 def one_hash_two_blocks(patch: Patch) -> None:
     weak_hashes(patch)
 
-    def ensure(self: PrefixTree, name: HashBlock, parent: Node | None) -> Node:
+    def ensure(self: PrefixTree, name: BlockKey, parent: Node | None) -> Node:
         node = self.find(name, parent)
         if node is None:
             node = self._nodes[name.hash] = Node(name, parent, self._kinds)
@@ -228,7 +228,7 @@ def weak_hashes(patch: Patch) -> None:
         tokens = unpack_token_ids(packed)
         return [sum(tokens[i * size : (i + 1) * size]) % 4 for i in range(len(tokens) // size)]
 
-    patch.setattr("engine.cache.naming.chain_hashes", bad)
+    patch.setattr("engine.cache.block_hasher.chain_hashes", bad)
 
 
 def host_copy_never_made(patch: Patch) -> None:
@@ -327,16 +327,16 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = Loads.take
+    real = HostLoadQueue.take
 
-    def take(self: Loads) -> list[Load | None]:
+    def take(self: HostLoadQueue) -> list[HostLoad | None]:
         planned = real(self)
         for load in planned:
             if load is not None:
                 self._tree.log.stored(load[1].kind, load[2].node)  # type: ignore[arg-type]
         return planned
 
-    patch.setattr(Loads, "take", take)
+    patch.setattr(HostLoadQueue, "take", take)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
@@ -357,7 +357,7 @@ def host_windows_not_read(patch: Patch) -> None:
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
-    patch.setattr(Adaptive, "state_gone", lambda self, place: None)
+    patch.setattr(AdaptiveEviction, "state_gone", lambda self, place: None)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

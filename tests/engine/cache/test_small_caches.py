@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 from eviction import Ours
 from harness.belady import NEVER, belady, leading
 
-from engine.cache.habits import Turn
+from engine.cache.reuse_stats import ConversationTurn
 
 CONVERSATIONS, WORKERS, TURNS, AT_ONCE, DRAWS = 8, 2, 4, 3, 4
 CONTEXT_TOKENS, TURN_TOKENS, ANSWER_TOKENS, BLOCK = 2600, 160, 24, 16
@@ -66,12 +66,12 @@ class Held:
             del self.nodes[name]
 
 
-class Adaptive(Ours):
+class AdaptiveEviction(Ours):
     """The engine's order, over what does not run."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.turns: dict[int, Turn] = {}
+        self.turns: dict[int, ConversationTurn] = {}
         """Of the running requests, by their last block."""
 
     def start(self, names: list[int]) -> int:
@@ -84,7 +84,7 @@ class Adaptive(Ours):
         self.trim()
 
 
-def play(make: Callable[[int], Held | Adaptive], seed: int) -> tuple[int, int, int]:
+def play(make: Callable[[int], Held | AdaptiveEviction], seed: int) -> tuple[int, int, int]:
     """Blocks found of one draw, what Belady finds of the same, and Belady that evicts nothing that runs."""
     rng = random.Random(seed)
     grown = (CONTEXT_TOKENS + TURNS * 2 * TURN_TOKENS) // BLOCK
@@ -123,7 +123,7 @@ def play(make: Callable[[int], Held | Adaptive], seed: int) -> tuple[int, int, i
 
 def test_half_of_beladys_hits_are_found() -> None:
     """Also in the worst of the draws; LRU finds less in the mean, and nobody more than the bound."""
-    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (Held, Adaptive))
+    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (Held, AdaptiveEviction))
     assert min(found / best for found, best, _ in ours) > 0.5
     found, best, _ = (sum(column) for column in zip(*lru))
     assert found / best < 0.5

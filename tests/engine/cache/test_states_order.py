@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.cache.habits import Habits
-from engine.cache.leaves import Leaves, States
+from engine.cache.eviction_queue import EvictionQueue, StateValuation
+from engine.cache.reuse_stats import ReuseStats
 
 ROOM = 4
 
@@ -39,28 +39,28 @@ def path(first: int, blocks: int, *states: int) -> list[Place]:
     return places
 
 
-def left(habits: Habits, leaves: Leaves[Place], places: list[Place]) -> None:
+def left(habits: ReuseStats, leaves: EvictionQueue[Place], places: list[Place]) -> None:
     turn = habits.begin([place.hash for place in places], 0)
     habits.end(turn)
     leaves.add(places[-1], turn)
 
 
 @pytest.fixture
-def habits() -> Habits:
-    return Habits(1000, 1)
+def habits() -> ReuseStats:
+    return ReuseStats(1000, 1)
 
 
 @pytest.fixture
-def leaves(habits: Habits) -> Leaves[Place]:
-    return Leaves(habits, States(ROOM, Place.saved))
+def leaves(habits: ReuseStats) -> EvictionQueue[Place]:
+    return EvictionQueue(habits, StateValuation(ROOM, Place.saved))
 
 
 def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
-    habits: Habits, leaves: Leaves[Place], monkeypatch: pytest.MonkeyPatch
+    habits: ReuseStats, leaves: EvictionQueue[Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As GreedyDual-Size has it for what is of one age: by what is saved and what it takes, whatever its class."""
-    monkeypatch.setattr(Habits, "kind", lambda self, turn: (False, 1, 0))
-    monkeypatch.setattr(Habits, "due", lambda self, turn: 10.0)
+    monkeypatch.setattr(ReuseStats, "kind", lambda self, turn: (False, 1, 0))
+    monkeypatch.setattr(ReuseStats, "due", lambda self, turn: 10.0)
     rng = random.Random(0)
     saves = [1, 2, 5, 14, 300]
     rng.shuffle(saves)
@@ -78,7 +78,9 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
     assert gone == [nothing[-1], *(ends[saved] for saved in sorted(saves))]
 
 
-def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(habits: Habits, leaves: Leaves[Place]) -> None:
+def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(
+    habits: ReuseStats, leaves: EvictionQueue[Place]
+) -> None:
     places, other = path(0, 12, 8, 12), path(100, 1, 1)
     left(habits, leaves, places)
     left(habits, leaves, other)
@@ -92,7 +94,9 @@ def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(habits: Ha
     leaves.check_invariants({places[6], other[-1]})
 
 
-def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(habits: Habits, leaves: Leaves[Place]) -> None:
+def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(
+    habits: ReuseStats, leaves: EvictionQueue[Place]
+) -> None:
     places, other = path(0, 300, 300), path(500, 3, 3)
     left(habits, leaves, places)
     left(habits, leaves, other)
@@ -103,7 +107,7 @@ def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(habits: Habits, l
 
 
 def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
-    habits: Habits, leaves: Leaves[Place]
+    habits: ReuseStats, leaves: EvictionQueue[Place]
 ) -> None:
     places = path(0, 300, 100, 300)
     left(habits, leaves, places)

@@ -18,19 +18,19 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from engine.cache.host import HostTier
+from engine.cache.host_tier import HostTier
 from engine.cache.nodes import Node
 from engine.cache.pool import Block
-from engine.cache.prefix import PrefixTree
+from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence
 
 STEPS_BETWEEN_MAX = 3
 """Beside decodes, without a copy for those who wait, where one block takes more than the bound."""
-Load = tuple[Sequence, Block[Node], Block[Node]]
+HostLoad = tuple[Sequence, Block[Node], Block[Node]]
 """(whom it is for, the device's block, the host's that it is read from, held)."""
 
 
-class Loads:
+class HostLoadQueue:
     """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, in a step's mean.
 
     Counted is what comes up, and what goes down to make room for it.
@@ -43,11 +43,11 @@ class Loads:
         self._sizes = sizes
         self._step_bytes_max = math.inf if step_bytes_max is None else step_bytes_max
         self._left = math.inf
-        self._ahead: dict[Sequence, list[Load]] = {}
+        self._ahead: dict[Sequence, list[HostLoad]] = {}
         """Not planned yet, the last first."""
         self.blocks: set[Block[Node]] = set()
         """The device's, of these."""
-        self.planned: list[Load | None] = []
+        self.planned: list[HostLoad | None] = []
         """Of the plan being made, parents first; None for one that was taken back."""
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -100,12 +100,12 @@ class Loads:
                 self.abandon([load])
                 self.planned[index] = None
 
-    def take(self) -> list[Load | None]:
+    def take(self) -> list[HostLoad | None]:
         """The plan is made: its copies."""
         planned, self.planned = self.planned, []
         return planned
 
-    def commit(self, loads: list[Load | None]) -> None:
+    def commit(self, loads: list[HostLoad | None]) -> None:
         """They are done: announce the blocks."""
         for load in loads:
             if load is not None:
@@ -116,7 +116,7 @@ class Loads:
                 else:  # a sequence's own state, or the cache was reset meanwhile
                     self._host.return_state(own)
 
-    def abandon(self, loads: Items[Load | None]) -> None:
+    def abandon(self, loads: Items[HostLoad | None]) -> None:
         """They were not done."""
         for load in reversed(loads):
             if load is not None:

@@ -31,7 +31,7 @@ _PRIOR = 10.0
 """Turns of a class that are taken to have been seen before the first: half of them came back."""
 
 
-class Turn:
+class ConversationTurn:
     """One request's place in its conversation, or a shared beginning (`turns` counts the conversations on it)."""
 
     __slots__ = ("added", "base", "before", "gap", "last", "length", "mark", "shared", "turns")
@@ -51,10 +51,10 @@ class Turn:
         """Clock when the turn was over."""
         self.mark: int | None = None
         """Hash of the block by which its continuation is known; None where all of it is others' too."""
-        self.before: Turn | None = None
+        self.before: ConversationTurn | None = None
 
 
-class ReturnCounts:
+class ReuseCounts:
     """How the turns of one class come back."""
 
     __slots__ = ("gaps", "returned", "turns")
@@ -83,7 +83,7 @@ class ReturnCounts:
         return self.gaps / self.returned
 
 
-class Habits:
+class ReuseStats:
     """The conversations that are known, and how those of each class come back."""
 
     def __init__(self, capacity: int, block_tokens: int) -> None:
@@ -91,17 +91,17 @@ class Habits:
         self.now = 0
         self._capacity = capacity
         self._scale = max(1, 256 // block_tokens)
-        self._conversations: OrderedDict[int, Turn] = OrderedDict()
+        self._conversations: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Last turn of each by the mark of its prompt, oldest first."""
-        self._waiting: OrderedDict[Turn, None] = OrderedDict()
+        self._waiting: OrderedDict[ConversationTurn, None] = OrderedDict()
         """Turns that are not counted yet, oldest first."""
-        self._shared: OrderedDict[int, Turn] = OrderedDict()
+        self._shared: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Shared beginnings by the hash of their last block."""
-        self._counts: dict[tuple[bool, int, int], ReturnCounts] = {}
+        self._counts: dict[tuple[bool, int, int], ReuseCounts] = {}
         self._mean = (-1, (0.5, math.log2(capacity)))
         """Of all classes, and when."""
 
-    def begin(self, names: Sequence[int], hit: int) -> Turn:
+    def begin(self, names: Sequence[int], hit: int) -> ConversationTurn:
         """A request came whose prompt has the blocks `names`, of which `hit` were found."""
         self.now += len(names)
         length = len(names)
@@ -111,11 +111,11 @@ class Habits:
             if before is not None:
                 break
         if before is None:
-            turn = Turn(length, hit)
+            turn = ConversationTurn(length, hit)
             if hit:
                 self._begin_on(names[hit - 1], hit)
         else:
-            turn = Turn(length, before.base)
+            turn = ConversationTurn(length, before.base)
             turn.turns = before.turns + 1
             turn.added = max(0, length - before.length)
             turn.gap = self.now - before.last
@@ -130,7 +130,7 @@ class Habits:
     def _begin_on(self, name: int, length: int) -> None:
         shared = self._shared.get(name)
         if shared is None:
-            shared = self._shared[name] = Turn(length, 0, shared=True)
+            shared = self._shared[name] = ConversationTurn(length, 0, shared=True)
         else:
             shared.gap = self.now - shared.last
             self.of(shared).came_back(shared.gap)
@@ -141,7 +141,7 @@ class Habits:
         if len(self._shared) > self._capacity:
             self._shared.popitem(last=False)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: ConversationTurn) -> None:
         """The request is over: from now on its continuation is waited for."""
         turn.last = self.now
         if turn.mark is None:
@@ -155,28 +155,28 @@ class Habits:
         if len(self._conversations) > self._capacity:
             self._conversations.popitem(last=False)
 
-    def _count(self, turn: Turn) -> None:
+    def _count(self, turn: ConversationTurn) -> None:
         """It has come back, or it is overdue; once only."""
         if turn in self._waiting:
             del self._waiting[turn]
             self.of(turn).left()
 
-    def shared_at(self, name: int, last: int) -> Turn | None:
+    def shared_at(self, name: int, last: int) -> ConversationTurn | None:
         """What is known of the shared beginning that ends with this block, which was last used at `last`."""
         shared = self._shared.get(name)
         if shared is not None:
             shared.last = max(shared.last, last)
         return shared
 
-    def kind(self, turn: Turn) -> tuple[bool, int, int]:
+    def kind(self, turn: ConversationTurn) -> tuple[bool, int, int]:
         """The class of a turn."""
         return turn.shared, min(turn.turns, _TURNS_MAX), min(5, (turn.added // self._scale).bit_length() // 2)
 
-    def of(self, turn: Turn) -> ReturnCounts:
+    def of(self, turn: ConversationTurn) -> ReuseCounts:
         kind = self.kind(turn)
         counts = self._counts.get(kind)
         if counts is None:
-            counts = self._counts[kind] = ReturnCounts(self._capacity)
+            counts = self._counts[kind] = ReuseCounts(self._capacity)
         return counts
 
     def mean(self) -> tuple[float, float]:
@@ -189,7 +189,7 @@ class Habits:
             self._mean = self.now, mean
         return mean
 
-    def due(self, turn: Turn) -> float:
+    def due(self, turn: ConversationTurn) -> float:
         """log2 of the gap after which this turn is due."""
         expected = self.of(turn).gap_log2
         return expected if turn.gap is None else (expected + math.log2(max(1, turn.gap))) / 2

@@ -9,7 +9,7 @@ from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
 
 
-class Chain:
+class SequenceBlocks:
     """Parallel to `seq.block_tables`."""
 
     __slots__ = ("blocks", "committed", "detached", "merges", "nodes", "window_starts")

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from operator import mul
 
-from engine.cache.eviction import Adaptive
+from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.nodes import Node
 from engine.cache.pool import Block, Unit, UnitPool
-from engine.cache.prefix import FULL, HostOrder, PrefixTree
+from engine.cache.prefix_tree import FULL_KIND, HostEvictionOrder, PrefixTree
 from engine.cache.spec import CacheSpec
 from engine.types import Move, Way
 
@@ -37,7 +37,7 @@ class HostTier:
         state_kind: int | None,
         tree: PrefixTree,
         moves: list[Move],
-        order: Adaptive[Node] | None = None,
+        order: AdaptiveEviction[Node] | None = None,
     ) -> None:
         """`order`: another one than by age, the device's too."""
         assert unit_count > 0
@@ -46,7 +46,7 @@ class HostTier:
             blocks_per_unit,
             self.forget,
             state_kind,
-            None if order is None else HostOrder(order, blocks_per_unit[FULL]),
+            None if order is None else HostEvictionOrder(order, blocks_per_unit[FULL_KIND]),
         )
         self._order = order
         self._tree = tree
@@ -79,7 +79,7 @@ class HostTier:
         elif keep and self._store(block, node):
             log.moved(kind, node)
         else:
-            if kind == FULL:
+            if kind == FULL_KIND:
                 self._drop_all(node)
             log.removed(kind, node)
 
@@ -195,7 +195,7 @@ class HostTier:
     def forget(self, block: Block[Node]) -> None:
         """Evict a block, and with a full-attention block that the device has not what hangs from it here."""
         assert block.node is not None
-        if block.kind == FULL and not block.node.has(FULL):
+        if block.kind == FULL_KIND and not block.node.has(FULL_KIND):
             self._drop_all(block.node)
         else:
             self._drop(block)
@@ -218,7 +218,9 @@ class HostTier:
         """The tree has it no more: what it hung from may be the end of its path here."""
         above = node.parent
         if self._order is not None:
-            ends = above is not None and above.host is not None and not above.children and (own := above.host[FULL])
+            ends = (
+                above is not None and above.host is not None and not above.children and (own := above.host[FULL_KIND])
+            )
             self._order.gone_below(node, above if ends and own is not None and not own.refs else None)
 
     def _drop_all(self, top: Node) -> None:
@@ -236,10 +238,10 @@ class HostTier:
         assert node is not None
         self._unname(own, node)
         self._give_up(own)
-        if self._order is not None and kind != FULL:
+        if self._order is not None and kind != FULL_KIND:
             self._order.state_gone(node)
         if any(node.blocks):
-            if self._order is not None and kind == FULL:
+            if self._order is not None and kind == FULL_KIND:
                 self._order.gone_below(node, None)
         elif node.host is None:
             self._tree.prune(node)

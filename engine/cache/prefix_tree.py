@@ -18,26 +18,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.event_log import EventLog
-from engine.cache.eviction import Adaptive
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.nodes import BlockKey, Node
 from engine.cache.pool import Block
 from engine.cache.spec import CacheSpec
 
-FULL = 0
+FULL_KIND = 0
 """The kind of the full-attention group: the one whose chain of blocks carries everything else."""
 
 
-class BlockOrder:
+class DeviceEvictionOrder:
     """The order of the tree's nodes as one of their blocks on the device. `room`: blocks whose room a state takes."""
 
-    def __init__(self, order: Adaptive[Node], room: int) -> None:
+    def __init__(self, order: AdaptiveEviction[Node], room: int) -> None:
         self._order = order
         self._room = room
 
     def cached(self, block: Block[Node]) -> None:
         assert block.node is not None
-        if block.kind == FULL:
+        if block.kind == FULL_KIND:
             self._order.cached(block.node)
         elif block.superseded:
             assert block.worth is not None
@@ -45,7 +45,7 @@ class BlockOrder:
 
     def used(self, block: Block[Node]) -> None:
         assert block.node is not None
-        if block.kind == FULL:
+        if block.kind == FULL_KIND:
             self._order.used(block.node)
         else:
             self._order.state_used(block.node)
@@ -55,29 +55,29 @@ class BlockOrder:
         if node is not None:
             return node.blocks[-1]
         node = self._order.victim()
-        return None if node is None else node.blocks[FULL]
+        return None if node is None else node.blocks[FULL_KIND]
 
 
-class HostOrder:
+class HostEvictionOrder:
     """The same, as one of their blocks in host memory."""
 
-    def __init__(self, order: Adaptive[Node], room: int) -> None:
+    def __init__(self, order: AdaptiveEviction[Node], room: int) -> None:
         self._order = order
         self._room = room
 
     def cached(self, block: Block[Node]) -> None:
         node = block.node
         assert node is not None
-        if block.kind != FULL:
+        if block.kind != FULL_KIND:
             assert block.worth is not None
-            if block.superseded or node.blocks[FULL] is not None:
+            if block.superseded or node.blocks[FULL_KIND] is not None:
                 self._order.superseded_below(node, block.worth / self._room)
         elif not node.children:
             self._order.moved(node)
 
     def used(self, block: Block[Node]) -> None:
         assert block.node is not None
-        if block.kind == FULL:
+        if block.kind == FULL_KIND:
             self._order.gone_below(block.node, None)
         else:
             self._order.state_used(block.node)
@@ -87,10 +87,10 @@ class HostOrder:
         if node is not None and node.host is not None:
             return node.host[-1]
         node = self._order.victim_below()
-        return None if node is None or node.host is None else node.host[FULL]
+        return None if node is None or node.host is None else node.host[FULL_KIND]
 
 
-class Below(Protocol):
+class LowerTier(Protocol):
     """Memory that takes what the device evicts."""
 
     def leave(self, block: Block[Node], *, keep: bool) -> None: ...
@@ -104,13 +104,13 @@ class PrefixTree:
     """Nodes by hash. `drop` gives a block that is no longer named back to the pool; `order` hears of what is gone."""
 
     def __init__(
-        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], order: Adaptive[Node] | None = None
+        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], order: AdaptiveEviction[Node] | None = None
     ) -> None:
         self._nodes: dict[int, Node] = {}
         self._kinds = len(spec.groups) + (spec.state is not None)
         self._drop = drop
         self._order = order
-        self.host: Below | None = None
+        self.host: LowerTier | None = None
         """Takes what the device evicts."""
         self.log = EventLog(spec)
 
@@ -124,14 +124,14 @@ class PrefixTree:
         """Every node, parents before children."""
         return self._nodes.values()
 
-    def find(self, name: HashBlock, parent: Node | None) -> Node | None:
+    def find(self, name: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
         node = self._nodes.get(name.hash)
         if node is None or node.parent is not parent:
             return None
         return node if node.name.equals(name) else None
 
-    def match(self, names: Sequence[HashBlock], nodes: list[Node]) -> None:
+    def match(self, names: Sequence[BlockKey], nodes: list[Node]) -> None:
         """Make `nodes` the longest chain for `names`, with those that the step being planned will compute.
 
         `nodes` is what an earlier call found for the same names, or empty: only what changed since is looked at. A node
@@ -147,7 +147,7 @@ class PrefixTree:
             nodes.append(node)
             parent = node
 
-    def ensure(self, name: HashBlock, parent: Node | None) -> Node | None:
+    def ensure(self, name: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
         if name.hash in self._nodes:
             return self.find(name, parent)
@@ -166,15 +166,15 @@ class PrefixTree:
         node.blocks[kind] = block
         block.node = node
         block.pending, block.out, block.shared = True, False, False
-        if kind == FULL and node.parent is not None:
+        if kind == FULL_KIND and node.parent is not None:
             node.parent.branches += 1
 
     def commit(self, block: Block[Node]) -> None:
         """The content is there: announce it."""
         assert block.pending
         assert block.node is not None
-        assert block.kind == FULL or block.node.has(FULL), "announced before its prefix"
-        assert block.node.parent is None or block.node.parent.has(FULL), "announced before its parent"
+        assert block.kind == FULL_KIND or block.node.has(FULL_KIND), "announced before its prefix"
+        assert block.node.parent is None or block.node.parent.has(FULL_KIND), "announced before its parent"
         block.pending = False
         self.log.stored(block.kind, block.node)
         if self.host is not None:
@@ -193,13 +193,16 @@ class PrefixTree:
         """
         assert block.node is not None
         doomed = [block]
-        if block.kind == FULL:
+        if block.kind == FULL_KIND:
             below, host = [block.node], self.host
             for node in below:  # grows while it is walked: breadth first, so reversed it is leaves first
                 children = node.children.values()
-                below.extend(children if host is None else [c for c in children if c.blocks[FULL] is not None])
+                below.extend(children if host is None else [c for c in children if c.blocks[FULL_KIND] is not None])
             doomed = [
-                b for node in reversed(below) for b in (*node.blocks[FULL + 1 :], node.blocks[FULL]) if b is not None
+                b
+                for node in reversed(below)
+                for b in (*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND])
+                if b is not None
             ]
         for victim in doomed:
             assert victim.node is not None
@@ -212,15 +215,15 @@ class PrefixTree:
             kind = victim.kind
             self._unname(victim)
             self._drop(victim)
-            if self._order is not None and kind != FULL:
+            if self._order is not None and kind != FULL_KIND:
                 self._order.state_gone(node)
             elif self._order is not None:
-                above = None if node.parent is None else node.parent.blocks[FULL]
+                above = None if node.parent is None else node.parent.blocks[FULL_KIND]
                 self._order.gone(node, node.parent if above is not None and not above.refs else None)
 
     def take(self, block: Block[Node]) -> None:
         """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
-        assert block.kind != FULL
+        assert block.kind != FULL_KIND
         assert block.node is not None
         assert not block.pending
         if self.host is None:
@@ -247,7 +250,7 @@ class PrefixTree:
         node = block.node
         assert node is not None
         node.blocks[block.kind] = None
-        if block.kind == FULL and node.parent is not None:
+        if block.kind == FULL_KIND and node.parent is not None:
             node.parent.branches -= 1
         block.node = None
         if not any(node.blocks) and node.host is None:
@@ -264,8 +267,8 @@ class PrefixTree:
 
     def check_invariants(self) -> None:
         if self._order is not None:
-            cached = [node for node in self._nodes.values() if (full := node.blocks[FULL]) and not full.refs]
-            below = [n for n in self._nodes.values() if n.host and (own := n.host[FULL]) and not own.refs]
+            cached = [node for node in self._nodes.values() if (full := node.blocks[FULL_KIND]) and not full.refs]
+            below = [n for n in self._nodes.values() if n.host and (own := n.host[FULL_KIND]) and not own.refs]
             self._order.check_invariants(cached, [n for n in below if not n.children])
             self._order.check_states(
                 {node for node in self._nodes.values() if (own := node.blocks[-1]) and not own.refs},
@@ -274,14 +277,14 @@ class PrefixTree:
         for hash_, node in self._nodes.items():
             assert node.hash == hash_ == node.name.hash
             assert any(node.blocks) or any(node.host or ()), "a node that names nothing"
-            full = node.blocks[FULL]
-            assert full is not None or node.on_host(FULL), "prefix closure: no full-attention block"
+            full = node.blocks[FULL_KIND]
+            assert full is not None or node.on_host(FULL_KIND), "prefix closure: no full-attention block"
             assert full is not None or not any(node.blocks), "prefix closure: no full-attention block on the device"
             if node.parent is not None:
                 assert self._nodes.get(node.parent.hash) is node.parent
                 assert node.parent.children.get(hash_) is node
             if node.parent is not None and full is not None:
-                parent_block = node.parent.blocks[FULL]
+                parent_block = node.parent.blocks[FULL_KIND]
                 assert parent_block is not None
                 assert full.pending or not parent_block.pending
                 assert parent_block.refs > 0 or full.refs == 0, "prefix closure: a live block below a cached one"

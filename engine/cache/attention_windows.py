@@ -12,7 +12,7 @@ from engine.cache.nodes import Node
 from engine.cache.spec import CacheSpec
 
 
-class Windows:
+class AttentionWindows:
     """The windows of a model's attention groups, in blocks."""
 
     def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:

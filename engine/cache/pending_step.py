@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.cache.loads import Load
+from engine.cache.host_load_queue import HostLoad
 from engine.cache.nodes import Node
 from engine.cache.pool import Block
 from engine.types import Chunk, Sequence
 
 
 @dataclass(slots=True)
-class StepOut:
+class PendingStep:
     """A step between its plan and its result."""
 
     finishing: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
@@ -23,6 +23,6 @@ class StepOut:
     """By a compaction that the step does first."""
     stored: list[Block[Node]] = field(default_factory=list)
     """Of the host: what the step fills there."""
-    loaded: list[Load | None] = field(default_factory=list)
+    loaded: list[HostLoad | None] = field(default_factory=list)
     """In the order of planning, parents first; None for one that was taken back."""
     chunks: Items[Chunk] = field(default_factory=list)

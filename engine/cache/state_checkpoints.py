@@ -27,9 +27,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.nodes import BlockKey, Node
 from engine.cache.pool import Block, UnitPool, state_worth
-from engine.cache.prefix import PrefixTree
+from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
@@ -37,7 +37,7 @@ _LONG_CHUNK_TOKENS = 1024
 
 
 @dataclass(slots=True)
-class _State:
+class _SequenceState:
     """One running sequence's part."""
 
     own: Block[Node]
@@ -55,7 +55,7 @@ class _State:
     """Last checkpoint taken in decode. It is `shared` if another sequence has reached or used it."""
 
 
-class Checkpoints:
+class StateCheckpoints:
     """States by sequence. `allocate` gives a state block at any price short of preemption, or None."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Checkpoints:
         self._pool = pool
         self._tree = tree
         self._allocate = allocate
-        self._states: dict[Sequence, _State] = {}
+        self._states: dict[Sequence, _SequenceState] = {}
         self._planned: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
         self._copies: list[tuple[UnitId, UnitId]] = []
 
@@ -89,12 +89,12 @@ class Checkpoints:
         if source is None or copies:
             own = self._allocate(self._kind)
             assert own is not None, "admitted without room for its state"
-            self._states[seq] = _State(own, source, fresh)
+            self._states[seq] = _SequenceState(own, source, fresh)
         else:
             own = source
             assert own.refs == 1
             self._tree.take(own)
-            self._states[seq] = _State(own, None, fresh=False)
+            self._states[seq] = _SequenceState(own, None, fresh=False)
         seq.state_unit = own.unit.index
         return own
 
@@ -106,7 +106,7 @@ class Checkpoints:
             state.shared[blocks] = hash_
             self._planned[blocks, hash_] += 1
 
-    def planned_ahead(self, names: Items[HashBlock], after: int) -> bool:
+    def planned_ahead(self, names: Items[BlockKey], after: int) -> bool:
         """Whether a running sequence will take a checkpoint of the prefix `names`, deeper than `after` blocks."""
         return any(after < blocks <= len(names) and names[blocks - 1].hash == hash_ for blocks, hash_ in self._planned)
 
@@ -215,7 +215,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ inside
 
-    def _unpin(self, state: _State) -> None:
+    def _unpin(self, state: _SequenceState) -> None:
         source, state.source = state.source, None
         if source is not None:
             self._release(source)
@@ -239,7 +239,7 @@ class Checkpoints:
             block = node.host[self._kind]
         return block is not None and block.refs == 0 and block.superseded
 
-    def _pass_stop(self, state: _State) -> None:
+    def _pass_stop(self, state: _SequenceState) -> None:
         blocks = state.stops.pop(0)
         key = (blocks, state.shared.pop(blocks))
         self._planned[key] -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from engine.cache.nodes import HashBlock
+from engine.cache.nodes import BlockKey
 from engine.types import Sequence
 from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
@@ -23,14 +23,14 @@ def _keys(lora_name: str | None, salt: str | None, *, first: bool) -> Keys:
 _BARE = _keys(None, None, first=False)
 
 
-class BlockNames:
+class BlockHasher:
     """What the blocks of each sequence are called."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._names: dict[Sequence, list[HashBlock]] = {}
+        self._names: dict[Sequence, list[BlockKey]] = {}
 
-    def of(self, seq: Sequence, count: int) -> list[HashBlock]:
+    def of(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Names of at least the first `count` blocks."""
         names = self._names.get(seq)
         if names is None:
@@ -47,10 +47,10 @@ class BlockNames:
         parent = names[-1].hash if names else None
         for index, hash_ in enumerate(chain_hashes(parent, packed, size, first[0], others[0])):
             keys = others[1] if index else first[1]
-            names.append(HashBlock(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
+            names.append(BlockKey(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
         return names
 
-    def known(self, seq: Sequence) -> Items[HashBlock]:
+    def known(self, seq: Sequence) -> Items[BlockKey]:
         """Names that were asked for before."""
         return self._names.get(seq, ())
 
