@@ -38,7 +38,7 @@ from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.prompting.turn import digest_beginning
 
 CHUNKS = 64
@@ -99,7 +99,7 @@ class Gateway:
 def is_reasoned(messages: list[Message]) -> bool:
     """Whether a router as it is by default compares the turns of this conversation to say why they miss."""
     parsed = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
-    return digest_beginning(parsed) < TurnsConfig().share * 2**32
+    return digest_beginning(parsed) < MissReasonsConfig().share * 2**32
 
 
 def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -219,7 +219,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies, tokenizer = Bodies(is_reasoned, TurnsConfig().share), Tokenizer.load(folder)
+        bodies, tokenizer = Bodies(is_reasoned, MissReasonsConfig().share), Tokenizer.load(folder)
         seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
         announced = [tokenizer.chat_ids(parse_routing(CHAT, body.encode())) for body in seen]
         mocks = []

@@ -77,9 +77,9 @@ class Metrics:
     predicted_cached_tokens: int = 0
     reported_prompt_tokens: int = 0
     reported_cached_tokens: int = 0
-    turns: Counter[str] = field(default_factory=Counter)
+    cache_miss_requests: Counter[str] = field(default_factory=Counter)
     """reason (router/miss_reasons/parts.py) -> requests that were compared."""
-    turn_tokens: Counter[str] = field(default_factory=Counter)
+    cache_miss_tokens: Counter[str] = field(default_factory=Counter)
     """reason -> prompt tokens that had to be computed."""
     reused_tokens: Counter[str] = field(default_factory=Counter)
     """prompt, best, chosen, reported -> tokens, of requests whose worker said what it reused."""

@@ -17,7 +17,7 @@ from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SPEC, KubernetesSource
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
 from router.shadow.config import ShadowConfig
@@ -104,7 +104,7 @@ class ProcessConfig:
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     sharing: Annotated[SharingConfig, ROOT] = field(default_factory=SharingConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
-    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    miss_reasons: MissReasonsConfig = field(default_factory=MissReasonsConfig)
     helpers: PoolConfig = field(default_factory=PoolConfig)
     seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),

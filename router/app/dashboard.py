@@ -193,7 +193,7 @@ class Dashboard:
     def _state(self) -> bytes:
         state = self._workers()
         state["now"] = time.time()
-        state["turn_tokens"] = dict(self._proxy.metrics.turn_tokens)
+        state["cache_miss_tokens"] = dict(self._proxy.metrics.cache_miss_tokens)
         cost = self._core.config.cost
         state["version"] = self._version
         state["weights"] = {"decode": cost.decode_weight, "utilisation": cost.utilisation_weight}

@@ -91,10 +91,10 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
     text = "Tokens of each API key: prompt, of them cached and computed, and output."
     yield "key_tokens", text, "key kind", metrics.key_tokens
     text = "Requests of the share that is compared, by the reason for most of their lost tokens."
-    yield "turns", text, "reason", metrics.turns
+    yield "cache_miss_requests", text, "reason", metrics.cache_miss_requests
     text = "Prompt tokens of the same that had to be computed, by reason and whose doing it is."
-    grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.turn_tokens.items()}
-    yield "turn_tokens", text, "reason group", grouped
+    grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.cache_miss_tokens.items()}
+    yield "cache_miss_tokens", text, "reason group", grouped
     text = (
         "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, reported."
     )

@@ -144,7 +144,7 @@ class RouterProcess:
             index_bytes_max=config.fleet.index_mb << 20,
         )
         self._reasons = Reasons(
-            config.turns,
+            config.miss_reasons,
             self._core,
             self._proxy,
             self._prompts,

@@ -90,7 +90,7 @@ class ShadowProcess(RouterProcess):
         """What `router run` would be told. Here nothing is learned as requests pass: no answer comes by. It is learned
         from the window instead."""
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
-        super().__init__(replace(config, core=core, turns=replace(config.turns, share=1.0)), version)
+        super().__init__(replace(config, core=core, miss_reasons=replace(config.miss_reasons, share=1.0)), version)
         self._shadow = config.shadow
         self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
         self._proxy.on_end.append(self._recorder.ended)
@@ -190,7 +190,7 @@ class ShadowProcess(RouterProcess):
 
     def _beat_shadow(self, now: float) -> None:
         if not self._course or now - self._course[-1][0] >= SLICE_S:
-            self._course.append((now, dict(self._metrics.turn_tokens)))
+            self._course.append((now, dict(self._metrics.cache_miss_tokens)))
             del self._course[:-5_000]
         placed = self._recorder.counts["placed"]
         due = now - self._compared_s >= self._shadow.every_s and placed - self._compared >= NEW_MIN
@@ -246,8 +246,8 @@ class ShadowProcess(RouterProcess):
             requests=dict(self._recorder.counts),
             comparison=self._found,
             problem=self._told,
-            tokens=dict(self._metrics.turn_tokens),
-            turns=dict(self._metrics.turns),
+            tokens=dict(self._metrics.cache_miss_tokens),
+            turns=dict(self._metrics.cache_miss_requests),
             course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
             workers=self._recorder.engines(),
             seen=len(self._recorder.seen),

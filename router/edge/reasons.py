@@ -26,7 +26,7 @@ from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.followed import Followed
 from router.miss_reasons.ledger import Begun, Ledger, Prompt, short_keys
 from router.miss_reasons.parts import GROUPS, Why
@@ -49,7 +49,7 @@ class Reasons:
 
     def __init__(
         self,
-        config: TurnsConfig,
+        config: MissReasonsConfig,
         core: RouterCore,
         proxy: Proxy,
         prompts: PromptReader,
@@ -58,11 +58,13 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = Ledger(config, core.index.shared, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
+        self.ledger = Ledger(
+            config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
+        )
         self._core, self._proxy, self._helpers = core, proxy, helpers
         self._facts = KnownFacts(core, emptied, prompts.get)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._by_header, self._by_operator = Followed(config.keep_s), Followed(config.keep_s)
+        self._by_header, self._by_operator = Followed(config.ttl_s), Followed(config.ttl_s)
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)

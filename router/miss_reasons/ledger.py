@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
 from router.miss_reasons.book import Past, TurnBook
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.parts import Why
 from router.miss_reasons.why import Facts, Gone, Turn, parts_of, parts_of_decision
 from router.prompting.outlined import Outline
@@ -123,14 +123,14 @@ class Ledger:
 
     def __init__(
         self,
-        config: TurnsConfig,
+        config: MissReasonsConfig,
         shared: Callable[[array[int], array[int]], int],
         turns: Counter[str] | None = None,
         tokens: Counter[str] | None = None,
         sums: Counter[str] | None = None,
     ) -> None:
         """`shared`: how many tokens two prompts begin with alike."""
-        self.book = TurnBook(config.memory_mb << 20, config.keep_s, shared)
+        self.book = TurnBook(config.memory_mb << 20, config.ttl_s, shared)
         self._requests_max = config.requests_max
         self._requests: OrderedDict[str, Begun] = OrderedDict()
         """id -> the last request of that id, the oldest first."""

@@ -44,7 +44,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     (folder / "script.txt").write_text(SAID)
     spec = json.dumps({**SPEC, "script": str(folder / "script.txt")})
     engine = ("engine", "serve", "--port", "0", "--served-model-name", "m", "--simulate", spec)
-    flags = ("--log-requests", "1", "--model-alias", "claude-*=m", "--set", "turns.share=1")
+    flags = ("--log-requests", "1", "--model-alias", "claude-*=m", "--set", "miss_reasons.share=1")
     with two_engines_and_a_router(folder, *engine, router_flags=flags) as (_, router):
         yield router
 

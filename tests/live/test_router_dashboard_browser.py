@@ -144,7 +144,7 @@ def many(count: int) -> dict[str, Any]:
         "held": 0,
         "index": index,
         "version": "0.1.0",
-        "turn_tokens": {"evicted": 90},
+        "cache_miss_tokens": {"evicted": 90},
     }
 
 

@@ -59,6 +59,6 @@ def test_the_reasons_add_up_to_all_that_was_computed(tmp_path: Path) -> None:
                 reasons[part["reason"]] += part["tokens"]
             assert why["best_tokens"] >= why["chosen_tokens"], why
         with urllib.request.urlopen(router.url + "/metrics") as page:
-            told = re.findall(r'turn_tokens_total\{.*reason="(\w+)"\} (\d+)', page.read().decode())
+            told = re.findall(r'cache_miss_tokens_total\{.*reason="(\w+)"\} (\d+)', page.read().decode())
     assert Counter({reason: int(count) for reason, count in told}) == reasons
     assert min(reasons[one] for one in ("new_session", "new_text", "evicted")) > 0, reasons

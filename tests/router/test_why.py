@@ -26,7 +26,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import KnownFacts
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import difference, new_system_prompt
 from router.miss_reasons.ledger import Prompt, short_keys
 from router.miss_reasons.parts import GROUPS, NO_LOSS, Why
@@ -65,7 +65,7 @@ class Fleet:
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
-        self.ledger = BothLedgers(TurnsConfig(), self.core.index.shared)
+        self.ledger = BothLedgers(MissReasonsConfig(), self.core.index.shared)
         self.emptied: dict[str, float] = {}
         self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0

@@ -18,7 +18,7 @@ from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
 from router.edge.reasons import Reasons
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.followed import FOLLOWED_MAX, Followed
 from router.miss_reasons.ledger import Ledger
 from router.miss_reasons.parts import NO_LOSS
@@ -93,7 +93,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
         edge.prompts._folders["tiny"] = str(tmp_path)
         reasons = Reasons(
-            TurnsConfig(**{"share": 1.0, **settings}),
+            MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.core,
             edge.proxy,
             edge.prompts,
@@ -131,10 +131,12 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         page = render(
             families(edge.metrics, edge.admin.report(), edge.core.snapshot(0.0), edge.core.index.stats(), (), {}, {})
         )
-        assert b'blockcast_router_turns_total{reason="new_session"} 1.0' in page
-        assert b'blockcast_router_turn_tokens_total{group="workload",reason="edited"}' in page
+        assert b'blockcast_router_cache_miss_requests_total{reason="new_session"} 1.0' in page
+        assert b'blockcast_router_cache_miss_tokens_total{group="workload",reason="edited"}' in page
         assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
-        assert sum(edge.metrics.turn_tokens.values()) == sum(one["prompt_tokens"] for one in (first, second, edited))
+        assert sum(edge.metrics.cache_miss_tokens.values()) == sum(
+            one["prompt_tokens"] for one in (first, second, edited)
+        )
         assert nothing_is_left(edge)
 
     edge.run(scenario())
@@ -146,7 +148,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         talk = Talk(edge, make_post)
         for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
             edge.admin._reasons = Reasons(
-                TurnsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.helpers,
+                MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.helpers,
                 edge.metrics, emptied={},
             )  # fmt: skip
             status, refused = await talk.ask("nobody")
@@ -250,7 +252,7 @@ def test_what_a_comparison_raises_ends_its_own_reasons_only(
             answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: n%d" % number]))
             assert answer.startswith(b"HTTP/1.1 200")
         assert [reasons.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
-        assert sum(edge.metrics.turns.values()) == 2
+        assert sum(edge.metrics.cache_miss_requests.values()) == 2
         assert nothing_is_left(edge)
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
 
@@ -275,7 +277,9 @@ def test_a_request_that_is_not_compared_has_the_reasons_that_need_no_comparison(
         assert [(part["reason"], part["tokens"]) for part in again["parts"]] == [
             ("not_compared", again["prompt_tokens"])
         ]
-        assert not edge.metrics.turns + edge.metrics.turn_tokens, "the share alone is counted by reason"
+        assert not edge.metrics.cache_miss_requests + edge.metrics.cache_miss_tokens, (
+            "the share alone is counted by reason"
+        )
         assert edge.metrics.reused_tokens["prompt"] == told["prompt_tokens"] + again["prompt_tokens"]
         assert len(reasons.ledger.book) == 0
         assert nothing_is_left(edge)
@@ -309,7 +313,7 @@ def test_a_request_with_the_header_is_compared(
         other = Talk(edge, make_post, words=words + 1)
         other.turn("Another conversation.")
         assert (await other.send(None))["compared"] is False
-        assert not edge.metrics.turns, "what was asked for would bias the share"
+        assert not edge.metrics.cache_miss_requests, "what was asked for would bias the share"
         assert nothing_is_left(edge)
         (upstream,) = edge.upstreams
         assert not any(received.all(b"x-blockcast-explain") for received in upstream.received)
@@ -440,7 +444,10 @@ def test_a_body_that_returns_is_explained_like_another(
     async def scenario() -> None:
         reasons, told = await router(), []
         for known in (KnownBodies(0), KnownBodies(8 << 20)):
-            edge.app._reading.known, reasons.ledger = known, Ledger(TurnsConfig(share=1.0), edge.core.index.shared)
+            edge.app._reading.known, reasons.ledger = (
+                known,
+                Ledger(MissReasonsConfig(share=1.0), edge.core.index.shared),
+            )
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):
                 talk.turn(f"Turn {number}. " * 30)
@@ -506,13 +513,13 @@ def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: A
                 {"role": "system", "content": "You help."},
                 {"role": "user", "content": question(number)},
             ]
-            before = len(reasons.ledger), sum(edge.metrics.turns.values())
+            before = len(reasons.ledger), sum(edge.metrics.cache_miss_requests.values())
             for _ in range(3):
                 body = json.dumps({"model": "tiny", "messages": messages}).encode()
                 await edge.exchange(make_post(body, headers=headers))
                 messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
             assert len(reasons.ledger) - before[0] == 3
-            counts.append(sum(edge.metrics.turns.values()) - before[1])
+            counts.append(sum(edge.metrics.cache_miss_requests.values()) - before[1])
         assert set(counts) == {0, 3}
         assert 4 <= counts.count(3) <= 20
 

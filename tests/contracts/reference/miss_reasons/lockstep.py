@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from router.decide.messages import Decision, ReportedUsage
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.ledger import Begun, Ledger, Prompt
 from router.miss_reasons.parts import Why
 from router.miss_reasons.why import Facts, Gone
@@ -20,7 +20,7 @@ Both = tuple[Begun, naive.Begun]
 class BothLedgers:
     """Like each of both. Fails where they differ."""
 
-    def __init__(self, config: TurnsConfig, shared: Callable[[array[int], array[int]], int]) -> None:
+    def __init__(self, config: MissReasonsConfig, shared: Callable[[array[int], array[int]], int]) -> None:
         self.ledger, self.naive = Ledger(config, shared), naive.NaiveLedger(config)
 
     @property

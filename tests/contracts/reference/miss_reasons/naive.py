@@ -15,7 +15,7 @@ from typing import Any
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import Scope
-from router.miss_reasons.config import TurnsConfig
+from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.ledger import Prompt
 from router.miss_reasons.parts import GROUPS, Part, Why
 from router.miss_reasons.why import Facts, Gone
@@ -61,7 +61,7 @@ class Begun:
 
 
 class NaiveLedger:
-    def __init__(self, config: TurnsConfig) -> None:
+    def __init__(self, config: MissReasonsConfig) -> None:
         self.config = config
         self.pasts: list[Past] = []
         """The oldest first."""
@@ -102,7 +102,7 @@ class NaiveLedger:
         self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float,
         is_sampled: bool,
     ) -> Begun:  # fmt: skip
-        while self.pasts and now - self.pasts[0].at_s >= self.config.keep_s:
+        while self.pasts and now - self.pasts[0].at_s >= self.config.ttl_s:
             del self.pasts[0]
         begun, instead = self._explained(prompt, decision, block, gone, facts, now, wall)
         is_short = prompt.session is None and not prompt.keys
