@@ -15,7 +15,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
-from engine.grammars import Grammars, Words, why_not
+from engine.grammars import Grammars, GrammarVocabulary, why_not
 from engine.messages import CoreInfo
 from engine.model_files import default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -78,7 +78,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         eos_token_ids = tokenizer.eos_token_ids
         unconstrained = why_not(tokenizer)
         if unconstrained is None:
-            grammars = Grammars(partial(Words, tokenizer, executor.vocab_size))
+            grammars = Grammars(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
         spec = executor.spec
         cache = KVCache(
             spec,

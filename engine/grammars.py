@@ -1,9 +1,9 @@
 """Grammars that answers must match, compiled by llguidance: off the step, bounded, kept for who asks again.
 
 A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check` runs first, in a
-process that may die (`engine.http.apart`): it compiles the grammar and walks through it for a while. What has passed is
-compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has limits too, and a
-matcher that breaks one fails for good; who asked for it is told. Knows no torch.
+process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while. What has
+passed is compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has limits too,
+and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled or followed; the message says why, for its client."""
 
 
-class Words:
+class GrammarVocabulary:
     """A model's vocabulary as the compiler wants it: seconds of work and tens of megabytes where it is large."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -94,7 +94,7 @@ class Words:
 class Grammars:
     """Of one core. `close` it."""
 
-    def __init__(self, load: Callable[[], Words]) -> None:
+    def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         """`load`: makes the words, on the thread of these."""
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
@@ -104,7 +104,7 @@ class Grammars:
         self._chars = 0
 
     @cached_property
-    def words(self) -> Words:
+    def words(self) -> GrammarVocabulary:
         """Made for the first answer that must match something."""
         return self._load()
 
@@ -142,7 +142,7 @@ class Grammars:
         return matcher
 
 
-def check(words: Words, text: str) -> str:
+def check(words: GrammarVocabulary, text: str) -> str:
     """The grammar as it is to be compiled. Raises GrammarError for what no answer can be asked to match.
 
     May crash, or take long: see above. A grammar in GBNF becomes one in Lark.

@@ -22,9 +22,9 @@ import msgspec
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import samples
-from engine.api.lark import constraint_of
+from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
-from engine.api.schemas.checking import check_constraint
+from engine.api.schemas.constraint_check import check_constraint
 from engine.assembly import Assembled, assemble, model_files
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
@@ -219,7 +219,7 @@ class LLM:
         if params.structured_outputs is None:
             return params
         asked = CompletionRequest(prompt="", structured_outputs=params.structured_outputs)
-        constraint = constraint_of(asked, self._tokenizer, self._limits)
+        constraint = build_constraint(asked, self._tokenizer, self._limits)
         if constraint is not None:
             assert self._assembled is not None
             assert self._assembled.grammars is not None

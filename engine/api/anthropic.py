@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.blocks import AnswerBlock, Blocks, Step, of_choice
-from engine.api.choice import Choice, Piece
+from engine.api.choice import Choice, ChoiceDelta
+from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, blocks_of_choice
 from engine.api.generation import Generation
 from prompts.errors import RequestError
 
@@ -46,7 +46,7 @@ class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
     """An object."""
 
 
-class MessageAnswer(Struct, frozen=True, kw_only=True):
+class MessageResponse(Struct, frozen=True, kw_only=True):
     id: str
     type: str = "message"
     role: str = "assistant"
@@ -69,18 +69,18 @@ def event(type: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
 
 
-class MessagesAnswer:
+class MessagesFormatter:
     """Of one request, which has one choice."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._choice = generation.choices[0]
-        self._blocks = Blocks()
+        self._blocks = ContentBlocks()
         self._halves: tuple[int, bytes, bytes] | None = None
         """Block that they are of, and what stands before and after a text that it grows by."""
         self._begun = False
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
         """The events that one piece becomes."""
         said = b""
         if not self._begun:
@@ -100,9 +100,9 @@ class MessagesAnswer:
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def whole(self) -> bytes:
-        return _encoder.encode(self._message(of_choice(self._choice)))
+        return _encoder.encode(self._message(blocks_of_choice(self._choice)))
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: BlockEvent) -> bytes:
         what, block, text = step
         if what == "grows":
             if self._halves is None or self._halves[0] != block.index:
@@ -118,11 +118,11 @@ class MessagesAnswer:
             said = event("content_block_delta", index=block.index, delta=signed) + said
         return said
 
-    def _message(self, blocks: list[AnswerBlock]) -> MessageAnswer:
+    def _message(self, blocks: list[ContentBlock]) -> MessageResponse:
         generation = self._generation
         content = [_content(block, block.text) for block in blocks]
         reason, sequence = stop_reason(self._choice)
-        return MessageAnswer(
+        return MessageResponse(
             id=generation.id, model=generation.model, content=content, stop_reason=reason, stop_sequence=sequence,
             usage=self._usage(),
         )  # fmt: skip
@@ -133,7 +133,7 @@ class MessagesAnswer:
         return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _content(block: AnswerBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _content(block: ContentBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
     """The block when it has said so much."""
     if block.kind == "text":
         return TextBlock(text)
@@ -152,7 +152,7 @@ def arguments_object(arguments: str) -> Raw:
     return Raw(b"{}")
 
 
-def _delta(block: AnswerBlock, text: str) -> bytes:
+def _delta(block: ContentBlock, text: str) -> bytes:
     type, field = {
         "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
         "call": ("input_json_delta", "partial_json"),

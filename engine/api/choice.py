@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from engine.api.calls import CallPiece
 from engine.api.detokenizer import Detokenizer, DetokenizerFactory
-from engine.api.speech import Said, Speech, SpeechPlan
+from engine.api.output_parser import OutputParser, OutputParserConfig, ParsedDelta
+from engine.api.tool_calls import ToolCallDelta
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What one output added to a choice. `token_ids` and `logprobs` may run ahead of `text`, which can be held back.
 
     An answer takes logprobs out as it formats them."""
@@ -28,7 +28,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     thought: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     aborts: bool = False
     """A stop string ended the choice: the core still runs it and must be told."""
 
@@ -43,14 +43,14 @@ class Choice:
     detokenizer: Detokenizer
     keep: bool
     keeps_logprobs: bool = False
-    speech: Speech | None = None
+    speech: OutputParser | None = None
     """None: all is text, and no string stops it."""
     completion_tokens: int = 0
     thought_tokens: int = 0
     cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    called: list[tuple[CallPiece, list[str]]] = field(default_factory=list)
+    called: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
     """The first piece of each call, and the arguments of those after it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Choice:
         return "".join(self.thoughts)
 
     @property
-    def calls(self) -> list[CallPiece]:
+    def calls(self) -> list[ToolCallDelta]:
         """Whole ones."""
         return [replace(first, arguments=first.arguments + "".join(rest)) for first, rest in self.called]
 
@@ -76,7 +76,7 @@ class Choice:
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
         self.texts, self.thoughts, self.called, self.token_ids = [], [], [], []
 
-    def push(self, output: SequenceOutput) -> Piece:
+    def push(self, output: SequenceOutput) -> ChoiceDelta:
         """Take one output of this choice's sequence. Must not be called after it has finished."""
         assert self.finish_reason is None
         if output.cached_tokens is not None:
@@ -101,7 +101,7 @@ class Choice:
                 self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
         return piece
 
-    def _decode(self, output: SequenceOutput) -> Piece:
+    def _decode(self, output: SequenceOutput) -> ChoiceDelta:
         ids, logprobs, reason = output.token_ids, output.logprobs or [], output.finish_reason
         spoken = self._spoken(output)
         if self.speech is None:
@@ -109,8 +109,8 @@ class Choice:
             if reason is not None:
                 text += self.detokenizer.flush()
             ended = None if reason is None else reason.value
-            return Piece(text, ids, logprobs, finish_reason=ended, stop_reason=output.stop_token_id)
-        said = Said()
+            return ChoiceDelta(text, ids, logprobs, finish_reason=ended, stop_reason=output.stop_token_id)
+        said = ParsedDelta()
         for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
             text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
             if reason is not None and i == len(ids) - 1:
@@ -128,16 +128,16 @@ class Choice:
 
     def _piece(
         self,
-        said: Said,
+        said: ParsedDelta,
         ids: list[int],
         logprobs: list[TokenLogprobs],
         reason: str | None,
         stop_reason: str | int | None,
         aborts: bool = False,
-    ) -> Piece:
+    ) -> ChoiceDelta:
         assert self.speech is not None
         thought = "".join(said.thought) if self.speech.plan.shows_thought else ""
-        return Piece(
+        return ChoiceDelta(
             "".join(said.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason, thought=thought,
             calls=_merged(said.calls), aborts=aborts,
         )  # fmt: skip
@@ -150,7 +150,7 @@ class Choice:
         return output.token_ids
 
 
-def _merged(pieces: list[CallPiece]) -> list[CallPiece]:
+def _merged(pieces: list[ToolCallDelta]) -> list[ToolCallDelta]:
     """One piece of each call."""
     merged = []
     for _, group in groupby(pieces, key=lambda piece: piece.index):
@@ -159,7 +159,7 @@ def _merged(pieces: list[CallPiece]) -> list[CallPiece]:
     return merged
 
 
-NO_SPEECH = SpeechPlan()
+PLAIN_TEXT_CONFIG = OutputParserConfig()
 
 
 def new_choice(
@@ -170,7 +170,7 @@ def new_choice(
     keep: bool,
     keeps_logprobs: bool = False,
     skip_special_tokens: bool = True,
-    plan: SpeechPlan = NO_SPEECH,
+    plan: OutputParserConfig = PLAIN_TEXT_CONFIG,
 ) -> Choice:
     """`plan`: how its text is read."""
     return Choice(
@@ -179,5 +179,5 @@ def new_choice(
         detokenizer=factory.new(skip_special_tokens, plan.marks),
         keep=keep,
         keeps_logprobs=keeps_logprobs,
-        speech=Speech(plan, params) if params.stop or plan.thought or plan.calls else None,
+        speech=OutputParser(plan, params) if params.stop or plan.thought or plan.calls else None,
     )

@@ -26,7 +26,7 @@ Format = dict[str, Any]
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class AskedConstraint(msgspec.Struct, frozen=True):
+class RequestedConstraint(msgspec.Struct, frozen=True):
     """What the answer must match, and the field that says so."""
 
     param: str
@@ -85,11 +85,11 @@ MARKUPS = {
 """By the name of the parser that reads them."""
 
 
-def asked_format(
+def requested_constraint(
     body: ChatRequest | CompletionRequest,
     tool_markup: str | None = None,
     grammars: Mapping[str, ShownTool] = MappingProxyType({}),
-) -> AskedConstraint | None:
+) -> RequestedConstraint | None:
     """What the answer must match; None: it is free. Raises RequestError.
 
     `tool_markup`: a name of MARKUPS, how this model writes calls; None: it has no calls. A call that must be made
@@ -105,15 +105,15 @@ def asked_format(
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
         many = body.parallel_tool_calls is not False and not _is_named(body.tool_choice)
-        return AskedConstraint("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
+        return RequestedConstraint("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
     if not allowed or tool_markup is None:
         return text
     markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
     if text is not None:
-        return AskedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
+        return RequestedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
     if not any(tool.is_strict or tool.grammar is not None for tool in allowed):
         return None
-    return AskedConstraint("tools", _free_calls(markup, allowed, many))
+    return RequestedConstraint("tools", _free_calls(markup, allowed, many))
 
 
 def must_call(body: ChatRequest) -> bool:
@@ -131,15 +131,15 @@ def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = 
     return made
 
 
-def scripted_format(
+def scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
     tool_markup: str | None,
     grammars: Mapping[str, ShownTool] = MappingProxyType({}),
-) -> AskedConstraint:
+) -> RequestedConstraint:
     """What a simulated engine's answer must match to be the turn of its script. Raises RequestError.
 
-    A call of a tool that the request does not have is words. The rest is as in `asked_format`.
+    A call of a tool that the request does not have is words. The rest is as in `requested_constraint`.
     """
     said = sum(message.get("role") == "assistant" for message in body.messages) - bool(body.continue_final_message)
     turn = script[said % len(script)]
@@ -149,10 +149,10 @@ def scripted_format(
                 tool = tool._replace(grammar=grammars.get(tool.name))
                 if turn.arguments is not None:
                     tool = tool._replace(parameters=_exactly(turn.arguments), is_strict=True, grammar=None)
-                return AskedConstraint("tools", _calls(MARKUPS[tool_markup], [tool], many=False))
+                return RequestedConstraint("tools", _calls(MARKUPS[tool_markup], [tool], many=False))
     if turn.text is not None:
-        return AskedConstraint("messages", {"type": "const_string", "value": turn.text})
-    return AskedConstraint("messages", {"type": "any_text"})
+        return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
+    return RequestedConstraint("messages", {"type": "any_text"})
 
 
 def _exactly(arguments: dict[str, Json]) -> Json:
@@ -169,7 +169,7 @@ def _exactly(arguments: dict[str, Json]) -> Json:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _text_format(body: ChatRequest | CompletionRequest) -> AskedConstraint | None:
+def _text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
     form, outputs = body.response_format, body.structured_outputs
     by_form = None if form is None or form.type == "text" else _of_response_format(form)
     if outputs is None:
@@ -181,25 +181,25 @@ def _text_format(body: ChatRequest | CompletionRequest) -> AskedConstraint | Non
     return _of_structured_outputs(outputs)
 
 
-def _of_response_format(form: ResponseFormat) -> AskedConstraint:
+def _of_response_format(form: ResponseFormat) -> RequestedConstraint:
     if form.type == "json_object":
-        return AskedConstraint("response_format", json_schema({"type": "object"}))
+        return RequestedConstraint("response_format", json_schema({"type": "object"}))
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema is None:
             where = "response_format.json_schema" + (".schema" if form.json_schema is not None else "")
             raise RequestError(f"{where}: missing, expected a JSON schema", param=where)
-        return AskedConstraint("response_format.json_schema.schema", json_schema(form.json_schema.schema))
+        return RequestedConstraint("response_format.json_schema.schema", json_schema(form.json_schema.schema))
     if form.format is not None:
-        return AskedConstraint("response_format.format", form.format)
+        return RequestedConstraint("response_format.format", form.format)
     if form.structures is None or form.triggers is None:
         raise RequestError(
             "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
         )
     older = {"structures": form.structures, "triggers": form.triggers}
-    return AskedConstraint("response_format.structures", structural_tag(older, "response_format"))
+    return RequestedConstraint("response_format.structures", structural_tag(older, "response_format"))
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> AskedConstraint:
+def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
     name = "structured_outputs"
     given = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
     if len(given) != 1:
@@ -212,20 +212,20 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> AskedConstraint:
     value = getattr(outputs, kind)
     whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
     if kind == "json_object":
-        return AskedConstraint(param, json_schema({"type": "object"}, whitespace))
+        return RequestedConstraint(param, json_schema({"type": "object"}, whitespace))
     if kind == "json":
-        return AskedConstraint(param, json_schema(_from_text(value, param), whitespace))
+        return RequestedConstraint(param, json_schema(_from_text(value, param), whitespace))
     if kind == "regex":
-        return AskedConstraint(param, {"type": "regex", "pattern": value})
+        return RequestedConstraint(param, {"type": "regex", "pattern": value})
     if kind == "choice":
         if not value:
             raise bad_value(param, value, "at least one text")
-        return AskedConstraint(
+        return RequestedConstraint(
             param, {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
         )
     if kind == "grammar":
-        return AskedConstraint(param, {"type": "grammar", "grammar": value})
-    return AskedConstraint(param, structural_tag(_from_text(value, param), param))
+        return RequestedConstraint(param, {"type": "grammar", "grammar": value})
+    return RequestedConstraint(param, structural_tag(_from_text(value, param), param))
 
 
 def structural_tag(tag: Json, param: str) -> Format:

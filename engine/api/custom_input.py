@@ -20,7 +20,7 @@ _UNIT = re.compile(
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 
 
-class CustomInput:
+class CustomInputDecoder:
     """Of one call, while its arguments grow."""
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """`stops`: none empty. `include`: a stop string that is found stays in the text."""
         assert all(stops), "an empty stop string would stop everything"
-        self._marks = Marks(stops)
+        self._marks = DelimiterScanner(stops)
         self._include = include
         self.held = ""
 
@@ -186,7 +186,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
 
-class Marks:
+class DelimiterScanner:
     """Some words that a growing text is searched for."""
 
     __slots__ = ("_inner", "_longest", "_pattern", "words")

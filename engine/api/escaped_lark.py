@@ -41,20 +41,20 @@ _COMMON = {
 """Lark's terminals that grammars import."""
 
 
-class UnreadableGrammar(ValueError):
+class UnsupportedGrammar(ValueError):
     """Something that is no grammar, or that cannot be said of escaped texts."""
 
 
 def escape_grammar(definition: str) -> str:
-    """Return the grammar of the escaped texts. Raises UnreadableGrammar."""
+    """Return the grammar of the escaped texts. Raises UnsupportedGrammar."""
     if len(definition) > DEFINITION_CHARS_MAX:
-        raise UnreadableGrammar(f"it has {len(definition)} characters, expected at most {DEFINITION_CHARS_MAX}")
+        raise UnsupportedGrammar(f"it has {len(definition)} characters, expected at most {DEFINITION_CHARS_MAX}")
     made: list[str] = []
     imported: dict[str, str] = {}
     for found in _TOKEN.finditer(definition):
         kind = found.lastgroup
         if kind == "statement":
-            raise UnreadableGrammar(f"{found['statement']} is not supported")
+            raise UnsupportedGrammar(f"{found['statement']} is not supported")
         if found["regex"] is not None:
             made.append(_escape_regex(found["regex"], found["flags"]))
         elif found["string"] is not None:
@@ -72,7 +72,7 @@ def escape_grammar(definition: str) -> str:
             made.append(found[0])
     for name, common in imported.items():
         if common not in _COMMON:
-            raise UnreadableGrammar(f"common.{common} is not known")
+            raise UnsupportedGrammar(f"common.{common} is not known")
         made.append(f"\n{_rule(name)}: {_escape_regex(_COMMON[common], '')}")
     return "".join(made)
 
@@ -85,7 +85,7 @@ def _text(quoted: str) -> str:
     try:
         return str(json.loads(quoted, strict=False))
     except ValueError:
-        raise UnreadableGrammar(f"{quoted[:80]} is no text of a grammar") from None
+        raise UnsupportedGrammar(f"{quoted[:80]} is no text of a grammar") from None
 
 
 def _string(text: str) -> str:
@@ -97,7 +97,7 @@ def _string(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Set:
+class _CharSet:
     """One character of a class."""
 
     sources: tuple[str, ...]
@@ -121,32 +121,32 @@ def _matched(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Sequence:
-    parts: tuple[_Node, ...]
+    parts: tuple[_RegexNode, ...]
 
 
 @dataclass(frozen=True)
 class _Choice:
-    branches: tuple[_Node, ...]
+    branches: tuple[_RegexNode, ...]
 
 
 @dataclass(frozen=True)
 class _Repeat:
-    inner: _Node
+    inner: _RegexNode
     least: int
     most: int | None
 
 
-_Node = _Set | _Sequence | _Choice | _Repeat
+_RegexNode = _CharSet | _Sequence | _Choice | _Repeat
 
 
 def _escape_regex(pattern: str, flags: str) -> str:
     if set(flags) - set("si"):
-        raise UnreadableGrammar(f"/{pattern[:80]}/{flags}: flags other than s and i are not supported")
-    reader = _Reader(pattern, flags)
+        raise UnsupportedGrammar(f"/{pattern[:80]}/{flags}: flags other than s and i are not supported")
+    reader = _RegexParser(pattern, flags)
     try:
         return f"({_write(reader.read(), ())})"
     except (re.error, RecursionError) as error:
-        raise UnreadableGrammar(f"/{pattern[:80]}/: {error}") from None
+        raise UnsupportedGrammar(f"/{pattern[:80]}/: {error}") from None
 
 
 _ATOM = re.compile(
@@ -156,7 +156,7 @@ _COUNT = re.compile(r"(?:([*+?])|\{(\d{1,4})(?:(,)(\d{1,4})?)?\})\??")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z_]\w*>|([is]*):))?(?!\?)")
 
 
-class _Reader:
+class _RegexParser:
     """Reads a regular expression. Refuses what looks around or back."""
 
     def __init__(self, pattern: str, flags: str) -> None:
@@ -164,31 +164,31 @@ class _Reader:
         self._at = 0
         self._flags = flags
 
-    def read(self) -> _Node:
+    def read(self) -> _RegexNode:
         node = self._choice()
         if self._at < len(self._pattern):
             raise self._refuse()
         return node
 
-    def _refuse(self) -> UnreadableGrammar:
-        return UnreadableGrammar(f"/{self._pattern[:80]}/: {self._pattern[self._at :][:20]!r} is not supported")
+    def _refuse(self) -> UnsupportedGrammar:
+        return UnsupportedGrammar(f"/{self._pattern[:80]}/: {self._pattern[self._at :][:20]!r} is not supported")
 
-    def _choice(self) -> _Node:
+    def _choice(self) -> _RegexNode:
         branches = [self._sequence()]
         while self._pattern.startswith("|", self._at):
             self._at += 1
             branches.append(self._sequence())
-        if all(isinstance(branch, _Set) for branch in branches):
-            return _Set(tuple(source for branch in branches for source in branch.sources))  # type: ignore[union-attr]
+        if all(isinstance(branch, _CharSet) for branch in branches):
+            return _CharSet(tuple(source for branch in branches for source in branch.sources))  # type: ignore[union-attr]
         return _Choice(tuple(branches))
 
-    def _sequence(self) -> _Node:
-        parts: list[_Node] = []
+    def _sequence(self) -> _RegexNode:
+        parts: list[_RegexNode] = []
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             parts.append(self._counted(self._atom()))
         return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
 
-    def _counted(self, node: _Node) -> _Node:
+    def _counted(self, node: _RegexNode) -> _RegexNode:
         while (found := _COUNT.match(self._pattern, self._at)) is not None:
             self._at = found.end()
             sign, low, comma, high = found.groups()
@@ -197,7 +197,7 @@ class _Reader:
             node = _Repeat(node, least, most)
         return node
 
-    def _atom(self) -> _Node:
+    def _atom(self) -> _RegexNode:
         group = _GROUP.match(self._pattern, self._at)
         if group is not None:
             self._at, outer = group.end(), self._flags
@@ -216,12 +216,12 @@ class _Reader:
         if source == ".":
             source = r"[\s\S]" if "s" in self._flags else r"[^\n]"
         re.compile(source)
-        return _Set((f"(?i:{source})" if "i" in self._flags else source,))
+        return _CharSet((f"(?i:{source})" if "i" in self._flags else source,))
 
 
-def _write(node: _Node, following: Sequence[_Node]) -> str:
+def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
     """An expression of Lark."""
-    if isinstance(node, _Set):
+    if isinstance(node, _CharSet):
         return _write_set(node, "")
     if isinstance(node, _Choice):
         return "(" + " | ".join(_write(branch, following) for branch in node.branches) + ")"
@@ -232,12 +232,12 @@ def _write(node: _Node, following: Sequence[_Node]) -> str:
     count = "*" if (least, most) == (0, None) else "+" if (least, most) == (1, None) else "?"
     if count == "?" and (least, most) != (0, 1):
         count = f"{{{least},{'' if most is None else most}}}"
-    if isinstance(node.inner, _Set) and most is None and least <= 1 and _ends_before(node.inner, following):
+    if isinstance(node.inner, _CharSet) and most is None and least <= 1 and _ends_before(node.inner, following):
         return _write_set(node.inner, "+") + count
     return f"({_write(node.inner, (node.inner, *following))}){count}"
 
 
-def _write_set(node: _Set, run: str) -> str:
+def _write_set(node: _CharSet, run: str) -> str:
     chars = node.chars
     found = [_string(char) for char in ESCAPED if char in chars]
     if not found or chars - set(ESCAPED):
@@ -258,7 +258,7 @@ def _plain(sources: tuple[str, ...], run: str) -> str:
     return f"/({'|'.join(classes)}){run}/"
 
 
-def _ends_before(run: _Set, following: Sequence[_Node]) -> bool:
+def _ends_before(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
     """Whether no character of the run can be the first of what follows: the lexer takes all that it can."""
     for node in following[:_FOLLOWING_MAX]:
         first, may_be_empty = _first(node)
@@ -270,9 +270,9 @@ def _ends_before(run: _Set, following: Sequence[_Node]) -> bool:
     return len(following) <= _FOLLOWING_MAX
 
 
-def _first(node: _Node) -> tuple[_Set, bool]:
+def _first(node: _RegexNode) -> tuple[_CharSet, bool]:
     """(the characters that a text may begin with, whether it may be empty)."""
-    if isinstance(node, _Set):
+    if isinstance(node, _CharSet):
         return node, False
     if isinstance(node, _Repeat):
         first, may_be_empty = _first(node.inner)
@@ -281,10 +281,10 @@ def _first(node: _Node) -> tuple[_Set, bool]:
     if isinstance(node, _Choice):
         firsts = [_first(branch) for branch in node.branches]
         sources = [source for first, _ in firsts for source in first.sources]
-        return _Set(tuple(sources)), any(may_be_empty for _, may_be_empty in firsts)
+        return _CharSet(tuple(sources)), any(may_be_empty for _, may_be_empty in firsts)
     for part in node.parts:
         first, may_be_empty = _first(part)
         sources += first.sources
         if not may_be_empty:
-            return _Set(tuple(sources)), False
-    return _Set(tuple(sources)), True
+            return _CharSet(tuple(sources)), False
+    return _CharSet(tuple(sources)), True

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from engine.api.bodies import Usage, usage
-from engine.api.choice import NO_SPEECH, Choice, new_choice
+from engine.api.choice import PLAIN_TEXT_CONFIG, Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
+from engine.api.output_parser import OutputParserConfig
 from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
-from engine.api.speech import SpeechPlan
+from engine.api.response_types import Usage, make_usage
 from engine.types import Constraint, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
@@ -35,7 +35,7 @@ class Generation:
     requests: list[Request]
     created: int = field(default_factory=lambda: int(time.time()))
     echo_only: bool = False
-    plan: SpeechPlan = NO_SPEECH
+    plan: OutputParserConfig = PLAIN_TEXT_CONFIG
     by_id: dict[str, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Of all choices so far. A prompt counts once, however many samples continue it."""
-        return usage(
+        return make_usage(
             sum(map(len, self.prompts)),
             0 if self.echo_only else sum(choice.completion_tokens for choice in self.choices),
             sum(choice.cached_tokens for choice in self.choices[:: self.n]),
@@ -60,7 +60,7 @@ class Generation:
     def usage_of(self, choice: Choice) -> Usage:
         """Of one choice, for `continuous_usage_stats`."""
         thought = choice.thought_tokens if self.plan.thought else None
-        return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens, thought)
+        return make_usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens, thought)
 
 
 def plan_generation(
@@ -72,7 +72,7 @@ def plan_generation(
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
-    plan: SpeechPlan = NO_SPEECH,
+    plan: OutputParserConfig = PLAIN_TEXT_CONFIG,
     constraint: Constraint | None = None,
 ) -> Generation:
     """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.

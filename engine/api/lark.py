@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from engine.api.constraint import AskedConstraint, Format, asked_format, scripted_format
-from engine.api.escaped_lark import UnreadableGrammar, escape_grammar
+from engine.api.constraint import Format, RequestedConstraint, requested_constraint, scripted_constraint
+from engine.api.escaped_lark import UnsupportedGrammar, escape_grammar
 from engine.api.params import ModelLimits
 from engine.api.readers.json_calls import NAME
 from engine.api.readers.markup_calls import as_json
-from engine.api.schemas.reading import Property, listed_values, properties_of, resolve, schema_types
+from engine.api.schemas.inspection import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import added_tokens
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
@@ -55,7 +55,7 @@ TEXT_FORMATS = {
 """`format` of a text that stands without quotation marks -> its shape. Others are followed in JSON only."""
 
 
-def constraint_of(
+def build_constraint(
     body: ChatRequest | CompletionRequest,
     tokenizer: Tokenizer,
     limits: ModelLimits,
@@ -64,11 +64,12 @@ def constraint_of(
 ) -> Constraint | None:
     """What the answer to a body must match; None: it is free. Raises RequestError.
 
-    `thought`: as in Constraint, the token that opens one and the one that ends it. `grammars`: as in `asked_format`.
+    `thought`: as in Constraint, the token that opens one and the one that ends it.
+    `grammars`: as in `requested_constraint`.
     """
-    asked = asked_format(body, limits.calls, grammars)
+    asked = requested_constraint(body, limits.calls, grammars)
     if limits.script and isinstance(body, ChatRequest) and (asked is None or asked.param == "tools"):
-        asked = scripted_format(body, limits.script, limits.calls, grammars)
+        asked = scripted_constraint(body, limits.script, limits.calls, grammars)
     if asked is None:
         return None
     if limits.unconstrained is not None:
@@ -77,14 +78,14 @@ def constraint_of(
     return Constraint(lark, asked.param, msgspec.json.encode(asked), *thought)
 
 
-def write_lark(asked: AskedConstraint, tokens: Mapping[str, int]) -> str:
+def write_lark(asked: RequestedConstraint, tokens: Mapping[str, int]) -> str:
     """The grammar. `tokens`: texts that are one token each, and that token. Raises RequestError."""
     if asked.format.get("type") == "grammar":
         return _text(asked.param, asked.format, "grammar")
-    return _Writer(tokens).write(asked)
+    return _LarkWriter(tokens).write(asked)
 
 
-class _Writer:
+class _LarkWriter:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
         texts = sorted(tokens, key=len, reverse=True)
@@ -92,7 +93,7 @@ class _Writer:
         self._rules: list[str] = []
         self._formats = 0
 
-    def write(self, asked: AskedConstraint) -> str:
+    def write(self, asked: RequestedConstraint) -> str:
         start = self._format(asked.param, asked.format, 0)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
@@ -147,7 +148,7 @@ class _Writer:
     def escaped_lark(self, where: str, format: Format, depth: int) -> str:
         try:
             return f"%lark {{\n{escape_grammar(_text(where, format, 'definition'))}\n}}"
-        except UnreadableGrammar as error:
+        except UnsupportedGrammar as error:
             message = f"{where}: the grammar of the tool {format.get('tool')!r} cannot be matched: {error}"
             raise RequestError(message, param=where) from None
 
@@ -367,21 +368,21 @@ class _Writer:
         return name
 
 
-_WRITERS: dict[str, Callable[[_Writer, str, Format, int], str]] = {
-    "const_string": _Writer.const_string,
-    "json_schema": _Writer.json_schema,
-    "escaped_lark": _Writer.escaped_lark,
-    "regex": _Writer.regex,
-    "any_text": _Writer.any_text,
-    "sequence": _Writer.sequence,
-    "or": _Writer.or_,
-    "optional": _Writer.optional,
-    "star": _Writer.star,
-    "plus": _Writer.plus,
-    "repeat": _Writer.repeat,
-    "tag": _Writer.tag,
-    "triggered_tags": _Writer.triggered_tags,
-    "tags_with_separator": _Writer.tags_with_separator,
+_WRITERS: dict[str, Callable[[_LarkWriter, str, Format, int], str]] = {
+    "const_string": _LarkWriter.const_string,
+    "json_schema": _LarkWriter.json_schema,
+    "escaped_lark": _LarkWriter.escaped_lark,
+    "regex": _LarkWriter.regex,
+    "any_text": _LarkWriter.any_text,
+    "sequence": _LarkWriter.sequence,
+    "or": _LarkWriter.or_,
+    "optional": _LarkWriter.optional,
+    "star": _LarkWriter.star,
+    "plus": _LarkWriter.plus,
+    "repeat": _LarkWriter.repeat,
+    "tag": _LarkWriter.tag,
+    "triggered_tags": _LarkWriter.triggered_tags,
+    "tags_with_separator": _LarkWriter.tags_with_separator,
 }
 
 

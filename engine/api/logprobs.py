@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.api.bodies import CompletionLogprobs
 from engine.api.detokenizer import DetokenizerFactory
+from engine.api.response_types import CompletionLogprobs
 from engine.types import TokenLogprobs
 
 FLOOR = -9999.0
@@ -22,7 +22,7 @@ _encode = msgspec.json.encode
 
 
 @dataclass(slots=True)
-class CompletionScores:
+class PendingLogprobs:
     """The parallel lists of a completion's logprobs that no chunk has carried yet."""
 
     text_offset: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class LogprobFormatter:
         own = self._chat_entry(position.token_id, position.logprob)
         return b'%b,"top_logprobs":[%b]}' % (own, b",".join(others))
 
-    def completion(self, position: TokenLogprobs | None, token_id: int, scores: CompletionScores) -> None:
+    def completion(self, position: TokenLogprobs | None, token_id: int, scores: PendingLogprobs) -> None:
         """Add a position to `scores`. A prompt's first token has no logprob: None."""
         token = self.spell(token_id)
         scores.text_offset.append(scores.next_offset)

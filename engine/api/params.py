@@ -30,9 +30,9 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
     calls: str | None = None
-    """How it writes tool calls, a name of `calls.FORMATS`; None: they are text."""
+    """How it writes tool calls, a name of `tool_calls.CALL_FORMATS`; None: they are text."""
     thought: str | None = None
-    """How it encloses its thought, a name of `thought.THOUGHTS`; None: it is told as any other text."""
+    """How it encloses its thought, a name of `REASONING_FORMATS`; None: it is told as any other text."""
     unconstrained: str | None = None
     """Why no answer can be made to match anything; None: it can."""
     script: tuple[ScriptTurn, ...] = ()

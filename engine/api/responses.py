@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from engine.api.blocks import AnswerBlock, Blocks, Step, of_choice
-from engine.api.choice import Choice, Piece
-from engine.api.custom_input import CustomInput
+from engine.api.choice import Choice, ChoiceDelta
+from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, blocks_of_choice
+from engine.api.custom_input import CustomInputDecoder
 from engine.api.generation import Generation
 from prompts.errors import RequestError
 from prompts.responses import ShownTool, item_id
@@ -23,7 +23,7 @@ _MARK = "\ue000text\ue000"
 _encoder = msgspec.json.Encoder()
 
 
-class AskedResponse(Struct, frozen=True):
+class ResponseContext(Struct, frozen=True):
     """What is left of a body of `/v1/responses` when it was read; small, or in bytes that nobody looks into."""
 
     messages: bytes
@@ -96,7 +96,7 @@ class CustomToolCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="c
     input: str
 
 
-Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class IncompleteDetails(Struct, frozen=True):
@@ -108,7 +108,7 @@ class ResponseError(Struct, frozen=True):
     message: str
 
 
-class ResponseAnswer(Struct, frozen=True, kw_only=True):
+class ResponseObject(Struct, frozen=True, kw_only=True):
     """A response, at any time of its life."""
 
     id: str
@@ -119,7 +119,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    output: list[Item]
+    output: list[OutputItem]
     previous_response_id: str | None = None
     store: bool
     # As the client gave them.
@@ -145,7 +145,7 @@ class DeletedResponse(Struct, frozen=True):
     deleted: bool = True
 
 
-SHOWN = (
+ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
     "tool_choice", "tools", "top_p", "truncation", "user",
 )  # fmt: skip
@@ -153,15 +153,15 @@ _shown = msgspec.json.Decoder(dict[str, Raw])
 _FIRST = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 
 
-class ResponsesAnswer:
+class ResponsesFormatter:
     """Of one request, which has one choice."""
 
-    def __init__(self, generation: Generation, asked: AskedResponse) -> None:
+    def __init__(self, generation: Generation, asked: ResponseContext) -> None:
         self._generation = generation
         self._choice = generation.choices[0]
         self.asked = asked
-        self._blocks = Blocks()
-        self._inputs: dict[int, CustomInput] = {}
+        self._blocks = ContentBlocks()
+        self._inputs: dict[int, CustomInputDecoder] = {}
         """Free texts of calls, by the number of their block."""
         self._is_over = False
         """Nothing follows: what was cut short is incomplete."""
@@ -170,7 +170,7 @@ class ResponsesAnswer:
 
     # Streamed ---------------------------------------------------------------------------------------------------------
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
         """The events that one piece becomes."""
         said = b""
         if self._number < 0:
@@ -189,7 +189,7 @@ class ResponsesAnswer:
         response = self.response("failed", self._blocks.all, error)
         return self._event("response.failed", response=response)
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: BlockEvent) -> bytes:
         what, block, text = step
         where: dict[str, Any] = {"output_index": block.index, "item_id": self._id(block)}
         if block.kind != "call":
@@ -223,13 +223,13 @@ class ResponsesAnswer:
         item = {"output_index": block.index, "item": self._item(block, status)}
         return said + self._event("response.output_item.done", **item)
 
-    def _event_name(self, block: AnswerBlock) -> str:
+    def _event_name(self, block: ContentBlock) -> str:
         if block.kind == "call":
             is_custom = self._tool(block).is_custom
             return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
         return "response.output_text" if block.kind == "text" else "response.reasoning_text"
 
-    def _grown(self, name: str, where: dict[str, Any], block: AnswerBlock, text: str) -> bytes:
+    def _grown(self, name: str, where: dict[str, Any], block: ContentBlock, text: str) -> bytes:
         if block.kind == "text":
             return self._event(f"{name}.delta", **where, delta=text, logprobs=[])
         custom = self._input(block)
@@ -238,15 +238,15 @@ class ResponsesAnswer:
         free = custom.push(text)
         return self._event(f"{name}.delta", **where, delta=free) if free else b""
 
-    def _tool(self, block: AnswerBlock) -> ShownTool:
+    def _tool(self, block: ContentBlock) -> ShownTool:
         """The called tool, as its client calls it."""
         return self.asked.tools.get(block.name) or ShownTool(block.name)
 
-    def _input(self, block: AnswerBlock) -> CustomInput | None:
+    def _input(self, block: ContentBlock) -> CustomInputDecoder | None:
         """The free text of a call; None where it has arguments."""
         if block.kind != "call" or not self._tool(block).is_custom:
             return None
-        return self._inputs.setdefault(block.index, CustomInput())
+        return self._inputs.setdefault(block.index, CustomInputDecoder())
 
     def _event(self, type: str, **fields: Any) -> bytes:
         self._number += 1
@@ -256,7 +256,7 @@ class ResponsesAnswer:
     # Whole ------------------------------------------------------------------------------------------------------------
 
     def whole(self) -> bytes:
-        self._blocks.all = of_choice(self._choice)
+        self._blocks.all = blocks_of_choice(self._choice)
         for block in self._blocks.all:
             custom = self._input(block)
             if custom is not None:
@@ -264,17 +264,17 @@ class ResponsesAnswer:
                 custom.finish()
         return _encoder.encode(self.done())
 
-    def done(self) -> ResponseAnswer:
+    def done(self) -> ResponseObject:
         """All that was said."""
         status = "incomplete" if self._choice.finish_reason == "length" else "completed"
         return self.response(status, self._blocks.all)
 
-    def response(self, status: str, blocks: list[AnswerBlock], error: RequestError | None = None) -> ResponseAnswer:
+    def response(self, status: str, blocks: list[ContentBlock], error: RequestError | None = None) -> ResponseObject:
         """As it stands."""
         generation, asked = self._generation, self.asked
         ended, ends_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
         shown: dict[str, Any] = _shown.decode(asked.shown)
-        return ResponseAnswer(
+        return ResponseObject(
             id=generation.id, created_at=generation.created, status=status, model=generation.model,
             store=asked.stores, previous_response_id=asked.previous,
             error=None if error is None else ResponseError("server_error", error.message),
@@ -284,7 +284,7 @@ class ResponsesAnswer:
             usage=self._usage() if ended else None, **shown,
         )  # fmt: skip
 
-    def _item(self, block: AnswerBlock, status: str) -> Item:
+    def _item(self, block: ContentBlock, status: str) -> OutputItem:
         name, text = self._id(block), "" if status == "in_progress" else block.text
         if block.kind == "call":
             tool, custom = self._tool(block), self._input(block)
@@ -300,7 +300,7 @@ class ResponsesAnswer:
         said = [] if status == "in_progress" else [OutputText(text)]
         return OutputMessage(id=name, status=status, content=said)
 
-    def _id(self, block: AnswerBlock) -> str:
+    def _id(self, block: ContentBlock) -> str:
         prefix = "ctc_" if self._input(block) is not None else _FIRST[block.kind]
         return item_id(prefix, self._generation.id, block.index)
 

@@ -25,7 +25,7 @@ from kernels.transfer import to_device
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-Words = npt.NDArray[np.uint32]
+MaskWords = npt.NDArray[np.uint32]
 _SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 """Of eight tokens, by the byte of their bits."""
 _SOME = 4
@@ -37,7 +37,7 @@ _KEPT_MAX = 64
 
 
 @dataclass(slots=True)
-class _Follower:
+class _MatcherState:
     """A matcher and how far it is."""
 
     constraint: Constraint
@@ -51,14 +51,14 @@ class _Follower:
 
 
 @dataclass(slots=True)
-class Wanted:
+class MaskRequest:
     """What a row's mask is made of, as far as the host knows it when the step is drafted."""
 
     place: int
     """Of the row among the logits."""
     row: int
     """Of what is kept."""
-    follower: _Follower
+    follower: _MatcherState
     new: list[int]
     """Tokens of the answer that the matcher has not seen."""
     fed: bool
@@ -68,7 +68,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class OnCpu:
+class CpuMasks:
     """Masks in the form that costs least to apply there. Indices are into the logits [rows * vocab]."""
 
     barred: npt.NDArray[np.int64]
@@ -86,14 +86,14 @@ class OnCpu:
 
 
 @dataclass(slots=True)
-class Allowed:
+class TokenMasks:
     """The masks of a step."""
 
     places: list[int]
     """Rows of logits that have one."""
-    bits: Words
+    bits: MaskWords
     """[places, words]: a bit for each token, set where it may be drawn."""
-    cpu: OnCpu | None
+    cpu: CpuMasks | None
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
 
@@ -108,32 +108,32 @@ class Masks:
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
-        self._named = _Named(vocab_size)
-        self._followers: dict[int, _Follower] = {}
+        self._named = _TokenListCache(vocab_size)
+        self._followers: dict[int, _MatcherState] = {}
 
     def forget(self, rows: Rows[int] | None = None) -> None:
         """These rows (None: all) belong to others now."""
         for row in list(self._followers) if rows is None else rows:
             self._followers.pop(row, None)
 
-    def want(self, place: int, row: int, seq: Sequence, end: int, banned: list[int]) -> Wanted:
+    def want(self, place: int, row: int, seq: Sequence, end: int, banned: list[int]) -> MaskRequest:
         """What is known of the mask for the token at `end`."""
         constraint = seq.request.params.constraint
         assert constraint is not None
         follower = self._followers.get(row)
         if follower is None:
             thinks = False if constraint.after is None else None if constraint.opens is not None else True
-            follower = self._followers[row] = _Follower(constraint, thinks=thinks)
+            follower = self._followers[row] = _MatcherState(constraint, thinks=thinks)
         known = min(end, len(seq.token_ids))
         new = seq.token_ids[seq.prompt_len + follower.read : known]
         follower.read += len(new) + (end - known)
-        return Wanted(place, row, follower, new, known < end, banned)
+        return MaskRequest(place, row, follower, new, known < end, banned)
 
-    def begin(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Future[Allowed]:
+    def begin(self, wanted: list[MaskRequest], drawn: Callable[[], Mapping[int, int]]) -> Future[TokenMasks]:
         """Make the masks. `drawn`: row -> the token that the step before drew there; it may wait."""
         return self._thread.submit(self._make, wanted, drawn)
 
-    def apply(self, logits: Tensor, allowed: Allowed) -> None:
+    def apply(self, logits: Tensor, allowed: TokenMasks) -> None:
         """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
         if not allowed.places:
             return
@@ -151,7 +151,7 @@ class Masks:
 
     # On the thread --------------------------------------------------------------------------------------------------
 
-    def _make(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Allowed:
+    def _make(self, wanted: list[MaskRequest], drawn: Callable[[], Mapping[int, int]]) -> TokenMasks:
         tokens: Mapping[int, int] = drawn() if any(one.fed for one in wanted) else {}
         masked = []
         for one in wanted:
@@ -175,9 +175,9 @@ class Masks:
                 _set(bits[at], follower.constraint.opens)
         places = [one.place for one in masked]
         cpu = self._named.on_cpu(places, bits) if self._device.type == "cpu" else None
-        return Allowed(places, bits, cpu, failed)
+        return TokenMasks(places, bits, cpu, failed)
 
-    def _read(self, follower: _Follower, new: list[int]) -> bool:
+    def _read(self, follower: _MatcherState, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""
         if follower.failed is not None:
             return True
@@ -203,7 +203,7 @@ class Masks:
                 break
         return True
 
-    def _fill(self, matchers: list[Any], bits: Words) -> None:
+    def _fill(self, matchers: list[Any], bits: MaskWords) -> None:
         if not matchers:
             return
         if len(matchers) == 1 or self._threads == 1:
@@ -217,14 +217,14 @@ class Masks:
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
-class _Named:
+class _TokenListCache:
     """The tokens that masks name, and of those used last what they named."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._kept: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
 
-    def on_cpu(self, places: list[int], bits: Words) -> OnCpu:
+    def on_cpu(self, places: list[int], bits: MaskWords) -> CpuMasks:
         none, vocab_size = np.empty(0, np.int64), self._vocab_size
         barred, allowed, few_ids = [none], [none], list[npt.NDArray[np.int64]]()
         only, few = list[int](), list[int]()
@@ -244,7 +244,7 @@ class _Named:
         padded = np.full((len(few), max(map(len, few_ids), default=0)), -1, np.int64)
         for row_ids, ids in zip(padded, few_ids):
             row_ids[: len(ids)] = ids
-        return OnCpu(np.concatenate(barred), only, np.concatenate(allowed), others, few, padded)
+        return CpuMasks(np.concatenate(barred), only, np.concatenate(allowed), others, few, padded)
 
     def _ids(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
         """(whether they may be drawn or may not, these tokens); None: they are too many either way."""
@@ -262,7 +262,7 @@ class _Named:
         return found
 
 
-def _apply_on_cpu(logits: Tensor, masks: OnCpu) -> None:
+def _apply_on_cpu(logits: Tensor, masks: CpuMasks) -> None:
     flat = logits.view(-1)
     if len(masks.barred):
         flat.index_fill_(0, torch.from_numpy(masks.barred), float("-inf"))
@@ -276,20 +276,20 @@ def _apply_on_cpu(logits: Tensor, masks: OnCpu) -> None:
         logits[place].add_(torch.from_numpy(summands))
 
 
-def _lives(follower: _Follower) -> bool:
+def _lives(follower: _MatcherState) -> bool:
     return follower.failed is None and follower.matcher is not None
 
 
-def _set(bits: Words, token: int) -> None:
+def _set(bits: MaskWords, token: int) -> None:
     bits[token // 32] |= np.uint32(1 << token % 32)
 
 
-def _unset(bits: Words, tokens: list[int]) -> None:
+def _unset(bits: MaskWords, tokens: list[int]) -> None:
     for token in tokens:
         bits[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _ban(bits: Words, tokens: list[int]) -> None:
+def _ban(bits: MaskWords, tokens: list[int]) -> None:
     """Take these out, unless nothing is left."""
     without = bits.copy()
     _unset(without, tokens)

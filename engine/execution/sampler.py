@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.logprobs import token_logprobs
-from engine.execution.masks import Allowed, Masks, OnCpu, Wanted
+from engine.execution.masks import CpuMasks, MaskRequest, Masks, TokenMasks
 from engine.execution.penalties import Penalties, PenaltyStep, penalises, penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
@@ -106,9 +106,9 @@ class Draft:
     banned: Tensor | None
     """Places in the flat logits."""
     penalties: PenaltyStep | None
-    wanted: list[Wanted]
+    wanted: list[MaskRequest]
     """Of the constrained rows."""
-    allowed: Future[Allowed] | None = None
+    allowed: Future[TokenMasks] | None = None
     """What these may draw, once it is being made."""
 
 
@@ -167,7 +167,7 @@ class Sampler:
             penalties = self._penalties.draft(batch.penalised_rows, batch.penalised, sequences, row_count)
         return Draft(batch, at, self._banned[1], penalties, self._want(batch, ends, positions))
 
-    def _want(self, batch: Batch, ends: IntArray, positions: npt.NDArray[np.int64]) -> list[Wanted]:
+    def _want(self, batch: Batch, ends: IntArray, positions: npt.NDArray[np.int64]) -> list[MaskRequest]:
         wanted = []
         for i in batch.constrained:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
@@ -224,7 +224,7 @@ class Sampler:
             raw, chosen = logits.index_select(0, batch.logprob_rows), tokens.index_select(0, batch.logprob_rows)
         return tokens, token_logprobs(raw, chosen, max(batch.logprob_counts))
 
-    def _draw_some(self, logits: Tensor, draws: Draws, masks: OnCpu) -> Tensor:
+    def _draw_some(self, logits: Tensor, draws: Draws, masks: CpuMasks) -> Tensor:
         """[rows]: of rows in which few tokens may be drawn only these are looked at."""
         few = set(masks.few)
         rest = [row for row in range(len(logits)) if row not in few]

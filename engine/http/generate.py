@@ -18,17 +18,24 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.api.answers import ChatAnswer, CompletionAnswer
-from engine.api.anthropic import MessagesAnswer
-from engine.api.choice import Choice, Piece
+from engine.api.anthropic import MessagesFormatter
+from engine.api.choice import Choice, ChoiceDelta
 from engine.api.generation import Generation, plan_generation
-from engine.api.reading import Reading, read_chat, read_completion, read_messages, read_named, read_response
-from engine.api.responses import ResponsesAnswer
+from engine.api.parsed_request import (
+    ParsedRequest,
+    read_chat,
+    read_completion,
+    read_messages,
+    read_response,
+    read_response_references,
+)
+from engine.api.response_formatters import ChatFormatter, CompletionFormatter
+from engine.api.responses import ResponsesFormatter
 from engine.config import ServerConfig
-from engine.http.apart import Work
+from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
+from engine.http.response_store import StoredResponse
 from engine.http.state import ServerState, not_running, random_id
-from engine.http.stored import Stored
 from engine.process.client import EngineDead, OutputStream
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
@@ -44,7 +51,7 @@ PAUSE_LOGPROBS = 2048
 """Logprobs that are formatted between two pauses of the loop: some milliseconds."""
 LAST_WORDS_S = 1.0
 """For the error that ends a stream at its deadline."""
-Answer = ChatAnswer | CompletionAnswer | MessagesAnswer | ResponsesAnswer
+ResponseFormatter = ChatFormatter | CompletionFormatter | MessagesFormatter | ResponsesFormatter
 SMALL_WRITE_BYTES = 32 << 10
 """Less than what a transport buffers before it asks its writer to wait."""
 
@@ -67,7 +74,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     items: dict[str, bytes] = {}
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.admission():
-            named = await state.reader.read(read_named, data)
+            named = await state.reader.read(read_response_references, data)
         if named.previous is not None:
             before = state.stored.get(named.previous, "previous_response_id").messages
         items = {name: state.stored.item(name, param) for name, param in named.items.items()}
@@ -75,7 +82,9 @@ async def responses(request: web.Request) -> web.StreamResponse:
     return await _answer(request, partial(read_response, before, items=items), "resp_", brought=brought)
 
 
-async def _answer(request: web.Request, work: Work[Reading], kind: str, brought: int = 0) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, work: BodyParser[ParsedRequest], kind: str, brought: int = 0
+) -> web.StreamResponse:
     state = request.app[STATE]
     data = await state.body(request)
     with state.admission():
@@ -84,23 +93,23 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str, brought:
         state.check_model(body.model)
         constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
         generation = _plan(state, request, reading, kind, constraint)
-        answer: Answer
+        answer: ResponseFormatter
         if reading.asked is not None:
             if reading.asked.skipped:
                 log.warning("items of a response's input are not shown: %s", ", ".join(reading.asked.skipped)[:1000])
-            answer = ResponsesAnswer(generation, reading.asked)
+            answer = ResponsesFormatter(generation, reading.asked)
         elif kind == "msg_":
-            answer = MessagesAnswer(generation)
+            answer = MessagesFormatter(generation)
         elif isinstance(body, ChatRequest):
-            answer = ChatAnswer(generation, body, state.factory)
+            answer = ChatFormatter(generation, body, state.factory)
         else:
-            answer = CompletionAnswer(generation, body, state.factory, reading.texts)
+            answer = CompletionFormatter(generation, body, state.factory, reading.texts)
         stream = state.submit(generation.requests)
     return await _serve(state, request, generation, stream, answer)
 
 
 def _plan(
-    state: ServerState, request: web.Request, reading: Reading, kind: str, constraint: Constraint | None
+    state: ServerState, request: web.Request, reading: ParsedRequest, kind: str, constraint: Constraint | None
 ) -> Generation:
     body = reading.body
     wanted = body.request_id or request.headers.get("X-Request-Id") or ""
@@ -118,16 +127,16 @@ def _plan(
 
 
 async def _serve(
-    state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, answer: Answer
+    state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, answer: ResponseFormatter
 ) -> web.StreamResponse:
     """Follow what was submitted to the end, answer. Whatever ends this early aborts what still runs."""
     state.enter()
     limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
     deadline = None if limit_s is None else loop.call_later(limit_s, stream.fail, _too_late(limit_s))
-    writer = Writer(request, state.config, None if deadline is None else deadline.when())
+    writer = ResponseWriter(request, state.config, None if deadline is None else deadline.when())
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
-        follower = PieceStream(state, generation, stream)
+        follower = DeltaStream(state, generation, stream)
         if generation.body.stream:
             return await _stream(state, generation, writer, follower, answer)
         async for pieces in follower:
@@ -144,9 +153,9 @@ async def _serve(
         state.leave()
 
 
-def _store(state: ServerState, answer: Answer) -> None:
-    if isinstance(answer, ResponsesAnswer) and answer.asked.stores:
-        state.stored.put(Stored(answer.done(), answer.messages()))
+def _store(state: ServerState, answer: ResponseFormatter) -> None:
+    if isinstance(answer, ResponsesFormatter) and answer.asked.stores:
+        state.stored.put(StoredResponse(answer.done(), answer.messages()))
 
 
 def _too_late(limit_s: float) -> RequestError:
@@ -166,7 +175,7 @@ def _ended(output: SequenceOutput, constraint: Constraint | None) -> RequestErro
     return RequestError(output.error or "the request cannot be answered", param=param, code="request_refused")
 
 
-class PieceStream:
+class DeltaStream:
     """Turns a stream of core outputs into pieces of choices, batch by batch; times and counts them."""
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
@@ -174,17 +183,17 @@ class PieceStream:
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
 
-    def __aiter__(self) -> PieceStream:
+    def __aiter__(self) -> DeltaStream:
         return self
 
-    async def __anext__(self) -> list[tuple[Choice, Piece]]:
+    async def __anext__(self) -> list[tuple[Choice, ChoiceDelta]]:
         outputs = await self._stream.__anext__()
         now_s = time.perf_counter()
         return [self._take(output, now_s) for output in outputs]
 
-    async def format_logprobs(self, answer: Answer, pieces: list[tuple[Choice, Piece]]) -> None:
+    async def format_logprobs(self, answer: ResponseFormatter, pieces: list[tuple[Choice, ChoiceDelta]]) -> None:
         """Format the logprobs of pieces, some at a time: between them the loop serves everybody else."""
-        if not isinstance(answer, (ChatAnswer, CompletionAnswer)):
+        if not isinstance(answer, (ChatFormatter, CompletionFormatter)):
             return
         since_pause = 0
         for choice, piece in pieces:
@@ -196,7 +205,7 @@ class PieceStream:
                     since_pause = 0
                     await asyncio.sleep(0)
 
-    def _take(self, output: SequenceOutput, now_s: float) -> tuple[Choice, Piece]:
+    def _take(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
         choice = self._generation.by_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
@@ -213,7 +222,7 @@ class PieceStream:
 
 
 async def _stream(
-    state: ServerState, generation: Generation, writer: Writer, follower: PieceStream, answer: Answer
+    state: ServerState, generation: Generation, writer: ResponseWriter, follower: DeltaStream, answer: ResponseFormatter
 ) -> web.StreamResponse:
     commenting = asyncio.ensure_future(writer.comment_while_quiet())
     try:
@@ -235,7 +244,7 @@ async def _stream(
     return await writer.end()
 
 
-class Writer:
+class ResponseWriter:
     """Sends one answer, and waits where the client does not take what was written; for ever it may not."""
 
     def __init__(self, request: web.Request, config: ServerConfig, ends_s: float | None) -> None:

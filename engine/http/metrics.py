@@ -30,7 +30,7 @@ _E2E = (
 )  # fmt: skip
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
-Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+MetricFamilyType = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Histogram:
@@ -110,7 +110,7 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
-class CoreFigures(Protocol):
+class CoreReport(Protocol):
     """What the core told last; None before, and of what it does not have."""
 
     stats: EngineStats | None
@@ -124,7 +124,7 @@ class MetricsPage:
     def __init__(
         self,
         metrics: ServerMetrics,
-        told: CoreFigures,
+        told: CoreReport,
         info: CoreInfo,
         model_name: str,
     ) -> None:
@@ -227,7 +227,7 @@ class MetricsPage:
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _one(self, kind: Kind, name: str, text: str, value: float) -> Metric:
+    def _one(self, kind: MetricFamilyType, name: str, text: str, value: float) -> Metric:
         family = kind(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.api.params import ModelLimits
-from engine.api.reading import read_count
+from engine.api.parsed_request import read_count
+from engine.api.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from engine.api.responses import DeletedResponse
 from engine.api.support import check_supported
 from engine.config import __version__
-from engine.http.apart import Work
+from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
 from engine.http.state import ASLEEP, not_running, unavailable
 from events.sources import encode_sources
@@ -143,7 +143,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return await _read(request, read_detokenize)
 
 
-async def _read(request: web.Request, work: Work[tuple[str | None, bytes]]) -> web.Response:
+async def _read(request: web.Request, work: BodyParser[tuple[str | None, bytes]]) -> web.Response:
     state = request.app[STATE]
     model, answer = await state.reader.read(work, await state.body(request))
     state.check_model(model)
@@ -161,7 +161,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
         text = decode_json(_prompt_decoder, data)
         model, ids = text.model, tokenizer.encode(text.prompt, text.add_special_tokens)
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
-    answer = TokenizeAnswer(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
+    answer = TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
     return model, msgspec.json.encode(answer)
 
 
@@ -171,4 +171,4 @@ def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> t
     for index, token_id in enumerate(body.tokens):
         if token_id >= limits.vocab_size:
             raise bad_value(f"tokens[{index}]", token_id, f"token ids below {limits.vocab_size}")
-    return body.model, msgspec.json.encode(DetokenizeAnswer(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    return body.model, msgspec.json.encode(DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False)))

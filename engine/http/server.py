@@ -363,7 +363,7 @@ def _fail(message: str) -> int:
     return 1
 
 
-class _Malformed(logging.Filter):
+class _MalformedRequestFilter(logging.Filter):
     """Bytes that are not HTTP are answered with 400 and are no error of ours: not worth a traceback each."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -374,7 +374,7 @@ class _Malformed(logging.Filter):
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until told to stop; the exit status."""
 
-    logging.getLogger("aiohttp.server").addFilter(_Malformed())
+    logging.getLogger("aiohttp.server").addFilter(_MalformedRequestFilter())
 
     async def main() -> int:
         return await Server(engine_config, config).run()

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from engine.api.detokenizer import DetokenizerFactory
+from engine.api.output_parser import resolve_formats
 from engine.api.params import ModelLimits
-from engine.api.speech import chosen
 from engine.config import ServerConfig
-from engine.http.apart import Reader
+from engine.http.body_workers import BodyReader
 from engine.http.metrics import MetricsPage, ServerMetrics
-from engine.http.stored import StoredResponses
+from engine.http.response_store import ResponseStore
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, OutputStream
 from engine.types import Request
@@ -45,7 +45,7 @@ class ServerState:
         self.tokenizer = tokenizer
         self.factory = DetokenizerFactory(tokenizer.hf)
         self.names = config.served_model_names or (info.model_name,)
-        calls, thought = chosen(config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template)
+        calls, thought = resolve_formats(config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template)
         self.limits = ModelLimits(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -55,8 +55,8 @@ class ServerState:
             unconstrained=info.unconstrained,
             script=info.script,
         )
-        self.stored = StoredResponses()
-        self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
+        self.stored = ResponseStore()
+        self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
         self.page = MetricsPage(self.metrics, client, info, self.names[0])
         self.created = int(time.time())

@@ -26,7 +26,7 @@ FOLLOWERS_MAX = 4096
 
 
 @dataclass(slots=True)
-class _Follower:
+class _MatcherState:
     """A matcher, and how much of its answer it has read."""
 
     matcher: LLMatcher
@@ -45,7 +45,7 @@ class ConstrainedAnswers:
         self._length = FREE_TOKENS if length is None else length
         self._tag_end = tokenizer.hf.encode(TAG_END, add_special_tokens=False).ids
         self._order: list[int] | None = None
-        self._followers: OrderedDict[str, _Follower] = OrderedDict()
+        self._followers: OrderedDict[str, _MatcherState] = OrderedDict()
 
     def next(self, seq: Sequence, word: Callable[[Sequence], int]) -> int | str:
         """Return the token after the last of `seq`, or why none can follow. `word`: what a free answer would say."""
@@ -88,10 +88,10 @@ class ConstrainedAnswers:
             return candidates[0]
         return min(candidates, key=Counter(said).__getitem__)  # others than before: a repetition ends
 
-    def _follower(self, name: str, lark: str, said: list[int]) -> _Follower:
+    def _follower(self, name: str, lark: str, said: list[int]) -> _MatcherState:
         follower = self._followers.pop(name, None)
         if follower is None or follower.read > len(said):
-            follower = _Follower(self._grammars.matcher(lark))
+            follower = _MatcherState(self._grammars.matcher(lark))
         for token in said[follower.read :]:
             if follower.forced and follower.forced.pop() != token:
                 follower.forced.clear()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.api.answers import ChatAnswer
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import plan_generation
 from engine.api.params import ModelLimits
-from engine.api.reading import speech_plan
+from engine.api.parsed_request import speech_plan
+from engine.api.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
 from prompts import parse_chat
@@ -43,7 +43,7 @@ class Reader:
         generation = plan_generation(
             body, [prompt], id="x", unique="u", model="m", limits=self.limits, factory=self.factory, plan=plan
         )
-        answer, (choice,), sent = ChatAnswer(generation, body, self.factory), generation.choices, b""
+        answer, (choice,), sent = ChatFormatter(generation, body, self.factory), generation.choices, b""
         pieces = list(filter(None, pieces))
         if not pieces:  # vLLM hides tokens with the thought
             pieces = [[i] for i in self.tokenizer.encode(exchange["text"]).ids] + [[min(self.ends)]]

@@ -8,29 +8,29 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.api.anthropic import MessagesAnswer
-from engine.api.blocks import Blocks
-from engine.api.calls import CallPiece
-from engine.api.choice import Choice, Piece, new_choice
+from engine.api.anthropic import MessagesFormatter
+from engine.api.choice import Choice, ChoiceDelta, new_choice
+from engine.api.content_blocks import ContentBlocks
 from engine.api.generation import Generation
-from engine.api.responses import AskedResponse, ResponsesAnswer
-from engine.http.stored import Stored, StoredResponses
+from engine.api.responses import ResponseContext, ResponsesFormatter
+from engine.api.tool_calls import ToolCallDelta
+from engine.http.response_store import ResponseStore, StoredResponse
 from engine.types import SamplingParams
 from prompts import RequestError
 from prompts.responses import ShownTool
 from prompts.schemas import ChatRequest
 
-ASKED = AskedResponse(messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, previous=None)
+ASKED = ResponseContext(messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, previous=None)
 
 
-def piece(text: str = "", thought: str = "", calls: Any = ()) -> Piece:
-    return Piece(text, [], [], thought=thought, calls=list(calls))
+def piece(text: str = "", thought: str = "", calls: Any = ()) -> ChoiceDelta:
+    return ChoiceDelta(text, [], [], thought=thought, calls=list(calls))
 
 
 PIECES = [
     piece(thought="I "), piece(thought="think"), piece("Let me"), piece(" see"),
-    piece(calls=[CallPiece(0, '{"a"', "f", "call_1")]),
-    piece(calls=[CallPiece(0, ": 1}"), CallPiece(1, "{}", "g", "call_2")]),
+    piece(calls=[ToolCallDelta(0, '{"a"', "f", "call_1")]),
+    piece(calls=[ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", "g", "call_2")]),
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class Factory:
 def generation() -> tuple[Generation, Choice]:
     choice = new_choice(0, SamplingParams(), Factory(), keep=True)  # type: ignore[arg-type]
     choice.thoughts, choice.texts = ["I ", "think"], ["Let me", " see"]
-    choice.called = [(CallPiece(0, '{"a": 1}', "f", "call_1"), []), (CallPiece(1, "{}", "g", "call_2"), [])]
+    choice.called = [(ToolCallDelta(0, '{"a": 1}', "f", "call_1"), []), (ToolCallDelta(1, "{}", "g", "call_2"), [])]
     choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.thought_tokens = "stop", 2, 9, 4
     body = ChatRequest(messages=[{"role": "user"}])
     made = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])
@@ -54,7 +54,7 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 
 def test_one_block_is_open_at_a_time() -> None:
-    blocks = Blocks()
+    blocks = ContentBlocks()
     steps = [step for one in PIECES for step in blocks.push(one)] + blocks.end()
     opened: list[int] = []
     for what, block, _ in steps:
@@ -72,10 +72,10 @@ def test_one_block_is_open_at_a_time() -> None:
 
 def test_messages() -> None:
     made, choice = generation()
-    whole = json.loads(MessagesAnswer(made).whole())
+    whole = json.loads(MessagesFormatter(made).whole())
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole["content"][2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
-    answer = MessagesAnswer(made)
+    answer = MessagesFormatter(made)
     told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
     deltas: dict[int, list[Any]] = {}
     for event in told:
@@ -90,11 +90,11 @@ def test_messages() -> None:
 
 def test_responses() -> None:
     made, choice = generation()
-    whole = json.loads(ResponsesAnswer(made, ASKED).whole())
+    whole = json.loads(ResponsesFormatter(made, ASKED).whole())
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
     assert whole["tools"] == [1]
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
-    answer = ResponsesAnswer(made, ASKED)
+    answer = ResponsesFormatter(made, ASKED)
     told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     items = {event["output_index"]: event["item"] for event in told if event["type"] == "response.output_item.done"}
@@ -115,8 +115,8 @@ def test_responses() -> None:
 
 TOOLS = {"f": ShownTool("read", "fs"), "g": ShownTool("apply_patch", None, True)}
 CALLS = [
-    piece(calls=[CallPiece(0, "{}", "f", "c1")]), piece(calls=[CallPiece(1, '{"input": "a', "g", "c2")]),
-    piece(calls=[CallPiece(1, '\\')]), piece(calls=[CallPiece(1, 'nb"}')]), piece("so"),
+    piece(calls=[ToolCallDelta(0, "{}", "f", "c1")]), piece(calls=[ToolCallDelta(1, '{"input": "a', "g", "c2")]),
+    piece(calls=[ToolCallDelta(1, '\\')]), piece(calls=[ToolCallDelta(1, 'nb"}')]), piece("so"),
 ]  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     asked = structs.replace(ASKED, tools=TOOLS)
     made, choice = generation()
     choice.thoughts, choice.texts, choice.finish_reason = [], ["so"], finish
-    choice.called = [(CallPiece(0, "{}", "f", "c1"), []), (CallPiece(1, '{"input": "a\\nb"}', "g", "c2"), [])]
-    answer = ResponsesAnswer(made, asked)
+    choice.called = [(ToolCallDelta(0, "{}", "f", "c1"), []), (ToolCallDelta(1, '{"input": "a\\nb"}', "g", "c2"), [])]
+    answer = ResponsesFormatter(made, asked)
     told = events(b"".join(answer.piece(choice, one) for one in CALLS) + answer.end())
     read, patch, message = told[-1]["response"]["output"]
     del read["id"], patch["id"], message["id"]
@@ -147,7 +147,7 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     assert (done["input"], done["output_index"]) == ("a\nb", 1)
     (done,) = [event for event in told if event["type"] == "response.function_call_arguments.done"]
     assert done["name"] == "read"
-    whole = json.loads(ResponsesAnswer(made, asked).whole())
+    whole = json.loads(ResponsesFormatter(made, asked).whole())
     assert {item["type"]: item.get("input", item.get("namespace")) for item in whole["output"][1:]} == {
         "function_call": "fs", "custom_tool_call": "a\nb"
     }  # fmt: skip
@@ -157,10 +157,10 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
 
 def test_items_are_found_by_their_names() -> None:
     made, _ = generation()
-    made.id, store = "resp_0af", StoredResponses(5_000)
-    answer = ResponsesAnswer(made, ASKED)
+    made.id, store = "resp_0af", ResponseStore(5_000)
+    answer = ResponsesFormatter(made, ASKED)
     whole = json.loads(answer.whole())
-    store.put(Stored(answer.done(), b"[]"))
+    store.put(StoredResponse(answer.done(), b"[]"))
     for item in whole["output"]:
         assert json.loads(store.item(item["id"], "input[0].id")) == item
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
@@ -171,7 +171,7 @@ def test_items_are_found_by_their_names() -> None:
 
 def test_a_response_that_breaks_off_has_failed() -> None:
     made, choice = generation()
-    answer = ResponsesAnswer(made, ASKED)
+    answer = ResponsesFormatter(made, ASKED)
     answer.piece(choice, PIECES[2])
     (failed,) = events(answer.failed(RequestError("late", param=None, status=504)))
     assert failed["type"] == "response.failed"
@@ -181,10 +181,10 @@ def test_a_response_that_breaks_off_has_failed() -> None:
 
 def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     made, _ = generation()
-    store = StoredResponses(5_000)
+    store = ResponseStore(5_000)
     for i in range(8):
         made.id = f"resp_{i}"
-        store.put(Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 1_000))
+        store.put(StoredResponse(ResponsesFormatter(made, ASKED).done(), b"x" * 1_000))
         store.check_invariants()
         store.get("resp_0", "response_id")
     assert store.get("resp_7", "response_id").messages
@@ -193,7 +193,7 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store.delete("resp_0")
     store.check_invariants()
     made.id = "resp_huge"
-    store.put(Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 9_000))
+    store.put(StoredResponse(ResponsesFormatter(made, ASKED).done(), b"x" * 9_000))
     with pytest.raises(RequestError):
         store.get("resp_huge", "response_id")
     store.check_invariants()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from engine.api.anthropic import MessagesAnswer
+from engine.api.anthropic import MessagesFormatter
 from engine.api.choice import Choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation, plan_generation
@@ -68,14 +68,14 @@ def test_a_stream_is_the_message_in_the_order_of_events(
 ) -> None:
     made = generation(stream=False)
     say(made, ids, finish, cuts)
-    whole = json.loads(MessagesAnswer(made).whole())
+    whole = json.loads(MessagesFormatter(made).whole())
     assert (whole["type"], whole["role"], whole["id"], whole["model"]) == ("message", "assistant", "msg_1", "m")
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
     assert whole["usage"]["cache_read_input_tokens"] == 2
     assert whole["usage"]["input_tokens"] == 1
 
     made = generation(stream=True)
-    answer = MessagesAnswer(made)
+    answer = MessagesFormatter(made)
     choice, pieces = say(made, ids, finish, cuts)
     told = events(b"".join(answer.piece(choice, piece) for piece in pieces) + answer.end())
     names = [event["type"] for event in told]
@@ -90,5 +90,5 @@ def test_a_stream_is_the_message_in_the_order_of_events(
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_of_this_api() -> None:
-    said = MessagesAnswer(generation(stream=True)).failed(RequestError("late", param=None, status=504))
+    said = MessagesFormatter(generation(stream=True)).failed(RequestError("late", param=None, status=504))
     assert events(said) == [{"type": "error", "error": {"type": "timeout_error", "message": "late"}}]

@@ -12,9 +12,9 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api.calls import FORMATS, CallParser, Format, format_of, parameter_types
 from engine.api.readers import markup_calls
-from engine.api.schemas.reading import schema_types
+from engine.api.schemas.inspection import schema_types
+from engine.api.tool_calls import CALL_FORMATS, ToolCallFormat, ToolCallParser, detect_call_format, parameter_types
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -39,10 +39,10 @@ TYPES = parameter_types(TOOLS)
 Told = tuple[str, list[tuple[str, str]]]
 
 
-def run(row: Format, pieces: list[str], *, ends: bool = True) -> Told:
+def run(row: ToolCallFormat, pieces: list[str], *, ends: bool = True) -> Told:
     """(what was said, [(name, arguments)]) of a text that came in these pieces."""
     ids = (f"id{number}" for number in itertools.count())
-    parser = CallParser(row, TYPES, lambda: next(ids))
+    parser = ToolCallParser(row, TYPES, lambda: next(ids))
     said, calls = "", dict[int, list[str]]()
     for text, told in [*map(parser.push, pieces), *([parser.finish()] if ends else [])]:
         said += text
@@ -126,7 +126,7 @@ IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 @pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
 def test_calls_wherever_the_text_is_cut(name: str, text: str, said: str, calls: list[tuple[str, str]]) -> None:
-    row = FORMATS[name]
+    row = CALL_FORMATS[name]
     assert run(row, [text]) == (said, calls)
     assert run(row, list(text)) == (said, calls)
     for cut in range(len(text)):
@@ -140,7 +140,7 @@ def test_what_was_said_depends_on_what_has_come_alone(
     name: str, text: str, said: str, calls: list[tuple[str, str]]
 ) -> None:
     """So a stream that another worker goes on with, from some token on, repeats nothing and leaves nothing out."""
-    row, rng = FORMATS[name], random.Random(text)
+    row, rng = CALL_FORMATS[name], random.Random(text)
     for end in range(len(text)):
         cuts = sorted(rng.sample(range(end + 1), min(end, 3)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, end])]
@@ -152,14 +152,14 @@ def test_a_text_that_ends_early_is_a_beginning_or_text(
     name: str, text: str, said: str, calls: list[tuple[str, str]]
 ) -> None:
     for end in range(len(text)):
-        _, told = run(FORMATS[name], [text[:end]])
+        _, told = run(CALL_FORMATS[name], [text[:end]])
         for (got, got_arguments), (wanted, whole) in zip(told, calls):
             assert got == wanted
             assert (
                 whole.startswith(got_arguments) or name == "qwen3_coder"
             )  # of a value that was cut: as it was written
         if not told:
-            assert run(FORMATS[name], [text[:end]])[0] == text[:end]
+            assert run(CALL_FORMATS[name], [text[:end]])[0] == text[:end]
 
 
 MALFORMED = [
@@ -206,25 +206,27 @@ def test_malformed_markup_comes_back_as_text(name: str, text: str) -> None:
         if name in ("pythonic", "llama3_json") and before.strip():
             continue
         whole = before + text + after
-        assert run(FORMATS[name], [whole]) == (whole, [])
+        assert run(CALL_FORMATS[name], [whole]) == (whole, [])
         if len(whole) < 1000:
-            assert run(FORMATS[name], list(whole)) == (whole, [])
+            assert run(CALL_FORMATS[name], list(whole)) == (whole, [])
 
 
 def test_a_call_after_malformed_markup_is_found() -> None:
     good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     for name, bad in MALFORMED:
         if name == "hermes" and "</tool_call>" in bad:
-            assert run(FORMATS[name], list(bad + good)) == (bad, BOTH[1:])
+            assert run(CALL_FORMATS[name], list(bad + good)) == (bad, BOTH[1:])
 
 
 def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
     """Their call has been told by then."""
-    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'))
+    said, calls = run(CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'))
     assert (said, calls) == ("", [("now", '{"a": }')])
-    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.'))
+    said, calls = run(CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.'))
     assert (said, calls) == (" oops}</tool_call>.", BOTH[1:])
-    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>'))
+    said, calls = run(
+        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>')
+    )
     assert (said, calls) == (', "more": 1}</tool_call>', BOTH[1:])
 
 
@@ -237,12 +239,12 @@ def test_formats_are_found_in_chat_templates() -> None:
         "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}',
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
     }  # fmt: skip
-    assert set(shown) == set(FORMATS)
+    assert set(shown) == set(CALL_FORMATS)
     for name, text in shown.items():
-        found = format_of("{%- for message in messages %}" + text)
+        found = detect_call_format("{%- for message in messages %}" + text)
         assert found is not None
         assert found.name == name
-    assert format_of("{{ messages[0].content }}") is None
+    assert detect_call_format("{{ messages[0].content }}") is None
 
 
 SCRAPS = {
@@ -256,7 +258,7 @@ SCRAPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 @settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject) -> None:
@@ -264,15 +266,17 @@ def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject)
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    said, calls = run(FORMATS[name], pieces)
-    assert (said, calls) == run(FORMATS[name], [text])
-    assert (said, calls) == run(FORMATS[name], list(text))
+    said, calls = run(CALL_FORMATS[name], pieces)
+    assert (said, calls) == run(CALL_FORMATS[name], [text])
+    assert (said, calls) == run(CALL_FORMATS[name], list(text))
     everything = said + "".join(name + arguments for name, arguments in calls)
     assert everything.count("§") == text.count("§")
     if not calls:
         assert said == text
     half = "".join(pieces[: len(pieces) // 2])
-    assert run(FORMATS[name], pieces[: len(pieces) // 2], ends=False) == run(FORMATS[name], [half], ends=False)
+    assert run(CALL_FORMATS[name], pieces[: len(pieces) // 2], ends=False) == run(
+        CALL_FORMATS[name], [half], ends=False
+    )
 
 
 class _Counted(str):
@@ -306,8 +310,8 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     """Whether it comes at once or a few characters at a time."""
 
     def work(copies: int, at_a_time: int) -> int:
-        row, text = FORMATS[name], scrap * copies
-        parser = CallParser(row, TYPES)
+        row, text = CALL_FORMATS[name], scrap * copies
+        parser = ToolCallParser(row, TYPES)
         _Counted.looked = 0
         for start in range(0, len(text), at_a_time):
             parser._left = _Counted(parser._left)

@@ -12,21 +12,21 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.calls import FORMATS as CALL_FORMATS
-from engine.api.calls import CallParser, parameter_types
-from engine.api.constraint import MARKUPS, asked_format
-from engine.api.lark import constraint_of, write_lark
+from engine.api.constraint import MARKUPS, requested_constraint
+from engine.api.lark import build_constraint, write_lark
 from engine.api.params import ModelLimits
-from engine.api.schemas.checking import check_constraint
+from engine.api.schemas.constraint_check import check_constraint
+from engine.api.tool_calls import CALL_FORMATS as CALL_FORMATS
+from engine.api.tool_calls import ToolCallParser, parameter_types
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import Words
+from engine.grammars import GrammarVocabulary
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 
 TOKENIZER = Tokenizer.load(cached_tokenizer(), cache_bytes=0)
 WORDS = LLTokenizer(TOKENIZER.hf.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
-GRAMMAR_WORDS = Words(TOKENIZER, TOKENIZER.vocab_size)
+GRAMMAR_WORDS = GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size)
 TOKENS = {token.content: token_id for token_id, token in TOKENIZER.hf.get_added_tokens_decoder().items()}
 WEATHER = {
     "type": "object",
@@ -86,7 +86,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def grammar(body: ChatRequest | CompletionRequest, markup: str | None = None) -> str:
-    asked = asked_format(body, markup)
+    asked = requested_constraint(body, markup)
     assert asked is not None
     return write_lark(asked, TOKENS)
 
@@ -130,9 +130,9 @@ def test_calls_of_strict_tools_are_right_where_text_is_free(markup: str) -> None
     for text in ("", "Hello", f"I look: {weather}", weather, time):
         assert takes(lark, text), text
     assert not takes(lark, wrong)
-    assert asked_format(chat(tools=TOOLS[1:]), markup) is None
-    assert asked_format(chat(tools=TOOLS), None) is None
-    assert asked_format(chat(tools=TOOLS, tool_choice="none"), markup) is None
+    assert requested_constraint(chat(tools=TOOLS[1:]), markup) is None
+    assert requested_constraint(chat(tools=TOOLS), None) is None
+    assert requested_constraint(chat(tools=TOOLS, tool_choice="none"), markup) is None
 
 
 def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
@@ -201,7 +201,7 @@ def checked(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
     function = {"name": "f", "parameters": parameters, "strict": strict}
     tools = [TOOLS[1], {"type": "function", "function": function}]
     limits = ModelLimits(max_model_len=100, vocab_size=100, calls=markup)
-    constraint = constraint_of(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
+    constraint = build_constraint(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
     assert constraint is not None
     found = check_constraint(GRAMMAR_WORDS, constraint)
     assert found.source == b""
@@ -214,7 +214,7 @@ def test_the_reason_is_told_whole() -> None:
         checked(parameters, "hermes", strict=True)
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "x"}}}}
     limits = ModelLimits(max_model_len=100, vocab_size=100)
-    constraint = constraint_of(chat(response_format=form), TOKENIZER, limits)
+    constraint = build_constraint(chat(response_format=form), TOKENIZER, limits)
     assert constraint is not None
     with pytest.raises(RequestError, match="Invalid type: x") as refused:
         check_constraint(GRAMMAR_WORDS, constraint)
@@ -354,7 +354,7 @@ def drawn(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
 
 def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     """The arguments of the one call that the reader of the markup finds."""
-    parser = CallParser(CALL_FORMATS[markup], parameter_types(tools))
+    parser = ToolCallParser(CALL_FORMATS[markup], parameter_types(tools))
     told = [parser.push(text), parser.finish()]
     assert "".join(said for said, _ in told) == ""
     assert parser.count == 1
@@ -451,8 +451,8 @@ def test_structured_outputs(outputs: dict[str, Any], good: list[str], bad: list[
 
 
 def test_response_formats() -> None:
-    assert asked_format(chat()) is None
-    assert asked_format(chat(response_format={"type": "text"})) is None
+    assert requested_constraint(chat()) is None
+    assert requested_constraint(chat(response_format={"type": "text"})) is None
     assert takes(grammar(chat(response_format={"type": "json_object"})), "{}")
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": True, "strict": True}}
     assert takes(grammar(chat(response_format=schema)), '["anything"]')
@@ -522,15 +522,15 @@ def test_allowed_tools() -> None:
 
 def test_a_forced_call_needs_a_markup() -> None:
     with pytest.raises(RequestError, match="no --tool-call-parser"):
-        asked_format(chat(tools=TOOLS, tool_choice="required"))
+        requested_constraint(chat(tools=TOOLS, tool_choice="required"))
 
 
 def test_an_engine_that_can_constrain_nothing_says_why() -> None:
     limits = ModelLimits(max_model_len=100, vocab_size=100, unconstrained="it has no bytes")
     with pytest.raises(RequestError, match=r"response_format: it has no bytes") as refused:
-        constraint_of(chat(response_format={"type": "json_object"}), TOKENIZER, limits)
+        build_constraint(chat(response_format={"type": "json_object"}), TOKENIZER, limits)
     assert refused.value.param == "response_format"
-    assert constraint_of(chat(), TOKENIZER, limits) is None
+    assert build_constraint(chat(), TOKENIZER, limits) is None
     assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=8))
     try:
         assert assembled.info.unconstrained is None

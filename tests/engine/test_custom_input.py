@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.custom_input import CustomInput
+from engine.api.custom_input import CustomInputDecoder
 
 
 def read(pieces: list[str]) -> tuple[str, str]:
     """(what was streamed, what was said in all)."""
-    made = CustomInput()
+    made = CustomInputDecoder()
     streamed = "".join([made.push(piece) for piece in pieces])
     return streamed + made.finish(), made.text
 

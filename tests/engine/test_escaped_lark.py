@@ -10,10 +10,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.api.constraint import MARKUPS
-from engine.api.escaped_lark import DEFINITION_CHARS_MAX, UnreadableGrammar, escape_grammar
-from engine.api.lark import constraint_of
+from engine.api.escaped_lark import DEFINITION_CHARS_MAX, UnsupportedGrammar, escape_grammar
+from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits
-from engine.api.reading import read_response
+from engine.api.parsed_request import read_response
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.responses import as_chat, parse_response, shown_tools
@@ -91,7 +91,7 @@ def test_texts_ranges_imports_and_flags() -> None:
      "start: /[b-a]/", 'start: "' + "x" * DEFINITION_CHARS_MAX + '"'],
 )  # fmt: skip
 def test_what_cannot_be_matched_is_told(definition: str) -> None:
-    with pytest.raises(UnreadableGrammar):
+    with pytest.raises(UnsupportedGrammar):
         escape_grammar(definition)
 
 
@@ -111,7 +111,7 @@ CALLS = {
 def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_response(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, calls=calls)
-    made = constraint_of(ChatRequest(**as_chat(request)), TOKENIZER, limits, grammars=shown_tools(request.tools))
+    made = build_constraint(ChatRequest(**as_chat(request)), TOKENIZER, limits, grammars=shown_tools(request.tools))
     assert made is not None
     return made.lark
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.answers import ChatAnswer, CompletionAnswer
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation, plan_generation
 from engine.api.logprobs import FLOOR
 from engine.api.params import ModelLimits
-from engine.http.generate import PAUSE_LOGPROBS, PieceStream
+from engine.api.response_formatters import ChatFormatter, CompletionFormatter
+from engine.http.generate import PAUSE_LOGPROBS, DeltaStream
 from engine.messages import PROMPT_LOGPROBS_MAX, split_output
 from engine.process.client import EngineClient, OutputStream, merge
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
@@ -48,16 +48,16 @@ def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": spelled(token_id), "logprob": floored(logprob), "bytes": list(FACTORY.token_bytes(token_id))}
 
 
-def chat(**fields: Any) -> tuple[Generation, ChatAnswer]:
+def chat(**fields: Any) -> tuple[Generation, ChatFormatter]:
     body = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], "logprobs": True, **fields}).encode())
     generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
-    return generation, ChatAnswer(generation, body, FACTORY)
+    return generation, ChatFormatter(generation, body, FACTORY)
 
 
-def completion(**fields: Any) -> tuple[Generation, CompletionAnswer]:
+def completion(**fields: Any) -> tuple[Generation, CompletionFormatter]:
     body = parse_completion(json.dumps({"prompt": PROMPT, "logprobs": 3, **fields}).encode())
     generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
-    return generation, CompletionAnswer(generation, body, FACTORY, ["abc" if body.echo else ""])
+    return generation, CompletionFormatter(generation, body, FACTORY, ["abc" if body.echo else ""])
 
 
 def outputs_of(scores: list[TokenLogprobs], prompt: list[TokenLogprobs | None] | None) -> list[SequenceOutput]:
@@ -150,7 +150,7 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 
     async def main() -> None:
         beside = asyncio.ensure_future(others())
-        follower = object.__new__(PieceStream)
+        follower = object.__new__(DeltaStream)
         follower._generation, follower._stream = generation, stream  # type: ignore[assignment]
         await follower.format_logprobs(answer, pieces)
         beside.cancel()

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from engine.execution.masks import Allowed, Masks
+from engine.execution.masks import Masks, TokenMasks
 from engine.execution.sampler import Sampler
-from engine.grammars import GrammarError, Grammars, Words, check
+from engine.grammars import GrammarError, Grammars, GrammarVocabulary, check
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, Request, Sequence
 from prompts import Tokenizer
@@ -31,7 +31,7 @@ EOS = TOKENIZER.eos_token_ids[0]
 ENDS = set(TOKENIZER.eos_token_ids)
 VOCAB = TOKENIZER.vocab_size + 40
 """Models have logits that no token belongs to."""
-WORDS = Words(TOKENIZER, VOCAB)
+WORDS = GrammarVocabulary(TOKENIZER, VOCAB)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -93,7 +93,7 @@ def allowed(masks: Masks, seq: Sequence, row: int = 0, banned: list[int] | None 
     return left_by(masks.begin(wanted, dict).result(), masks, logits)[0]
 
 
-def left_by(found: Allowed, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
+def left_by(found: TokenMasks, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
     """Of each row; where few are left, the logits of the others stay as they are."""
     masks.apply(logits, found)
     left = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
@@ -372,7 +372,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.Monk
     monkeypatch.setattr("engine.grammars.KEPT_MAX", 2)
     compiled: list[str] = []
 
-    class Counting(Words):
+    class Counting(GrammarVocabulary):
         def compile(self, lark: str) -> LLMatcher:
             compiled.append(lark)
             return WORDS.compile(lark)

@@ -17,7 +17,7 @@ from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.prepared import PreparedStep
 from engine.execution.runner import ModelRunner
-from engine.grammars import Grammars, Words
+from engine.grammars import Grammars, GrammarVocabulary
 from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import PRESETS, cached_model
@@ -130,7 +130,7 @@ def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
     print("seed", seed)
     rng = random.Random(seed)
     requests = asked(rng, 36)
-    grammars = Grammars(lambda: Words(tokenizer(), PRESETS["tiny"].vocab_size))
+    grammars = Grammars(lambda: GrammarVocabulary(tokenizer(), PRESETS["tiny"].vocab_size))
     right = alone(requests, grammars)
     attacked = Attacked(20, grammars, overlap=overlap)
     waiting, out = list(requests), 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.config import ServerConfig
 from engine.http import generate
-from engine.http.generate import Writer
+from engine.http.generate import ResponseWriter
 from engine.http.server import make_runner
 from engine.http.state import ServerState
 from prompts import RequestError
@@ -92,7 +92,9 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
 
     async def run() -> None:
         request: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: dropped.append(True)))
-        writer = Writer(request, ServerConfig(stall_timeout_s=3600), asyncio.get_running_loop().time() + ends_in_s)
+        writer = ResponseWriter(
+            request, ServerConfig(stall_timeout_s=3600), asyncio.get_running_loop().time() + ends_in_s
+        )
         await writer._unstalled(never())
 
     with pytest.raises(ConnectionResetError):
@@ -107,7 +109,7 @@ def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pyt
         computed = asyncio.Event()
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            writer = Writer(request, ServerConfig(), None)
+            writer = ResponseWriter(request, ServerConfig(), None)
             commenting = asyncio.ensure_future(writer.comment_while_quiet())
             await computed.wait()
             await writer.write(b"data: a\n\n")

@@ -18,7 +18,7 @@ from engine.api.generation import plan_generation
 from engine.api.params import ModelLimits
 from engine.config import ServerConfig
 from engine.http import server
-from engine.http.generate import PieceStream
+from engine.http.generate import DeltaStream
 from engine.http.metrics import ServerMetrics
 from engine.http.server import ConnectionLimit, build_app, connections_max, make_runner
 from engine.http.state import ServerState
@@ -179,7 +179,7 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, statu
         limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
         constraint=Constraint(lark="start: X", param="structured_outputs.regex"),
     )  # fmt: skip
-    follower = PieceStream(
+    follower = DeltaStream(
         SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]
         generation,
         SimpleNamespace(),  # type: ignore[arg-type]

@@ -15,9 +15,16 @@ from typing import Any
 import pytest
 
 from engine.api.params import ModelLimits
-from engine.api.reading import SHOWN_BYTES_MAX, read_chat, read_completion, read_count, read_messages, read_response
-from engine.http import apart
-from engine.http.apart import Reader
+from engine.api.parsed_request import (
+    ECHOED_BYTES_MAX,
+    read_chat,
+    read_completion,
+    read_count,
+    read_messages,
+    read_response,
+)
+from engine.http import body_workers
+from engine.http.body_workers import BodyReader
 from engine.http.routes import read_detokenize, read_tokenize
 from engine.tiny.model import Recipe, cached_model
 from prompts import RequestError, Tokenizer
@@ -29,10 +36,10 @@ BEFORE = json.dumps([{"role": "system", "content": "old"}, {"role": "user", "con
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
-def with_reader(use: Callable[[Reader], Awaitable[Any]]) -> Any:
+def with_reader(use: Callable[[BodyReader], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         folder = cached_model(Recipe())
-        reader = Reader(Tokenizer.load(folder), LIMITS, str(folder), None)
+        reader = BodyReader(Tokenizer.load(folder), LIMITS, str(folder), None)
         try:
             return await use(reader)
         finally:
@@ -70,16 +77,16 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()
-    assert len(data) > apart.THREAD_BYTES
+    assert len(data) > body_workers.THREAD_BYTES
 
-    async def outcome(reader: Reader) -> Any:
+    async def outcome(reader: BodyReader) -> Any:
         try:
             return await reader.read(work, data)
         except RequestError as error:
             return error.body(), error.status
 
     there = with_reader(outcome)
-    monkeypatch.setattr(apart, "AT_ONCE_BYTES", 1 << 30)
+    monkeypatch.setattr(body_workers, "AT_ONCE_BYTES", 1 << 30)
     assert with_reader(outcome) == there
 
 
@@ -97,25 +104,25 @@ def test_what_is_given_back_of_a_long_body_is_short() -> None:
 
 @pytest.mark.parametrize("name", ["sleeps", "takes_memory", "dies"])
 def test_one_that_takes_too_much_ends_alone(odd: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(reader: Reader) -> None:
+    async def use(reader: BodyReader) -> None:
         data = b"x" * 100_000
         size, pid = await reader.read(odd.length, data)
         assert size == len(data)
         assert pid != os.getpid()
-        monkeypatch.setattr(apart, "READ_S_MAX", 2.0 if name == "sleeps" else 30.0)
+        monkeypatch.setattr(body_workers, "READ_S_MAX", 2.0 if name == "sleeps" else 30.0)
         bad = [reader.read(getattr(odd, name), data) for _ in range(3)]  # one more than there are processes
         for outcome in await asyncio.gather(*bad, return_exceptions=True):
             assert isinstance(outcome, RequestError)
             assert outcome.status == 400
-        monkeypatch.setattr(apart, "READ_S_MAX", 30.0)
+        monkeypatch.setattr(body_workers, "READ_S_MAX", 30.0)
         assert await reader.read(odd.length, data) != (size, pid)
-        assert len(reader._processes.all) <= apart.PROCESSES
+        assert len(reader._processes.all) <= body_workers.PROCESSES
 
     with_reader(use)
 
 
 def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
-    async def use(reader: Reader) -> None:
+    async def use(reader: BodyReader) -> None:
         data = b"x" * 100_000
         _, pid = await reader.read(odd.length, data)
         leaving = asyncio.ensure_future(reader.read(odd.length, data))
@@ -128,7 +135,7 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
 
 
 def test_what_a_body_goes_on_from_counts_for_where_it_is_read(odd: Any) -> None:
-    async def use(reader: Reader) -> list[int]:
+    async def use(reader: BodyReader) -> list[int]:
         found = [await reader.read(odd.length, b"{}", brought=brought) for brought in (0, 10_000, 10**7)]
         return [pid for _, pid in found]
 
@@ -138,7 +145,7 @@ def test_what_a_body_goes_on_from_counts_for_where_it_is_read(odd: Any) -> None:
 
 def test_what_is_long_is_not_repeated_in_answers() -> None:
     tokenizer = Tokenizer.load(cached_model(Recipe()))
-    body = {"input": "hi", "instructions": "so it goes " * (SHOWN_BYTES_MAX // 11 + 1), "tools": [TOOL]}
+    body = {"input": "hi", "instructions": "so it goes " * (ECHOED_BYTES_MAX // 11 + 1), "tools": [TOOL]}
     reading = read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
     assert reading.asked is not None
     assert json.loads(reading.asked.shown) == {"tools": [TOOL]}

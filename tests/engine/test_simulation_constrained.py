@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.api.calls import FORMATS, CallParser, parameter_types
-from engine.api.lark import constraint_of
+from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits
+from engine.api.tool_calls import CALL_FORMATS, ToolCallParser, parameter_types
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import Grammars, Words
+from engine.grammars import Grammars, GrammarVocabulary
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.executor import some_words
 from engine.simulation.runner import Answers
@@ -43,7 +43,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(lambda: Words(TOKENIZER, TOKENIZER.vocab_size))
+    made = Grammars(lambda: GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size))
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def say(grammars: Grammars, constraint: Constraint, length: int | None = None, t
 def asked(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, calls=calls, script=script)
-    made = constraint_of(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
+    made = build_constraint(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
     assert made is not None
     return made
 
@@ -143,7 +143,7 @@ WORDS = r"( [a-z]+)+"
 
 def read(said: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
     """(text, calls) of a whole answer."""
-    parser = CallParser(FORMATS[calls], parameter_types(TOOLS) if calls == "qwen3_coder" else {})
+    parser = ToolCallParser(CALL_FORMATS[calls], parameter_types(TOOLS) if calls == "qwen3_coder" else {})
     (text, told), (rest, more) = parser.push(said), parser.finish()
     found: dict[int, list[str]] = {}
     for piece in [*told, *more]:
@@ -151,7 +151,7 @@ def read(said: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
     return text + rest, [(name, json.loads(arguments)) for name, arguments in found.values()]
 
 
-@pytest.mark.parametrize("calls", FORMATS)
+@pytest.mark.parametrize("calls", CALL_FORMATS)
 def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str) -> None:
     talk = [ASK]
     for answer in (CALLED, SAID, CALLED):
@@ -166,7 +166,7 @@ def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str)
             talk = [*talk, SAID, ASK]
 
 
-@pytest.mark.parametrize("calls", FORMATS)
+@pytest.mark.parametrize("calls", CALL_FORMATS)
 def test_a_script_says_its_turns_to_the_letter(grammars: Grammars, calls: str) -> None:
     arguments = {"city": 'Å "x"\n</parameter>', "days": 3, "deep": {"a": [1, None, True, "b"]}, "none": None}
     text = 'To the letter: <b>{"a"}</b> 🙂\n\tand on.'

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.api.answers import ChatAnswer
-from engine.api.calls import FORMATS
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import _BYTE_OF, DetokenizerFactory
 from engine.api.generation import Generation, plan_generation
+from engine.api.output_parser import OutputParserConfig, resolve_formats
 from engine.api.params import ModelLimits
-from engine.api.reading import speech_plan
-from engine.api.speech import SpeechPlan, chosen
-from engine.api.thought import THOUGHTS, Thought, end_token, place_after
+from engine.api.parsed_request import speech_plan
+from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
+from engine.api.response_formatters import ChatFormatter
+from engine.api.tool_calls import CALL_FORMATS
 from engine.config import CallParserName, ThoughtParserName
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
@@ -51,14 +51,14 @@ def outputs(ids: list[int], cuts: Sequence[int], reason: FinishReason | None) ->
 
 
 def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: FinishReason = FinishReason.LENGTH,
-             prompt: str = "", limits: ModelLimits = LIMITS) -> tuple[Generation, ChatAnswer, bytes]:  # fmt: skip
+             prompt: str = "", limits: ModelLimits = LIMITS) -> tuple[Generation, ChatFormatter, bytes]:  # fmt: skip
     """An answer of these tokens, and the bytes of its stream."""
     request = parse_chat(json.dumps({**BODY, **body}).encode())
     plan = speech_plan(request, prompt, limits)
     generation = plan_generation(
         request, [[1, 2]], id="x", unique="u", model="m", limits=limits, factory=FACTORY, plan=plan
     )
-    answer = ChatAnswer(generation, request, FACTORY)
+    answer = ChatFormatter(generation, request, FACTORY)
     (choice,), sent = generation.choices, b""
     for output in outputs(ids, cuts, reason):
         if choice.finish_reason is None:
@@ -152,7 +152,7 @@ IN_BYTES = {
 @pytest.mark.parametrize("name", IN_BYTES)
 def test_each_format_cut_at_every_byte(name: str) -> None:
     """A token is a byte here; a character that a cut divides is told once it is whole."""
-    assert set(IN_BYTES) == set(FORMATS)
+    assert set(IN_BYTES) == set(CALL_FORMATS)
     letters = {byte: letter for letter, byte in _BYTE_OF.items()}
     ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
     limits = ModelLimits(max_model_len=2000, vocab_size=4096, calls=name, thought="qwen3")
@@ -254,7 +254,9 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     ids = ids_of("".join(data.draw(st.lists(st.sampled_from(scraps), min_size=1, max_size=8))))
     at = data.draw(st.integers(0, len(ids) - 1))
     stops = ("stop",) if data.draw(st.booleans()) else ()
-    plan = SpeechPlan(thought="qwen3", place=data.draw(st.sampled_from(["before", "inside", "after"])), calls="hermes")
+    plan = OutputParserConfig(
+        thought="qwen3", place=data.draw(st.sampled_from(["before", "inside", "after"])), calls="hermes"
+    )
 
     def choice() -> Choice:
         return new_choice(0, SamplingParams(stop=stops), FACTORY, keep=True, plan=plan)
@@ -306,7 +308,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         tokenizer.decoder = decoder
         factory = DetokenizerFactory(tokenizer)
         ids = tokenizer.encode(text).ids
-        plan = SpeechPlan(thought="mistral", place="before", calls="mistral")
+        plan = OutputParserConfig(thought="mistral", place="before", calls="mistral")
         for skips in (True, False):
             one = new_choice(0, SamplingParams(), factory, keep=True, skip_special_tokens=skips, plan=plan)
             for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
@@ -337,7 +339,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
     ],
 )  # fmt: skip
 def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, place: str) -> None:
-    assert place_after(THOUGHTS[name], prompt, continued) == place
+    assert initial_state(REASONING_FORMATS[name], prompt, continued) == place
 
 
 @pytest.mark.parametrize(
@@ -361,31 +363,33 @@ def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, p
 )  # fmt: skip
 def test_thoughts_wherever_the_text_is_cut(name: str, place: Any, text: str, thought: str, rest: str) -> None:
     for cut in range(len(text) + 1):
-        one = Thought(THOUGHTS[name], place, ("<tool_call>",))
+        one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
         told = [*map(one.push, [text[:cut], text[cut:]]), one.release()]
         assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
-    one = Thought(THOUGHTS[name], place, ("<tool_call>",))
+    one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
     told = [*map(one.push, text), one.release()]
     assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
 
 
 def test_the_token_that_ends_a_thought() -> None:
     tokenizer = PromptTokenizer.load(cached_tokenizer())
-    qwen3 = THOUGHTS["qwen3"]
+    qwen3 = REASONING_FORMATS["qwen3"]
     assert (
-        end_token(qwen3, "inside", tokenizer) == end_token(qwen3, "before", tokenizer) == TINY.token_to_id("</think>")
+        reasoning_end_token(qwen3, "inside", tokenizer)
+        == reasoning_end_token(qwen3, "before", tokenizer)
+        == TINY.token_to_id("</think>")
     )
-    assert end_token(qwen3, "after", tokenizer) is None
-    assert end_token(THOUGHTS["granite"], "inside", tokenizer) is None
+    assert reasoning_end_token(qwen3, "after", tokenizer) is None
+    assert reasoning_end_token(REASONING_FORMATS["granite"], "inside", tokenizer) is None
 
 
 def test_parsers_are_chosen_by_flag_or_by_template() -> None:
     qwen = ChatTemplate("{{ '<think>' }}<tool_call>\n{\"name\"")
-    assert chosen("auto", "auto", qwen) == ("hermes", "qwen3")
-    assert chosen("none", "none", qwen) == (None, None)
-    assert chosen("pythonic", "deepseek_r1", qwen) == ("pythonic", "deepseek_r1")
-    assert chosen("auto", "auto", None) == (None, None)
-    assert chosen("auto", "auto", ChatTemplate({"rag": "<think>"})) == (None, None)
-    assert chosen("auto", "auto", ChatTemplate("{{ x.split('</think>') }}")) == (None, "deepseek_r1")
-    assert {"auto", "none", *FORMATS} == set(get_args(CallParserName))
-    assert {"auto", "none", *THOUGHTS} == set(get_args(ThoughtParserName))
+    assert resolve_formats("auto", "auto", qwen) == ("hermes", "qwen3")
+    assert resolve_formats("none", "none", qwen) == (None, None)
+    assert resolve_formats("pythonic", "deepseek_r1", qwen) == ("pythonic", "deepseek_r1")
+    assert resolve_formats("auto", "auto", None) == (None, None)
+    assert resolve_formats("auto", "auto", ChatTemplate({"rag": "<think>"})) == (None, None)
+    assert resolve_formats("auto", "auto", ChatTemplate("{{ x.split('</think>') }}")) == (None, "deepseek_r1")
+    assert {"auto", "none", *CALL_FORMATS} == set(get_args(CallParserName))
+    assert {"auto", "none", *REASONING_FORMATS} == set(get_args(ThoughtParserName))

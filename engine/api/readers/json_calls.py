@@ -1,9 +1,9 @@
 """One tool call out of the text that follows its opening: what every reader does, and those of calls in JSON.
 
-A reader takes the text as it comes and tells a `Sink` the function's name as soon as it is sure that this is a call,
-then the arguments piece by piece, line breaks in their strings as escapes. Before that moment it may find that the text
-is none (`BAD`); what it took is then text again. After it, what was told stays told: arguments that are no JSON reach
-the client as they were written.
+A reader takes the text as it comes and tells a `CallSink` the function's name as soon as it is sure that this is a
+call, then the arguments piece by piece, line breaks in their strings as escapes. Before that moment it may find that
+the text is none (`INVALID`); what it took is then text again. After it, what was told stays told: arguments that are no
+JSON reach the client as they were written.
 Every reader looks at a character once. Pure.
 """
 
@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 NAME_CHARS_MAX = 256
-Types = Mapping[str, Mapping[str, tuple[str, ...]]]
+ParameterTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Of each tool's parameters: the JSON types that its schema allows."""
 _SPACE = " \t\r\n"
 NAME = re.compile(r"[\w.\-/$:@]+")
@@ -26,14 +26,14 @@ _CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
 """Characters that JSON's strings hold as escapes only. Models write line breaks into them all the same."""
 
 
-class Status(enum.Enum):
+class ReadStatus(enum.Enum):
     MORE = 0
     DONE = 1
-    BAD = 2
+    INVALID = 2
     """The character at which `read` stopped cannot follow: it was not taken."""
 
 
-class Sink(Protocol):
+class CallSink(Protocol):
     def begin(self, name: str) -> None:
         """This is a call of that function."""
 
@@ -48,9 +48,9 @@ class CallReader:
     """`status` says where it stands; `begun` whether the call has been told; `told` whether what the last `read` took
     has been, so that it need not be text again."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         self._sink = sink
-        self.status = Status.MORE
+        self.status = ReadStatus.MORE
         self.begun = False
 
     @property
@@ -60,7 +60,7 @@ class CallReader:
     def read(self, text: str, at: int) -> int:
         """Take text from `at`; where it stopped. What is left while MORE may be the beginning of a mark: it comes again
         with more behind it."""
-        while at < len(text) and self.status is Status.MORE:
+        while at < len(text) and self.status is ReadStatus.MORE:
             end = self._take(text, at)
             if end is None:
                 break
@@ -79,7 +79,7 @@ class CallReader:
         """Nothing follows; `rest` was left. Only where the call has been told."""
 
 
-class JsonValue:
+class JsonValueScanner:
     """Where one JSON value ends: knows strings and nesting, and takes on trust what is between them."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
@@ -138,22 +138,22 @@ class JsonValue:
 def with_escapes(text: str) -> str:
     """A JSON value as its model wrote it, with control characters in strings escaped."""
     text = text.strip(_SPACE)
-    end, valid = JsonValue().read(text, 0)
+    end, valid = JsonValueScanner().read(text, 0)
     return valid + text[end:]
 
 
-class ObjectCall(CallReader):
+class JsonObjectCallReader(CallReader):
     """`{"name": "f", "arguments": {...}}`, in any order; `parameters` is another name for the arguments."""
 
     _ARGUMENTS = ("arguments", "parameters")
     _KEYS = ("name", *_ARGUMENTS, "id", "type")
 
-    def __init__(self, sink: Sink, *, needs_arguments: bool = False) -> None:
+    def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
         super().__init__(sink)
         self._needs_arguments = needs_arguments
         self._seen: set[str] = set()
         self._expects = "{"
-        self._value: JsonValue | None = None
+        self._value: JsonValueScanner | None = None
         self._raw: list[str] = []
         self._streams = False
         self._key: str | None = None
@@ -167,7 +167,7 @@ class ObjectCall(CallReader):
 
     def read(self, text: str, at: int) -> int:
         self._told = self._streams
-        while at < len(text) and self.status is Status.MORE:
+        while at < len(text) and self.status is ReadStatus.MORE:
             if self._value is not None:
                 end, piece = self._value.read(text, at)
                 if not self._streams:
@@ -185,7 +185,7 @@ class ObjectCall(CallReader):
                 continue
             char = text[at]
             if char not in _SPACE and not self._fits(char):
-                self.status = Status.BAD
+                self.status = ReadStatus.INVALID
                 return at
             if self._value is None:  # its first character is its own
                 at += 1
@@ -198,12 +198,12 @@ class ObjectCall(CallReader):
         elif self._expects in ("first key", "key") and char == '"':
             self._expects = ":"
             self._key = None
-            self._value = JsonValue()
+            self._value = JsonValueScanner()
         elif self._expects == ":" and char == ":":
             self._expects = "value"
         elif self._expects == "value" and char not in ",:}]":
             self._expects = ","
-            self._value = JsonValue()
+            self._value = JsonValueScanner()
             if self._key in self._ARGUMENTS and self._name and char == "{":
                 self._begin(self._name)
                 self._streams = True
@@ -222,12 +222,12 @@ class ObjectCall(CallReader):
             self._arguments = raw
         elif self._key == "name":
             self._name = _json_string(raw) or ""
-            self.status = self.status if self._name else Status.BAD
+            self.status = self.status if self._name else ReadStatus.INVALID
         elif self._key is None:
             self._key = _json_string(raw) or ""
             fits = self._key in self._KEYS and self._key not in self._seen
             self._seen |= {self._key} if self._key not in self._ARGUMENTS else set(self._ARGUMENTS)
-            self.status = self.status if fits else Status.BAD
+            self.status = self.status if fits else ReadStatus.INVALID
 
     def _end(self) -> bool:
         if not self.begun:
@@ -236,7 +236,7 @@ class ObjectCall(CallReader):
                 return False
             self._begin(self._name)
             self._sink.arguments(arguments)
-        self.status = Status.DONE
+        self.status = ReadStatus.DONE
         return True
 
     def _begin(self, name: str) -> None:
@@ -244,17 +244,17 @@ class ObjectCall(CallReader):
         super()._begin(name)
 
 
-class NamedCall(CallReader):
+class NamedCallReader(CallReader):
     """`f{...}` or `f[ARGS]{...}`."""
 
     _ARGS, _ID = "[ARGS]", "[CALL_ID]"
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
         self._name = ""
         self._parts: list[str] = []
         self._has_id = False
-        self._value: JsonValue | None = None
+        self._value: JsonValueScanner | None = None
 
     def _take(self, text: str, at: int) -> int | None:
         if self._value is None:
@@ -262,7 +262,7 @@ class NamedCall(CallReader):
         end, piece = self._value.read(text, at)
         self._sink.arguments(piece)
         if self._value.done:
-            self.status = Status.DONE
+            self.status = ReadStatus.DONE
         return end
 
     def _head(self, text: str, at: int) -> int | None:
@@ -271,13 +271,13 @@ class NamedCall(CallReader):
         if name is not None:
             self._parts.append(name[0])
             if sum(map(len, self._parts)) > NAME_CHARS_MAX:
-                self.status = Status.BAD
+                self.status = ReadStatus.INVALID
             return name.end()
         if text[at] in _SPACE:
             self._name = self._name or "".join(self._parts)
             return at + 1
         if text[at] == "{":
-            self._value = JsonValue()
+            self._value = JsonValueScanner()
             self._name = self._name or "".join(self._parts)
             self._begin(self._name)
             return at
@@ -291,7 +291,7 @@ class NamedCall(CallReader):
                 return None
         if self._has_id and (found := NAME.match(text, at)):  # an id that the model gave: clients get ours
             return found.end()
-        self.status = Status.BAD
+        self.status = ReadStatus.INVALID
         return at
 
 

@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.api.detokenizer import Marks
-from engine.api.readers.json_calls import NAME, NAME_CHARS_MAX, CallReader, Sink, Status, Types, with_escapes
-from engine.api.schemas.reading import type_of
+from engine.api.detokenizer import DelimiterScanner
+from engine.api.readers.json_calls import (
+    NAME,
+    NAME_CHARS_MAX,
+    CallReader,
+    CallSink,
+    ParameterTypes,
+    ReadStatus,
+    with_escapes,
+)
+from engine.api.schemas.inspection import type_of
 
 _SPACE = " \t\r\n"
 
 
-class XmlCall(CallReader):
+class XmlCallReader(CallReader):
     """`<function=f>` with `<parameter=p>value</parameter>`s: values are JSON where the tool's schema asks for it.
 
     A value may hold markup itself. A mark ends it only where what follows says so: `</parameter>` before another mark,
@@ -29,12 +37,12 @@ class XmlCall(CallReader):
     OPENS = "<function="
     _PARAMETER, _VALUE_ENDS, _ENDS = "<parameter=", "</parameter>", "</function>"
     _NAME_ENDS = re.compile(r"[<>\n]")
-    _BETWEEN = Marks((_PARAMETER, _ENDS, "</tool_call>"))
-    _IN_VALUE = Marks((_VALUE_ENDS, _PARAMETER, _ENDS))
+    _BETWEEN = DelimiterScanner((_PARAMETER, _ENDS, "</tool_call>"))
+    _IN_VALUE = DelimiterScanner((_VALUE_ENDS, _PARAMETER, _ENDS))
     _FOLLOWS = {_VALUE_ENDS: (_PARAMETER, _ENDS, "</tool_call>"), _ENDS: ("</tool_call>", "<tool_call>", OPENS)}
     """What must follow a mark, behind white space, for the mark to end a value; the end of the answer does too."""
 
-    def __init__(self, sink: Sink, types: Types) -> None:
+    def __init__(self, sink: CallSink, types: ParameterTypes) -> None:
         super().__init__(sink)
         self._types = types
         self._step = self._open
@@ -65,13 +73,13 @@ class XmlCall(CallReader):
         end = len(text) if found is None else found.start()
         self._name.append(text[at:end])
         if (found is not None and found[0] != ">") or sum(map(len, self._name)) > NAME_CHARS_MAX:
-            self.status = Status.BAD
+            self.status = ReadStatus.INVALID
             return end
         if found is None:
             return end
         name = "".join(self._name).strip()
         if name not in self._types:
-            self.status = Status.BAD
+            self.status = ReadStatus.INVALID
             return end
         self._own_types = self._types[name]
         self._begin(name)
@@ -188,7 +196,7 @@ class XmlCall(CallReader):
 
     def _close(self) -> None:
         self._sink.arguments("}" if self._keys else "{}")
-        self.status = Status.DONE
+        self.status = ReadStatus.DONE
 
     def finish(self, rest: str) -> None:
         """A call that was cut: its arguments stay as open as they are."""
@@ -208,7 +216,7 @@ class XmlCall(CallReader):
         # else `rest` is the beginning of a mark
 
 
-class PythonCall(CallReader):
+class PythonCallReader(CallReader):
     """`f(a=1, b="x")`: told when it is whole, as only then Python's own parser can say that its values are literals.
 
     Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
@@ -218,7 +226,7 @@ class PythonCall(CallReader):
     """What a string of such quotation marks, or the code outside of one, is searched for."""
     _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
         self._name: list[str] = []
         self._in_name = True
@@ -239,10 +247,10 @@ class PythonCall(CallReader):
         if found is not None:
             self._name.append(found[0])
             if sum(map(len, self._name)) > NAME_CHARS_MAX:
-                self.status = Status.BAD
+                self.status = ReadStatus.INVALID
             return found.end()
         if text[at] != "(":
-            self.status = Status.BAD
+            self.status = ReadStatus.INVALID
             return at
         self._in_name = False
         self._depth = 1
@@ -292,11 +300,11 @@ class PythonCall(CallReader):
             self._arguments.pop()
         arguments = _python_arguments(self._arguments) if char == ")" else None
         if arguments is None:
-            self.status = Status.BAD
+            self.status = ReadStatus.INVALID
             return at
         self._begin("".join(self._name))
         self._sink.arguments(arguments)
-        self.status = Status.DONE
+        self.status = ReadStatus.DONE
         return at + 1
 
 

@@ -13,7 +13,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.api.bodies import (
+from engine.api.choice import Choice, ChoiceDelta
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import Generation
+from engine.api.logprobs import SLICE_POSITIONS, LogprobFormatter, PendingLogprobs, json_list
+from engine.api.response_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -27,11 +31,7 @@ from engine.api.bodies import (
     Function,
     ToolCall,
 )
-from engine.api.calls import CallPiece
-from engine.api.choice import Choice, Piece
-from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation
-from engine.api.logprobs import SLICE_POSITIONS, CompletionScores, LogprobFormatter, json_list
+from engine.api.tool_calls import ToolCallDelta
 from engine.types import TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
@@ -44,7 +44,7 @@ def sse(data: object) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
-class _Answer:
+class _OpenAIFormatter:
     """What both endpoints' answers have in common."""
 
     envelope: type[ChatChunk] | type[Completion]
@@ -65,7 +65,7 @@ class _Answer:
         self._prompt_scores: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` of each choice that shows any."""
 
-    def format_slice(self, choice: Choice, piece: Piece) -> int:
+    def format_slice(self, choice: Choice, piece: ChoiceDelta) -> int:
         """Format the piece's next logprobs; return how many, 0 where none is left. `piece` formats what is left."""
         if piece.prompt_logprobs:
             prompt_part = piece.prompt_logprobs[:SLICE_POSITIONS]
@@ -78,7 +78,7 @@ class _Answer:
             self._format(choice, part)
         return count_logprobs(part)
 
-    def _format_all(self, choice: Choice, piece: Piece) -> None:
+    def _format_all(self, choice: Choice, piece: ChoiceDelta) -> None:
         while self.format_slice(choice, piece):
             pass
 
@@ -125,7 +125,7 @@ class _Answer:
         return token_ids if self._shows_ids else UNSET
 
 
-class ChatAnswer(_Answer):
+class ChatFormatter(_OpenAIFormatter):
     """Answers of `/v1/chat/completions`."""
 
     envelope = ChatChunk
@@ -140,7 +140,7 @@ class ChatAnswer(_Answer):
         self._role, self._echo = _chat_role(body)
         self._scored: defaultdict[int, list[bytes]] = defaultdict(list)
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
         """The chunks that one piece becomes; empty while its text is held back."""
         self._format_all(choice, piece)
         if _only_scores_prompt(piece):
@@ -215,7 +215,7 @@ class ChatAnswer(_Answer):
         return ChatLogprobs(json_list(self._scored.pop(choice.index, [])))
 
 
-class CompletionAnswer(_Answer):
+class CompletionFormatter(_OpenAIFormatter):
     """Answers of `/v1/completions`."""
 
     envelope = Completion
@@ -227,9 +227,9 @@ class CompletionAnswer(_Answer):
         super().__init__(generation, body, factory, body.logprobs is not None)
         self._body = body
         self._prompt_texts = prompt_texts
-        self._scored: defaultdict[int, CompletionScores] = defaultdict(CompletionScores)
+        self._scored: defaultdict[int, PendingLogprobs] = defaultdict(PendingLogprobs)
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
         """The chunk that one piece becomes; empty while its text is held back."""
         self._format_all(choice, piece)
         if _only_scores_prompt(piece):
@@ -303,7 +303,7 @@ class CompletionAnswer(_Answer):
         return None if self._body.logprobs is None else self._scored[choice.index].take()
 
 
-def _only_scores_prompt(piece: Piece) -> bool:
+def _only_scores_prompt(piece: ChoiceDelta) -> bool:
     """Whether the piece says nothing yet: the core sends the logprobs of a long prompt in parts."""
     return not piece.token_ids and piece.finish_reason is None
 
@@ -319,7 +319,7 @@ def _chat_role(body: ChatRequest) -> tuple[str, str]:
     return role, ""
 
 
-def _delta(piece: Piece, choice: Choice) -> Delta:
+def _delta(piece: ChoiceDelta, choice: Choice) -> Delta:
     other = piece.thought or piece.calls or (choice.speech is not None and piece.finish_reason is not None)
     return Delta(
         content=UNSET if other and not piece.text else piece.text,
@@ -329,7 +329,7 @@ def _delta(piece: Piece, choice: Choice) -> Delta:
     )
 
 
-def _call(call: CallPiece, *, whole: bool) -> ToolCall:
+def _call(call: ToolCallDelta, *, whole: bool) -> ToolCall:
     begins = call.name is not None
     return ToolCall(
         index=UNSET if whole else call.index,

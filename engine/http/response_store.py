@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api.responses import ResponseAnswer
+from engine.api.responses import ResponseObject
 from prompts import RequestError
 from prompts.responses import response_of
 
@@ -19,22 +19,22 @@ STORED_BYTES_MAX = 256 << 20
 
 
 @dataclass(slots=True)
-class Stored:
-    response: ResponseAnswer
+class StoredResponse:
+    response: ResponseObject
     messages: bytes
     """With what was said, as JSON."""
     size: int = 0
 
 
-class StoredResponses:
+class ResponseStore:
     """Of one server."""
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Keep it; what was not used for the longest makes room."""
         stored.size = len(stored.messages) + len(msgspec.json.encode(stored.response))
         self._stored[stored.response.id] = stored
@@ -42,7 +42,7 @@ class StoredResponses:
         while self._stored and (self.bytes > self._bytes_max or len(self._stored) > STORED_MAX):
             self._drop(next(iter(self._stored)))
 
-    def get(self, name: str, param: str) -> Stored:
+    def get(self, name: str, param: str) -> StoredResponse:
         """Raises RequestError 404."""
         found = self._stored.get(name)
         if found is None:

@@ -18,14 +18,14 @@ from typing import TypeVar
 import msgspec
 
 from engine.api.params import ModelLimits
-from engine.api.schemas.checking import check_constraint
-from engine.grammars import Words
+from engine.api.schemas.constraint_check import check_constraint
+from engine.grammars import GrammarVocabulary
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer
 from prompts.apart import Ended, Processes
 
 T = TypeVar("T")
-Work = Callable[[bytes, Tokenizer, ModelLimits], T]
+BodyParser = Callable[[bytes, Tokenizer, ModelLimits], T]
 """A function of a module: what it does not raise as RequestError must be small."""
 
 AT_ONCE_BYTES = 4096
@@ -50,7 +50,7 @@ CHECKED_MAX = 4096
 log = logging.getLogger("engine.server")
 
 
-class Reader:
+class BodyReader:
     """Reads bodies with one tokenizer. `close` it."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
@@ -63,7 +63,7 @@ class Reader:
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
-    async def read(self, work: Work[T], data: bytes, *, brought: int = 0) -> T:
+    async def read(self, work: BodyParser[T], data: bytes, *, brought: int = 0) -> T:
         """What `work` makes of a body. `brought`: bytes that it reads besides. Raises RequestError."""
         size = len(data) + brought
         if size <= AT_ONCE_BYTES:
@@ -75,7 +75,7 @@ class Reader:
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(reading)  # a client who leaves leaves no process half way through its body
 
-    async def _read_apart(self, work: Work[T], data: bytes) -> T:
+    async def _read_apart(self, work: BodyParser[T], data: bytes) -> T:
         try:
             return await self._processes.use(data, lambda process: process.call(READ_S_MAX, _read, work, data))
         except Ended as error:
@@ -122,12 +122,12 @@ def _load(folder: str, chat_template: str | None, limits: ModelLimits) -> tuple[
     return Tokenizer.load(folder, chat_template=chat_template), limits
 
 
-def _load_words(folder: str, vocab_size: int) -> Words:
+def _load_words(folder: str, vocab_size: int) -> GrammarVocabulary:
     resource.setrlimit(resource.RLIMIT_STACK, (GRAMMAR_STACK_BYTES_MAX, GRAMMAR_STACK_BYTES_MAX))
-    return Words(Tokenizer.load(folder, cache_bytes=0), vocab_size)
+    return GrammarVocabulary(Tokenizer.load(folder, cache_bytes=0), vocab_size)
 
 
-def _check(words: Words, constraint: Constraint) -> Constraint:
+def _check(words: GrammarVocabulary, constraint: Constraint) -> Constraint:
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # nobody handles its signal: it ends the process
     try:
         return check_constraint(words, constraint)
@@ -135,5 +135,5 @@ def _check(words: Words, constraint: Constraint) -> Constraint:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _read(loaded: tuple[Tokenizer, ModelLimits], work: Work[T], data: bytes) -> T:
+def _read(loaded: tuple[Tokenizer, ModelLimits], work: BodyParser[T], data: bytes) -> T:
     return work(data, *loaded)

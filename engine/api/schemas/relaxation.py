@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = Any
-Refusal = Callable[[Json], str | None]
+SchemaCheck = Callable[[Json], str | None]
 """Says why a schema cannot be compiled; None: it can."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -24,7 +24,7 @@ _NEEDS = {"additionalProperties": ("properties", "patternProperties"), "items": 
 """Keywords that would say more without those that they are about."""
 
 
-def loosen(schema: Json, refused: Refusal, refused_inside: Refusal) -> Json:
+def relax_schema(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> Json:
     """The schema with what can be compiled of it. `refused`: of the schema as it stands; `refused_inside`: of what is
     inside of its properties."""
     loose = _loosen(schema, refused, refused_inside)
@@ -41,7 +41,7 @@ def loosen(schema: Json, refused: Refusal, refused_inside: Refusal) -> Json:
     return {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
 
 
-def find_fault(schema: Json, refused: Refusal, refused_inside: Refusal) -> tuple[str, str]:
+def find_unsupported_keyword(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> tuple[str, str]:
     """(path of the first keyword that cannot be compiled, why) of a schema that cannot."""
     path = ""
     where, inner = refused, refused_inside
@@ -62,7 +62,7 @@ def find_fault(schema: Json, refused: Refusal, refused_inside: Refusal) -> tuple
     return path, where(schema) or "cannot be followed"
 
 
-def _loosen(schema: Json, refused: Refusal, refused_inside: Refusal) -> Json:
+def _loosen(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> Json:
     """A schema without its references, which may still lead to what cannot be compiled."""
     if refused(_without_references(schema, None)) is None:
         return schema
@@ -87,7 +87,7 @@ def _loosen(schema: Json, refused: Refusal, refused_inside: Refusal) -> Json:
     return kept
 
 
-def _of_property(refused: Refusal) -> Refusal:
+def _of_property(refused: SchemaCheck) -> SchemaCheck:
     """Of a schema that is a property's of one that `refused` knows to judge."""
 
     def of_property(schema: Json) -> str | None:

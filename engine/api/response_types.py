@@ -25,7 +25,7 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, thought_tokens: int | None) -> Usage:
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, thought_tokens: int | None) -> Usage:
     """`thought_tokens`: None where no thought is told apart."""
     return Usage(
         prompt_tokens,
@@ -87,14 +87,14 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class _Answer(Struct, frozen=True, kw_only=True):
+class _ResponseBase(Struct, frozen=True, kw_only=True):
     id: str
     object: str
     created: int
     model: str
 
 
-class ChatCompletion(_Answer, frozen=True, kw_only=True):
+class ChatCompletion(_ResponseBase, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
@@ -120,7 +120,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(_Answer, frozen=True, kw_only=True):
+class ChatChunk(_ResponseBase, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
@@ -140,7 +140,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(_Answer, frozen=True, kw_only=True):
+class Completion(_ResponseBase, frozen=True, kw_only=True):
     """Whole, and a chunk of one."""
 
     object: str = "text_completion"
@@ -164,12 +164,12 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class TokenizeAnswer(Struct, frozen=True, kw_only=True):
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeAnswer(Struct, frozen=True):
+class DetokenizeResponse(Struct, frozen=True):
     prompt: str

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.api.choice import Choice, Piece
+from engine.api.choice import Choice, ChoiceDelta
 
-Kind = Literal["thought", "text", "call"]
-Step = tuple[Literal["begins", "grows", "ends"], "AnswerBlock", str]
+BlockKind = Literal["thought", "text", "call"]
+BlockEvent = tuple[Literal["begins", "grows", "ends"], "ContentBlock", str]
 """What happens to a block; by what it grows."""
 
 
 @dataclass(slots=True)
-class AnswerBlock:
+class ContentBlock:
     """`index`: its place among the blocks of its answer. `id`, `name`: of a call."""
 
-    kind: Kind
+    kind: BlockKind
     index: int
     id: str = ""
     name: str = ""
@@ -31,56 +31,56 @@ class AnswerBlock:
         return "".join(self.texts)
 
 
-class Blocks:
+class ContentBlocks:
     """Of one choice, while it grows."""
 
     def __init__(self) -> None:
-        self.all: list[AnswerBlock] = []
-        self._open: AnswerBlock | None = None
+        self.all: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
 
-    def push(self, piece: Piece) -> list[Step]:
-        steps: list[Step] = []
+    def push(self, piece: ChoiceDelta) -> list[BlockEvent]:
+        steps: list[BlockEvent] = []
         if piece.thought:
             self._grow("thought", piece.thought, steps)
         if piece.text:
             self._grow("text", piece.text, steps)
         for call in piece.calls:
             if call.name is not None:
-                self._begin(AnswerBlock("call", len(self.all), id=call.id or "", name=call.name), steps)
+                self._begin(ContentBlock("call", len(self.all), id=call.id or "", name=call.name), steps)
             self._grow("call", call.arguments, steps)
         return steps
 
-    def end(self) -> list[Step]:
+    def end(self) -> list[BlockEvent]:
         """Nothing follows. An answer that said nothing has one block of no text: some clients expect one."""
-        steps: list[Step] = []
+        steps: list[BlockEvent] = []
         if not self.all:
-            self._begin(AnswerBlock("text", 0), steps)
+            self._begin(ContentBlock("text", 0), steps)
         self._close(steps)
         return steps
 
-    def _grow(self, kind: Kind, text: str, steps: list[Step]) -> None:
+    def _grow(self, kind: BlockKind, text: str, steps: list[BlockEvent]) -> None:
         if self._open is None or self._open.kind != kind:
-            self._begin(AnswerBlock(kind, len(self.all)), steps)
+            self._begin(ContentBlock(kind, len(self.all)), steps)
         assert self._open is not None
         if text:
             self._open.texts.append(text)
             steps.append(("grows", self._open, text))
 
-    def _begin(self, block: AnswerBlock, steps: list[Step]) -> None:
+    def _begin(self, block: ContentBlock, steps: list[BlockEvent]) -> None:
         self._close(steps)
         self.all.append(block)
         self._open = block
         steps.append(("begins", block, ""))
 
-    def _close(self, steps: list[Step]) -> None:
+    def _close(self, steps: list[BlockEvent]) -> None:
         if self._open is not None:
             steps.append(("ends", self._open, ""))
             self._open = None
 
 
-def of_choice(choice: Choice) -> list[AnswerBlock]:
+def blocks_of_choice(choice: Choice) -> list[ContentBlock]:
     """The blocks of a choice that was kept whole."""
-    blocks = Blocks()
-    blocks.push(Piece(choice.text, [], [], thought=choice.thought, calls=choice.calls))
+    blocks = ContentBlocks()
+    blocks.push(ChoiceDelta(choice.text, [], [], thought=choice.thought, calls=choice.calls))
     blocks.end()
     return blocks.all

@@ -12,10 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.detokenizer import Marks
-from engine.api.readers.json_calls import NAME, CallReader, NamedCall, ObjectCall, Sink, Status, Types
-from engine.api.readers.markup_calls import PythonCall, XmlCall
-from engine.api.schemas.reading import property_types
+from engine.api.detokenizer import DelimiterScanner
+from engine.api.readers.json_calls import (
+    NAME,
+    CallReader,
+    CallSink,
+    JsonObjectCallReader,
+    NamedCallReader,
+    ParameterTypes,
+    ReadStatus,
+)
+from engine.api.readers.markup_calls import PythonCallReader, XmlCallReader
+from engine.api.schemas.inspection import property_types
 
 _SPACE = " \t\r\n"
 _NAMED = ""
@@ -23,13 +31,13 @@ _NAMED = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ToolCallFormat:
     """How the models of a family write calls: a region that a mark opens, with one call or several, which a mark may
     close. Calls may stand in an array."""
 
     name: str
     opens: tuple[str, ...]
-    begins: Mapping[str, Callable[[Sink, Types], CallReader]]
+    begins: Mapping[str, Callable[[CallSink, ParameterTypes], CallReader]]
     """What a call begins with -> its reader."""
     close: str = ""
     bare: str = ""
@@ -45,45 +53,46 @@ class Format:
         return (*self.opens, self.close, "[ARGS]", "[CALL_ID]")
 
 
-def _object(sink: Sink, types: Types) -> CallReader:
-    return ObjectCall(sink)
+def _object(sink: CallSink, types: ParameterTypes) -> CallReader:
+    return JsonObjectCallReader(sink)
 
 
-def _object_with_arguments(sink: Sink, types: Types) -> CallReader:
-    return ObjectCall(sink, needs_arguments=True)
+def _object_with_arguments(sink: CallSink, types: ParameterTypes) -> CallReader:
+    return JsonObjectCallReader(sink, needs_arguments=True)
 
 
-def _named(sink: Sink, types: Types) -> CallReader:
-    return NamedCall(sink)
+def _named(sink: CallSink, types: ParameterTypes) -> CallReader:
+    return NamedCallReader(sink)
 
 
-def _python(sink: Sink, types: Types) -> CallReader:
-    return PythonCall(sink)
+def _python(sink: CallSink, types: ParameterTypes) -> CallReader:
+    return PythonCallReader(sink)
 
 
 # fmt: off
-FORMATS = {row.name: row for row in (  # those whose templates say more come first: the first that fits is chosen
-    Format("qwen3_coder", ("<tool_call>", XmlCall.OPENS), {XmlCall.OPENS: XmlCall}, close="</tool_call>",
-           in_template=("<function=",)),
-    Format("mistral", ("[TOOL_CALLS]",), {"{": _object, _NAMED: _named}, short_ids=True, in_template=("[TOOL_CALLS]",)),
-    Format("granite", ("<|tool_call|>", "<tool_call>"), {"{": _object}, close="</tool_call>",
-           in_template=("<|tool_call|>", "<|start_of_role|>")),
-    Format("hermes", ("<tool_call>",), {"{": _object}, close="</tool_call>", in_template=("<tool_call>",)),
-    Format("pythonic", ("<|python_start|>", "<|python_tag|>"), {_NAMED: _python}, close="<|python_end|>", bare="[",
-           in_template=("func_name1(", "<|python_start|>")),
-    Format("llama3_json", ("<|python_tag|>",), {"{": _object_with_arguments}, bare="{",
-           in_template=("<|python_tag|>", '"parameters": ')),
+CALL_FORMATS = {row.name: row for row in (  # those whose templates say more come first: the first that fits is chosen
+    ToolCallFormat("qwen3_coder", ("<tool_call>", XmlCallReader.OPENS), {XmlCallReader.OPENS: XmlCallReader},
+                   close="</tool_call>", in_template=("<function=",)),
+    ToolCallFormat("mistral", ("[TOOL_CALLS]",), {"{": _object, _NAMED: _named}, short_ids=True,
+                   in_template=("[TOOL_CALLS]",)),
+    ToolCallFormat("granite", ("<|tool_call|>", "<tool_call>"), {"{": _object}, close="</tool_call>",
+                   in_template=("<|tool_call|>", "<|start_of_role|>")),
+    ToolCallFormat("hermes", ("<tool_call>",), {"{": _object}, close="</tool_call>", in_template=("<tool_call>",)),
+    ToolCallFormat("pythonic", ("<|python_start|>", "<|python_tag|>"), {_NAMED: _python}, close="<|python_end|>",
+                   bare="[", in_template=("func_name1(", "<|python_start|>")),
+    ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": _object_with_arguments}, bare="{",
+                   in_template=("<|python_tag|>", '"parameters": ')),
 )}
 # fmt: on
 SHORT_ID_CHARS = 9
 
 
-def format_of(template: str) -> Format | None:
+def detect_call_format(template: str) -> ToolCallFormat | None:
     """The format that a chat template was made for; None where it shows no markup of a call."""
-    return next((row for row in FORMATS.values() if any(mark in template for mark in row.in_template)), None)
+    return next((row for row in CALL_FORMATS.values() if any(mark in template for mark in row.in_template)), None)
 
 
-def parameter_types(tools: list[dict[str, Any]]) -> Types:
+def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:
     """What a reader of a format that has no types of its own must know of the tools."""
     functions = [tool.get("function") or {} for tool in tools]
     return {
@@ -94,7 +103,7 @@ def parameter_types(tools: list[dict[str, Any]]) -> Types:
 
 
 @dataclass(slots=True)
-class CallPiece:
+class ToolCallDelta:
     """What was told of one call: its first piece has its name and id."""
 
     index: int
@@ -104,7 +113,7 @@ class CallPiece:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _PendingDelta:
     """Of one call, what this push told."""
 
     index: int
@@ -112,14 +121,14 @@ class _Growing:
     arguments: list[str] = field(default_factory=list)
 
 
-class CallParser:
+class ToolCallParser:
     """Splits a growing text into what is said and what is called."""
 
-    def __init__(self, row: Format, types: Types, new_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, row: ToolCallFormat, types: ParameterTypes, new_id: Callable[[], str] | None = None) -> None:
         self._format = row
         self._types = types
         self._new_id = new_id or _short_id if row.short_ids else new_id or _id
-        self._marks = Marks(row.opens)
+        self._marks = DelimiterScanner(row.opens)
         self._step = self._answer
         self._left = ""
         """The end of what was pushed: it may be the beginning of a mark."""
@@ -136,7 +145,7 @@ class CallParser:
         self._spaces: list[str] = []
         """White space that is said where text follows."""
         self._said: list[str] = []
-        self._growing: list[_Growing] = []
+        self._growing: list[_PendingDelta] = []
         self.count = 0
         """Calls that have been told."""
 
@@ -145,12 +154,12 @@ class CallParser:
         """A call has been told, and its end has not come."""
         return self._reader is not None and self._reader.begun
 
-    def push(self, piece: str) -> tuple[str, list[CallPiece]]:
+    def push(self, piece: str) -> tuple[str, list[ToolCallDelta]]:
         """Take the next of the text: (what is said, what is called)."""
         self._read(self._left + piece)
         return self._take()
 
-    def finish(self) -> tuple[str, list[CallPiece]]:
+    def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """Nothing follows: what is held back."""
         left, self._left = self._left, ""
         if self._reader is not None and self._reader.begun:
@@ -163,9 +172,9 @@ class CallParser:
             self._said += self._spaces
         return self._take()
 
-    def _take(self) -> tuple[str, list[CallPiece]]:
+    def _take(self) -> tuple[str, list[ToolCallDelta]]:
         pieces = [
-            CallPiece(one.index, "".join(one.arguments), one.name, None if one.name is None else self._new_id())
+            ToolCallDelta(one.index, "".join(one.arguments), one.name, None if one.name is None else self._new_id())
             for one in self._growing
         ]
         said = "".join(self._said)
@@ -175,7 +184,7 @@ class CallParser:
     # What readers tell ----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
-        self._growing.append(_Growing(self.count, name))
+        self._growing.append(_PendingDelta(self.count, name))
         self.count += 1
         self._back.clear()
         self._spaces.clear()
@@ -185,7 +194,7 @@ class CallParser:
         if not piece:
             return
         if not self._growing:
-            self._growing.append(_Growing(self.count - 1, None))
+            self._growing.append(_PendingDelta(self.count - 1, None))
         self._growing[-1].arguments.append(piece)
 
     def say(self, text: str) -> None:
@@ -287,7 +296,7 @@ class CallParser:
         self._back.append(char)
         return at + 1
 
-    def _begin_reader(self, make: Callable[[Sink, Types], CallReader]) -> None:
+    def _begin_reader(self, make: Callable[[CallSink, ParameterTypes], CallReader]) -> None:
         self._reader = make(self, self._types)
         self._step = self._call
 
@@ -296,13 +305,13 @@ class CallParser:
         end = self._reader.read(text, at)
         if not self._reader.told:
             self._back.append(text[at:end])
-        if self._reader.status is Status.DONE:
+        if self._reader.status is ReadStatus.DONE:
             self._reader = None
             self._back.clear()
             self._spaces.clear()
             self._called = self._beside_call = True
             self._step = self._region
-        elif self._reader.status is Status.BAD:
+        elif self._reader.status is ReadStatus.INVALID:
             self._reader = None
             self._give_back()
         return end

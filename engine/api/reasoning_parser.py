@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.api.detokenizer import Marks
+from engine.api.detokenizer import DelimiterScanner
 from prompts import Tokenizer
 
-Place = Literal["before", "inside", "after"]
+ReasoningState = Literal["before", "inside", "after"]
 """Where a text stands: a thought may open, is open, or has ended (or never was)."""
 SPACES_MAX = 64
 """White space before a mark that opens a thought."""
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtFormat:
+class ReasoningFormat:
     """How the models of a family write a thought. It comes first in an answer, and once."""
 
     name: str
@@ -30,22 +30,22 @@ class ThoughtFormat:
 
 
 # fmt: off
-THOUGHTS = {row.name: row for row in (  # the first that fits a template is chosen
-    ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), calls_end_it=True, in_template=("[THINK]",)),
-    ThoughtFormat("granite", ("Here is my thought process:", "Here's my thought process:"),
+REASONING_FORMATS = {row.name: row for row in (  # the first that fits a template is chosen
+    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), calls_end_it=True, in_template=("[THINK]",)),
+    ReasoningFormat("granite", ("Here is my thought process:", "Here's my thought process:"),
                   ("Here is my response:", "Here's my response:"), in_template=("my thought process",)),
-    ThoughtFormat("qwen3", ("<think>",), ("</think>",), calls_end_it=True, in_template=("<think>",)),
-    ThoughtFormat("deepseek_r1", ("<think>",), ("</think>",), inside=True, in_template=("</think>",)),
+    ReasoningFormat("qwen3", ("<think>",), ("</think>",), calls_end_it=True, in_template=("<think>",)),
+    ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",), inside=True, in_template=("</think>",)),
 )}
 # fmt: on
 
 
-def thought_of(template: str) -> ThoughtFormat | None:
+def detect_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format that a chat template was made for; None where it shows no thought."""
-    return next((row for row in THOUGHTS.values() if any(mark in template for mark in row.in_template)), None)
+    return next((row for row in REASONING_FORMATS.values() if any(mark in template for mark in row.in_template)), None)
 
 
-def place_after(row: ThoughtFormat, prompt: str, continued: str | None) -> Place:
+def initial_state(row: ReasoningFormat, prompt: str, continued: str | None) -> ReasoningState:
     """Where an answer begins. `prompt`: its end, at least; `continued`: the message that the answer goes on with."""
     if continued:
         opened = max(continued.rfind(mark) for mark in row.opens)
@@ -57,7 +57,7 @@ def place_after(row: ThoughtFormat, prompt: str, continued: str | None) -> Place
     return "inside" if row.inside or end.endswith(row.opens) else "before"
 
 
-def end_token(row: ThoughtFormat, place: Place, tokenizer: Tokenizer) -> int | None:
+def reasoning_end_token(row: ReasoningFormat, place: ReasoningState, tokenizer: Tokenizer) -> int | None:
     """The token that ends the thought of an answer that begins at `place`, for whom tokens count and not their text:
     what an answer must match binds it only after this token. None where no thought comes, or its end is no one token.
     """
@@ -66,14 +66,14 @@ def end_token(row: ThoughtFormat, place: Place, tokenizer: Tokenizer) -> int | N
     return next((i for i in map(tokenizer.token_to_id, row.closes) if i is not None), None)
 
 
-class Thought:
+class ReasoningParser:
     """Splits a growing text into the thought and what follows it."""
 
-    def __init__(self, row: ThoughtFormat, place: Place, call_marks: tuple[str, ...] = ()) -> None:
+    def __init__(self, row: ReasoningFormat, place: ReasoningState, call_marks: tuple[str, ...] = ()) -> None:
         """`call_marks`: what opens a tool call."""
         self._opens = row.opens
         self._ends_before = call_marks if row.calls_end_it else ()
-        self._marks = Marks((*row.closes, *self._ends_before))
+        self._marks = DelimiterScanner((*row.closes, *self._ends_before))
         self._left = ""
         self._begins = True
         """A mark may still open the thought; inside of one that the prompt has opened it says nothing new."""

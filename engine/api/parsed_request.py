@@ -1,7 +1,7 @@
 """From the bytes of a body to what is asked for: the request, checked, and its prompts as token ids.
 
-Nothing here waits or keeps anything, so it may run where it does no harm (`engine.http.apart`). What it gives back is
-as small as the model's context: what only reading needs of a body stays behind. Pure.
+Nothing here waits or keeps anything, so it may run where it does no harm (`engine.http.body_workers`). What it gives
+back is as small as the model's context: what only reading needs of a body stays behind. Pure.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from engine.api.anthropic import TokenCount
-from engine.api.calls import parameter_types
-from engine.api.choice import NO_SPEECH
+from engine.api.choice import PLAIN_TEXT_CONFIG
 from engine.api.constraint import must_call
-from engine.api.lark import constraint_of
+from engine.api.lark import build_constraint
+from engine.api.output_parser import OutputParserConfig
 from engine.api.params import ModelLimits, check_prompt
-from engine.api.responses import SHOWN, AskedResponse
-from engine.api.speech import SpeechPlan
+from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningState, initial_state, reasoning_end_token
+from engine.api.responses import ECHOED_FIELDS, ResponseContext
 from engine.api.support import check_supported
-from engine.api.thought import THOUGHTS, Place, end_token, place_after
+from engine.api.tool_calls import parameter_types
 from engine.types import Constraint
 from prompts import (
     ChatRequest,
@@ -44,7 +44,7 @@ from prompts.responses import (
 from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
 
-SHOWN_BYTES_MAX = 64 << 10
+ECHOED_BYTES_MAX = 64 << 10
 """Of a field that an answer repeats; longer ones are left out."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
@@ -53,26 +53,26 @@ _END_TOKENS = 64
 _KEPT = ("stop", "stop_token_ids", "logit_bias")
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     body: ChatRequest | CompletionRequest
     """Without its prompts and whatever else only a template reads; of the messages the last one's text is left."""
     prompts: list[list[int]]
     texts: list[str]
     """Of the prompts, where they are echoed; else empty."""
-    plan: SpeechPlan = NO_SPEECH
+    plan: OutputParserConfig = PLAIN_TEXT_CONFIG
     """How the answers' text is to be read."""
     constraint: Constraint | None = None
     """What the answers must match: written, not checked."""
-    asked: AskedResponse | None = None
+    asked: ResponseContext | None = None
     """Of Responses."""
 
 
-def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """Raises RequestError."""
     return _chat(parse_chat(data), tokenizer, limits)
 
 
-def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     asked = parse_messages(data)
     _check_text_only(asked)
@@ -87,7 +87,7 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
     return asked.model, msgspec.json.encode(TokenCount(count))
 
 
-class Named(msgspec.Struct, frozen=True):
+class ResponseReferences(msgspec.Struct, frozen=True):
     """What a body of `/v1/responses` names of earlier ones, instead of saying it."""
 
     previous: str | None
@@ -96,10 +96,10 @@ class Named(msgspec.Struct, frozen=True):
     """Names of items, and the fields that hold them."""
 
 
-def read_named(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Named:
+def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
     """Raises RequestError."""
     request = parse_response(data)
-    return Named(request.previous_response_id, references(request))
+    return ResponseReferences(request.previous_response_id, references(request))
 
 
 def read_response(
@@ -108,7 +108,7 @@ def read_response(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     items: Mapping[str, bytes] = MappingProxyType({}),
-) -> Reading:
+) -> ParsedRequest:
     """A body of `/v1/responses`, as the chat that it stands for. `before`: the messages of the response that it goes on
     from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
     request = parse_response(data)
@@ -119,7 +119,7 @@ def read_response(
     earlier = None if before is None else msgspec.json.decode(before)
     found = {name: msgspec.json.decode(item) for name, item in items.items()}
     body = ChatRequest(**response_as_chat(request, earlier, found))
-    asked = AskedResponse(
+    asked = ResponseContext(
         messages=msgspec.json.encode(body.messages),
         shown=_shown(request),
         stores=request.store is not False,
@@ -173,9 +173,9 @@ def _in_words_of_responses(error: RequestError) -> RequestError:
 
 def _shown(request: ResponsesRequest) -> bytes:
     """What answers repeat of a body, several times in a stream: nothing long."""
-    given = {name: getattr(request, name) for name in SHOWN if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
     made = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in given.items()}
-    return msgspec.json.encode({name: raw for name, raw in made.items() if len(memoryview(raw)) <= SHOWN_BYTES_MAX})
+    return msgspec.json.encode({name: raw for name, raw in made.items() if len(memoryview(raw)) <= ECHOED_BYTES_MAX})
 
 
 def _check_text_only(asked: CountRequest) -> None:
@@ -192,7 +192,7 @@ def _chat(
     limits: ModelLimits,
     path: str = "/v1/chat/completions",
     tools: Mapping[str, ShownTool] = MappingProxyType({}),
-) -> Reading:
+) -> ParsedRequest:
     """`path`: of the API that was asked. `tools`: custom ones, by name."""
     check_supported(body)
     ids, text = _prompt_of(body, tokenizer)
@@ -202,16 +202,16 @@ def _chat(
     if not (body.echo and isinstance(last.get("content"), str)):
         last.pop("content", None)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
-    constraint = constraint_of(body, tokenizer, limits, thought_tokens(plan, tokenizer), grammars)
-    return Reading(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
+    constraint = build_constraint(body, tokenizer, limits, thought_tokens(plan, tokenizer), grammars)
+    return ParsedRequest(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
 
 
-def thought_tokens(plan: SpeechPlan, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+def thought_tokens(plan: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """The tokens that may open the thought of an answer, where it need not have one, and that end it."""
     if plan.thought is None:
         return None, None
-    row = THOUGHTS[plan.thought]
-    end = end_token(row, plan.place, tokenizer)
+    row = REASONING_FORMATS[plan.thought]
+    end = reasoning_end_token(row, plan.place, tokenizer)
     opens = next((i for i in map(tokenizer.token_to_id, row.opens) if i is not None), None)
     return (opens if plan.place == "before" and end is not None else None), end
 
@@ -228,16 +228,16 @@ def _prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]
     return ids, tokenizer.decode(ids[max(end - _END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
 
 
-def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPlan:
+def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
     """How the text that answers a chat with this prompt is to be read."""
-    place: Place = "after"
+    place: ReasoningState = "after"
     if limits.thought is not None:
         last = body.messages[-1].get("content") if body.continue_final_message else None
         if isinstance(last, list):
             last = last[-1].get("text") if last and isinstance(last[-1], dict) else None
-        place = place_after(THOUGHTS[limits.thought], prompt, last if isinstance(last, str) else None)
+        place = initial_state(REASONING_FORMATS[limits.thought], prompt, last if isinstance(last, str) else None)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
-    return SpeechPlan(
+    return OutputParserConfig(
         thought=limits.thought,
         place=place,
         shows_thought=body.include_reasoning is not False,
@@ -249,7 +249,7 @@ def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPl
     )
 
 
-def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
@@ -268,7 +268,9 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> R
             text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
             for text, ids in zip(given, prompts)
         ]
-    return Reading(_trimmed(body, prompt=""), prompts, texts, constraint=constraint_of(body, tokenizer, limits))
+    return ParsedRequest(
+        _trimmed(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits)
+    )
 
 
 def _fitted(
