@@ -19,6 +19,8 @@ KEYS: Final = (
 HELD_BYTES_MAX: Final = 64
 """End of a read that may be the beginning of such a key."""
 _BEGUN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
+_BEGUN_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
+"""Last bytes of what `_BEGUN` finds: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 
@@ -26,54 +28,44 @@ _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 class AnswerFilter:
     """Of one answer, whose content is given to `feed`."""
 
-    __slots__ = ("_depth", "_escaped", "_held", "_in_number", "_in_string", "_is_chunked", "_key")
+    __slots__ = ("_blanks", "_depth", "_escaped", "_held", "_in_number", "_in_string", "_is_chunked", "_key")
 
     def __init__(self, key: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
         """`is_chunked`: what is fed has the chunks of HTTP in it, and a value that is cut by one stays as it is."""
         self._key = key
         self._is_chunked = is_chunked
         self._held = b""
+        self._blanks = False
+        """The next byte belongs to a value that is being blanked."""
         self._depth = 0
         """Of the value that is being blanked."""
         self._in_string = self._escaped = self._in_number = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
         """Take the next bytes of the content; return what may be passed on, in all as long as what came."""
-        data, self._held = self._held + content, b""
-        if not self._blanks and b'"' not in data:
-            return data
-        out = bytearray()
-        at = self._blank(data, 0, out)
+        data, out = self._held + content, bytearray()
+        at = self._blank(data, 0, out) if self._blanks else 0
         while (found := self._key.search(data, at)) is not None:
             out += data[at : found.end()]
             at = self._blank_value(data, found.end(), out)
             if self._is_chunked and (self._blanks or b"\r" in data[found.end() : at]):
                 out[-(at - found.end()) or len(out) :] = data[found.end() : at]
-                self._depth, self._in_string, self._escaped, self._in_number = 0, False, False, False
-        begun = None if ends or self._blanks else _BEGUN.search(data, max(at, len(data) - HELD_BYTES_MAX))
-        end = len(data) if begun is None else begun.start()
-        out += data[at:end]
+                self._blanks = self._escaped = False
+        end = len(data) if ends or self._blanks else _end_before_key(data, at)
         self._held = data[end:]
+        if at == 0 and end == len(data):  # as nearly always
+            return data
+        out += data[at:end]
         return bytes(out)
-
-    @property
-    def _blanks(self) -> bool:
-        return bool(self._depth) or self._in_string or self._in_number
 
     def _blank_value(self, data: bytes, at: int, out: bytearray) -> int:
         """Begin with the first byte of a value, which stays: an empty object, array or text, or 0, is left of it."""
         first = data[at]
-        if first in _OPENING:
-            self._depth = 1
-        elif first == _QUOTE:
-            self._in_string = True
-        elif first in _NUMBER:
-            self._in_number = True
-            out += b"0"
-            return self._blank(data, at + 1, out)
-        else:
+        self._depth, self._in_string, self._in_number = int(first in _OPENING), first == _QUOTE, first in _NUMBER
+        self._blanks = bool(self._depth) or self._in_string or self._in_number
+        if not self._blanks:
             return at  # true, false, null
-        out.append(first)
+        out.append(ord("0") if self._in_number else first)
         return self._blank(data, at + 1, out)
 
     def _blank(self, data: bytes, at: int, out: bytearray) -> int:
@@ -81,8 +73,8 @@ class AnswerFilter:
         while at < len(data) and self._blanks:
             byte = data[at]
             if self._in_number:
-                self._in_number = byte in _NUMBER
-                if not self._in_number:
+                self._in_number = self._blanks = byte in _NUMBER
+                if not self._blanks:
                     break
             elif self._in_string:
                 if self._escaped:
@@ -95,9 +87,18 @@ class AnswerFilter:
                 self._in_string = True
             else:
                 self._depth += (byte in _OPENING) - (byte in _CLOSING)
+            self._blanks = bool(self._depth) or self._in_string or self._in_number
             out.append(byte if not self._blanks else 0x20)
             at += 1
         return at
+
+
+def _end_before_key(data: bytes, start: int) -> int:
+    """Return where a key begins that may go on in the next read; the end of `data` where none does."""
+    if data[-1:] not in _BEGUN_ENDS:
+        return len(data)
+    begun = _BEGUN.search(data, max(start, len(data) - HELD_BYTES_MAX))
+    return len(data) if begun is None else begun.start()
 
 
 def key_pattern(passed: frozenset[str]) -> re.Pattern[bytes] | None:
@@ -105,4 +106,6 @@ def key_pattern(passed: frozenset[str]) -> re.Pattern[bytes] | None:
     names = [name for name in KEYS if name not in passed]
     if not names:
         return None
-    return re.compile(rb'"(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % "|".join(names).encode())
+    # Most keys of an answer begin with another letter, which is looked at once and not for every name.
+    letters = "".join(sorted({name[0] for name in names}))
+    return re.compile(rb'"(?=[%b])(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % (letters.encode(), "|".join(names).encode()))

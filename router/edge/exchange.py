@@ -44,9 +44,10 @@ class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_connecting", "_connection", "_filter", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent",
-        "_stream", "client", "decision", "done", "first_byte_s", "in_core", "looked", "outcome", "progress", "request",
-        "request_id", "route", "sampled", "sent_s", "span", "started_s", "trace_id", "usage",
+        "_connecting", "_connection", "_filter", "_head", "_head_buffer", "_notes_tokens", "_paused", "_payload",
+        "_proxy", "_reframes", "_resent", "_stream", "client", "decision", "done", "first_byte_s", "in_core", "looked",
+        "outcome", "progress", "request", "request_id", "route", "sampled", "sent_s", "span", "started_s", "trace_id",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, proxy: Carrier, client: Client, request: HttpRequest, request_id: str, trace_id: bytes) -> None:
@@ -79,6 +80,10 @@ class Exchange:
         self._head: ResponseHead | None = None
         self._head_buffer = b""
         self._payload: bytearray | None = bytearray() if request.http_1_0 else None
+        self._notes_tokens = False
+        """The answer's events pass through `_stream`."""
+        self._reframes = False
+        """The answer's chunks are taken apart, and what is passed on of them is put into new ones."""
         self._paused = False
         self._stream: Continuation | None = None
         """What the answer needs to go on elsewhere; None where it cannot."""
@@ -285,19 +290,22 @@ class Exchange:
             # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
             self.in_core = False
             self._proxy.perform(instructions[1:])
-        if self.client.answering:
-            if not _is_readable_stream(head):
-                kind = FailureKind.STREAM if head.status < 400 else None
-                self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read", kind)
-                return None
-            self._head = head
-            return b""
-        if self._stream is not None and not _is_readable_stream(head):
+        is_readable_stream = _is_readable_stream(head)
+        if self.client.answering and not is_readable_stream:
+            kind = FailureKind.STREAM if head.status < 400 else None
+            self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read", kind)
+            return None
+        if not is_readable_stream:
             self._stream = None
         self._head = head
-        if self._proxy.hidden_keys is not None and _is_readable(head):
-            noted = self._stream is not None and self._stream.tokens is not None
-            self._filter = AnswerFilter(self._proxy.hidden_keys, is_chunked=_is_readable_stream(head) and not noted)
+        self._notes_tokens = self._stream is not None and self._stream.tokens is not None
+        if not self.client.answering and self._proxy.hidden_keys is not None and _is_readable(head):
+            is_chunked = is_readable_stream and not self._notes_tokens
+            self._filter = AnswerFilter(self._proxy.hidden_keys, is_chunked=is_chunked)
+        filters_content = self._filter is not None and isinstance(head.body, ChunkedBody) and not is_readable_stream
+        self._reframes = self._payload is None and (self._notes_tokens or filters_content)
+        if self.client.answering:
+            return b""
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
         told = self.decision if self._proxy.tells_cache else None
         cors = self.client.cors_headers
@@ -309,12 +317,8 @@ class Exchange:
 
     def _relay(self, head: ResponseHead, prefix: bytes, data: bytes) -> None:
         """Pass on what belongs to the answer, and notice its first byte and its end."""
-        body, stream, payload = head.body, self._stream, self._payload
-        noted = stream is not None and stream.tokens is not None
-        hides = self._filter
-        framed = noted or (hides is not None and isinstance(body, ChunkedBody) and not _is_readable_stream(head))
-        framed = framed and payload is None
-        content = bytearray() if framed else payload
+        body, stream, hides = head.body, self._stream if self._notes_tokens else None, self._filter
+        content = bytearray() if self._reframes else self._payload
         taken = body.feed(data, content)
         proxy = self._proxy
         now = proxy.now()
@@ -331,12 +335,11 @@ class Exchange:
         if content is not None:
             data = bytes(content)
             content.clear()
-        if noted:
-            assert stream is not None
+        if stream is not None:
             data = stream.pass_on(data, ends=body.done)
         if hides is not None:
             data = hides.feed(data, ends=body.done)
-        if framed:
+        if self._reframes:
             data = _chunk(data)
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
@@ -347,10 +350,10 @@ class Exchange:
         if stream is not None and stream.failed and self._fails(stream):
             return
         if body.done:
-            if noted and stream is not None and stream.is_truncated:
+            if stream is not None and stream.is_truncated:
                 self._broken("the worker ended its answer without a finish reason")
                 return
-            if framed:
+            if self._reframes:
                 self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
@@ -478,8 +481,8 @@ class Exchange:
 
     def _end_body(self, head: ResponseHead) -> None:
         """The worker left before the end of a body whose last event was passed on."""
-        body, noted = head.body, self._stream is not None and self._stream.tokens is not None
-        if self._payload is None and isinstance(body, ChunkedBody) and (noted or body.is_between_chunks):
+        body = head.body
+        if self._payload is None and isinstance(body, ChunkedBody) and (self._notes_tokens or body.is_between_chunks):
             self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=False)
         elif self._account(head, reusable=False):
