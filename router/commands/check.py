@@ -26,9 +26,9 @@ import zmq
 from events import BlockStored, EventFeed, Join, Message, Origin, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from prompts.routing import parse_routing
-from router.asking import Unanswered, ask
 from router.decide.workers import ServedModel
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag
+from router.http_client import FetchError, fetch
 from router.prompting.encode import question
 from router.prompting.reader import PromptReader
 
@@ -152,11 +152,11 @@ class Check:
     async def _is_router(self) -> bool:
         """As ours tells by its /health."""
         try:
-            _, answer = await ask(
+            _, answer = await fetch(
                 self._session, self._flag.url + "/health", seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX
             )
             told = json.loads(answer or b"null")
-        except (Unanswered, ValueError, RecursionError):
+        except (FetchError, ValueError, RecursionError):
             return False
         return isinstance(told, dict) and "workers_up" in told
 
@@ -361,12 +361,12 @@ class Check:
         """What was answered, or {"error": why not}."""
         headers = {**self._headers, "Content-Type": "application/json"}
         try:
-            status, answer = await ask(
+            status, answer = await fetch(
                 self._session, self._flag.url + path, method="POST", headers=headers, data=body,
                 seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
             )  # fmt: skip
             found = json.loads(answer)
-        except (Unanswered, ValueError, RecursionError) as error:
+        except (FetchError, ValueError, RecursionError) as error:
             return {"error": str(error)}
         return found if isinstance(found, dict) and status == 200 else {"error": f"{status}: {_brief(found)}"}
 

@@ -15,7 +15,7 @@ import click
 
 from options import ConfigError
 from options.tls import client_context
-from router.asking import Unanswered, ask
+from router.http_client import FetchError, fetch
 
 ANSWER_BYTES_MAX = 64 << 20
 
@@ -42,14 +42,14 @@ class AdminClient:
             async with aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
             ) as session:
-                return await ask(
+                return await fetch(
                     session, f"{self.url.rstrip('/')}{path}", headers=headers, seconds=seconds,
                     bytes_max=ANSWER_BYTES_MAX,
                 )  # fmt: skip
 
         try:
             status, answer = asyncio.run(asked())
-        except Unanswered as error:
+        except FetchError as error:
             raise click.ClickException(f"{self.url}: {error}") from None
         if status in (401, 403):
             raise click.ClickException(f"{self.url} answers {status}: give the admin key, --key")

@@ -20,7 +20,6 @@ import msgspec
 from events.sources import DEFAULT_PORT, EventSource, default_source, endpoint_host
 from events.types import DecodeError
 from options import ConfigError
-from router.asking import Unanswered, ask
 from router.decide.reported_load import EngineLoad
 from router.decide.workers import OURS, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
@@ -38,6 +37,7 @@ from router.fleet.answers import (
     read_sources,
     wanted_lines,
 )
+from router.http_client import FetchError, fetch
 
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
@@ -290,7 +290,7 @@ class Prober:
             return None
         try:
             status, _ = await self._get(flag, "/health")
-        except Unanswered as error:
+        except FetchError as error:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
@@ -310,7 +310,7 @@ class Prober:
             sources = await self.sources(flag, known)
             metrics = await self._metrics(flag)
             capacity = read_cache_capacity(metrics, unused=int(engine == VLLM)) or await self._capacity(flag)
-        except (Unanswered, DecodeError) as error:
+        except (FetchError, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
             return WorkerFacts(False, "/v1/models lists no model")
@@ -326,7 +326,7 @@ class Prober:
         )
 
     async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
-        """What the worker serves now: models, and what each was loaded from. Raises Unanswered, DecodeError."""
+        """What the worker serves now: models, and what each was loaded from. Raises FetchError, DecodeError."""
         if not flag.url:
             return (ServedModel(flag.model, flag.model),), {flag.model: flag.root} if flag.root else {}
         status, body = await self._get(flag, "/v1/models")
@@ -388,7 +388,7 @@ class Prober:
             return ""
         try:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
-        except Unanswered:
+        except FetchError:
             return ""
         kept = []
         for lines in wanted_lines(body if status == 200 else b""):
@@ -402,7 +402,7 @@ class Prober:
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
         headers = self._headers if flag.keyed else None
-        return await ask(
+        return await fetch(
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 

@@ -21,8 +21,8 @@ import aiohttp
 
 from events.types import DecodeError
 from options import ConfigError
-from router.asking import pieces
 from router.fleet.slices import GONE, LINE_BYTES_MAX, Addresses, Watched, read_pod, read_pool, read_slice
+from router.http_client import iterate_body
 
 log = logging.getLogger("router")
 
@@ -162,7 +162,7 @@ async def _watch(api: Any, path: str, labels: str, watched: Watched, tell: Tell)
         if response.status != 200:
             raise _Again(f"the API answers {response.status}")
         rest = b""
-        async for chunk in pieces(response):
+        async for chunk in iterate_body(response):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > LINE_BYTES_MAX:
                 raise _Again(f"an event of over {LINE_BYTES_MAX} bytes")

@@ -22,7 +22,6 @@ from msgspec import Meta
 
 from events.types import DecodeError, EventsError
 from options import ConfigError, Flag, Seconds, Size
-from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
@@ -32,6 +31,7 @@ from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.lists import read_workers_file, watch_file, watch_name
 from router.fleet.snapshots import PeerClient
+from router.http_client import FetchError
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
@@ -406,7 +406,7 @@ class Fleet:
         have taken its place."""
         try:
             models, roots = await self._prober.models(member.flag)
-        except (Unanswered, DecodeError) as error:
+        except (FetchError, DecodeError) as error:
             member.problem = str(error)[:REASON_CHARS_MAX]
             self.unusable[member.flag.worker_id] += 1
             return
@@ -475,7 +475,7 @@ class Fleet:
             return
         try:
             sources = await self._prober.sources(member.flag, member.facts)
-        except (Unanswered, EventsError, ConfigError) as error:
+        except (FetchError, EventsError, ConfigError) as error:
             member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
             self.unusable[member.flag.worker_id] += 1
             return

@@ -24,11 +24,11 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.asking import Unanswered, ask
 from router.fleet.answers import number
 from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
 from router.http.request import HttpRequest
 from router.http.routes import Answer
+from router.http_client import FetchError, fetch
 
 log = logging.getLogger("router")
 
@@ -164,10 +164,10 @@ class PeerClient:
 
     async def _get(self, url: str) -> bytes | None:
         try:
-            status, body = await ask(
+            status, body = await fetch(
                 self._session, url, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
             )
-        except Unanswered as error:
+        except FetchError as error:
             log.info("peer router: %s", error)
             return None
         return body if status == 200 else None

@@ -14,7 +14,7 @@ from typing import Annotated, Protocol
 import aiohttp
 import msgspec
 
-from router.asking import Unanswered, ask
+from router.http_client import FetchError, fetch
 
 log = logging.getLogger("router")
 
@@ -86,12 +86,12 @@ class RemoteTokenizer:
         headers = {**({} if url in self._unkeyed else self._headers), "Content-Type": "application/json"}
         ids = None
         try:
-            status, answer = await ask(
+            status, answer = await fetch(
                 self._session, f"{url}/tokenize", method="POST", headers=headers, data=question,
                 seconds=ANSWER_S_MAX, bytes_max=min(ANSWER_BYTES_MAX, ID_BYTES * (len(question) + TEMPLATE_BYTES)),
             )  # fmt: skip
             if status == 200:
                 ids = msgspec.json.decode(answer, type=_Answer).tokens
-        except (Unanswered, ValueError, RecursionError) as error:
+        except (FetchError, ValueError, RecursionError) as error:
             log.debug("%s/tokenize: %s", url, error)
         return ids, time.perf_counter() - started

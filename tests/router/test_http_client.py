@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from aiohttp.streams import StreamReader
 
-from router.asking import READ_BYTES, Unanswered, ask
+from router.http_client import READ_BYTES, FetchError, fetch
 
 PIECES_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
@@ -76,9 +76,9 @@ def test_chunks_of_a_byte_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPat
     answer = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * COUNT + b"0\r\n\r\n"
 
     async def read(session: aiohttp.ClientSession, url: str) -> Any:
-        return await watched(turns, ask(session, url, seconds=60, bytes_max=COUNT))
+        return await watched(turns, fetch(session, url, seconds=60, bytes_max=COUNT))
 
     assert answered(answer, read) == (200, b"x" * COUNT)
     assert turns.most <= PIECES_MAX
-    with pytest.raises(Unanswered, match="more than 99 bytes"):
-        answered(answer, lambda session, url: ask(session, url, seconds=60, bytes_max=99))
+    with pytest.raises(FetchError, match="more than 99 bytes"):
+        answered(answer, lambda session, url: fetch(session, url, seconds=60, bytes_max=99))

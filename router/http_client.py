@@ -1,0 +1,61 @@
+"""HTTP requests to servers that are not trusted: bounded in time and in size, never redirected.
+
+Requests carry keys, so a redirect is returned like any other response. Open a session with `auto_decompress=False`, so
+that the bound holds for the bytes that are read too. Other tasks run between two chunks of a response: chunks of one
+byte come by the thousand, and a stream that has more at hand does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import aiohttp
+
+READ_BYTES = 16 << 10
+"""Bytes of a response that aiohttp buffers at most: a sixteenth as many chunks as with its default."""
+
+
+class FetchError(Exception):
+    """No response, or none within the bounds; the message says what came instead."""
+
+
+async def fetch(
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    seconds: float,
+    bytes_max: int,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+    data: bytes | None = None,
+) -> tuple[int, bytes]:
+    """(status, body). Raises FetchError, and nothing else."""
+    try:
+        request = session.request(
+            method,
+            url,
+            data=data,
+            headers={"Accept-Encoding": "identity", **(headers or {})},
+            timeout=aiohttp.ClientTimeout(total=seconds),
+            allow_redirects=False,
+            read_bufsize=READ_BYTES,
+        )
+        async with request as response:
+            body = bytearray()
+            async for chunk in iterate_body(response):
+                body += chunk
+                if len(body) > bytes_max:
+                    raise FetchError(f"too large: the answer of {url} has more than {bytes_max} bytes")
+            return response.status, bytes(body)
+    except asyncio.TimeoutError:
+        raise FetchError(f"timeout: no answer of {url} within {seconds:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise FetchError(f"{type(error).__name__}: {error}") from error
+
+
+async def iterate_body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the body of a response as it comes. Raises what aiohttp raises."""
+    async for chunk in response.content.iter_any():
+        yield chunk
+        await asyncio.sleep(0)
