@@ -23,7 +23,7 @@ from events.frames import ASK_SNAPSHOT, SNAPSHOT_SEQ, LiveFrame, parse_live, par
 from events.stream import StreamState
 from events.stream_types import Clear, Instruction, Malformed, Overflowed, RequestReplay, RequestSnapshot
 from events.types import DecodeError
-from events.wake import Readiness, Turns
+from events.wake import LoopThread, Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class EventFeed:
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._poller = Readiness()
-        self._turns = Turns("kv-feed", self._run)
-        self._poller.watch(self._turns.bell.fd)
+        self._thread = LoopThread("kv-feed", self._run)
+        self._poller.watch(self._thread.bell.fd)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
         self._dealers: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
@@ -78,31 +78,31 @@ class EventFeed:
     # Any thread
 
     def start(self) -> None:
-        self._turns.start()
+        self._thread.start()
 
     def fault(self) -> str | None:
         """Why nothing is followed, although it should be; None where all is well."""
-        fault = self._turns.fault()
+        fault = self._thread.fault()
         return None if fault is None else f"the thread that reads events {fault}"
 
     def revive(self) -> bool:
         """Start the thread again where it has ended. What it was doing is unknown: all streams begin anew."""
-        revived = self._turns.revive(self._reset_all)
+        revived = self._thread.restart(self._reset_all)
         if revived:
             logger.error("the thread that reads events had ended; it is started again")
         return revived
 
     def reconsider(self) -> None:
         """Somebody else is known now: ask again whose the topics of strangers are."""
-        self._turns.ask(self._reconsider)
+        self._thread.submit(self._reconsider)
 
     def add(self, source: StreamSource) -> None:
         """Follow a stream; one with the same stream_id is replaced."""
-        self._turns.ask(lambda: self._add(source))
+        self._thread.submit(lambda: self._add(source))
 
     def remove(self, stream_id: str) -> None:
         """Stop following; nothing of it is handed over afterwards once this command was performed."""
-        self._turns.ask(lambda: self._remove(stream_id))
+        self._thread.submit(lambda: self._remove(stream_id))
 
     def between(self, stream_id: str, work: Callable[[], bool]) -> None:
         """Call `work` on the feed's thread until it says False, between what was taken of this stream and what comes
@@ -114,7 +114,7 @@ class EventFeed:
                 stream.todo.append(work)
                 self._guarded(stream, self._work, stream)
 
-        self._turns.ask(add)
+        self._thread.submit(add)
 
     def bind(self, endpoint: str, accept: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
@@ -124,14 +124,14 @@ class EventFeed:
         subscription = Subscription(self._context, None, bind=True)
         subscription.open(endpoint)
         subscription.accept = accept
-        self._turns.ask(lambda: self._register(subscription))
+        self._thread.submit(lambda: self._register(subscription))
         bound = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return bound.rstrip(b"\0").decode()
 
     def epoch(self, stream_id: str, epoch: str) -> None:
         """Pass on what the worker says about its epoch."""
-        self._turns.ask(lambda: self._on_stream(stream_id, lambda state: state.epoch(epoch, time.monotonic())))
+        self._thread.submit(lambda: self._on_stream(stream_id, lambda state: state.epoch(epoch, time.monotonic())))
 
     def state(self, stream_id: str) -> StreamState | None:
         """Of one stream, as `states`."""
@@ -139,10 +139,10 @@ class EventFeed:
         return stream.state if stream is not None else None
 
     def close(self) -> None:
-        if not self._turns.end():
+        if not self._thread.stop():
             return
         self._close_sockets()
-        self._turns.bell.close()
+        self._thread.bell.close()
         self._poller.close()
         self._context.term()
 
@@ -150,7 +150,7 @@ class EventFeed:
 
     def _run(self) -> None:
         tick_at = time.monotonic() + TICK_S
-        while self._turns.next_turn():
+        while self._thread.begin_iteration():
             wait_s = 0 if self._busy else max(0, tick_at - time.monotonic())
             self._guarded(None, self._round, math.ceil(wait_s * 1000))
             if time.monotonic() >= tick_at:
@@ -160,7 +160,7 @@ class EventFeed:
     def _round(self, wait_ms: int) -> None:
         rang, ready = self._poller.poll(wait_ms)
         if rang:
-            for command in self._turns.asked():
+            for command in self._thread.pending_commands():
                 self._guarded(None, command)
         for busy in list(self._busy):
             self._guarded(busy, self._work, busy)
@@ -409,8 +409,8 @@ class EventFeed:
 
     def _work(self, stream: FollowedStream) -> None:
         """Do what waits for this stream, until its share of the turn is used up."""
-        if stream.turn != self._turns.number:
-            stream.turn, stream.spent = self._turns.number, 0
+        if stream.turn != self._thread.iteration:
+            stream.turn, stream.spent = self._thread.iteration, 0
         while stream.busy and stream.spent < TURN_BYTES:
             if stream.more is not None:
                 stream.spent = TURN_BYTES
@@ -499,7 +499,7 @@ class EventFeed:
         return stream.state.reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
-        for command in self._turns.asked():  # what was bound or added last must be closed too
+        for command in self._thread.pending_commands():  # what was bound or added last must be closed too
             self._guarded(None, command)
         for stream in self._streams.values():
             self._drop_request(stream)

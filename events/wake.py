@@ -1,4 +1,4 @@
-"""A bell that one thread rings and another polls with its sockets; which sockets have input; a thread of turns."""
+"""A bell that one thread rings and another polls with its sockets, which sockets have input, and a thread with a loop."""
 
 from __future__ import annotations
 
@@ -45,70 +45,70 @@ class Bell:
         os.close(self._write_fd)
 
 
-class Turns:
-    """A thread that takes one turn after the other until it is told to end, and between them what others ask of it.
+class LoopThread:
+    """A thread that runs a loop until it is stopped, and the commands that other threads submit to it.
 
-    `run` is the thread's function: it calls `next_turn` before each turn and ends when that says False.
+    `run` is the thread's function: it calls `begin_iteration` before each iteration and returns when that is False.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.bell = Bell()
-        self.number = 0
+        self.iteration = 0
         self._name, self._run = name, run
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
-        self._ending = False
-        self._began_at = 0.0
+        self._stopping = False
+        self._iteration_began_s = 0.0
         self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._began_at = time.monotonic()
+        self._iteration_began_s = time.monotonic()
         self._thread.start()
 
-    def next_turn(self) -> bool:
-        self.number += 1
-        self._began_at = time.monotonic()
-        return not self._ending
+    def begin_iteration(self) -> bool:
+        self.iteration += 1
+        self._iteration_began_s = time.monotonic()
+        return not self._stopping
 
-    def ask(self, command: Callable[[], None]) -> None:
+    def submit(self, command: Callable[[], None]) -> None:
         """Any thread: nothing happens once the end has begun."""
         with self._lock:
-            if not self._ending:
+            if not self._stopping:
                 self._commands.append(command)
                 self.bell.ring()
 
-    def asked(self) -> Iterator[Callable[[], None]]:
-        """What others asked for, to be called now."""
+    def pending_commands(self) -> Iterator[Callable[[], None]]:
+        """Yield the submitted commands, to be called now."""
         self.bell.silence()
         while self._commands:
             yield self._commands.popleft()
 
     def fault(self) -> str | None:
-        """Why there are no turns, although there should be; None where all is well."""
-        if self._ending or self._thread.ident is None:
+        """Return why the loop does not run although it should; None where all is well."""
+        if self._stopping or self._thread.ident is None:
             return None
         if not self._thread.is_alive():
             return "has ended"
-        still = time.monotonic() - self._began_at
-        return f"has done nothing for {still:.0f} s" if still > STUCK_S else None
+        idle_s = time.monotonic() - self._iteration_began_s
+        return f"has done nothing for {idle_s:.0f} s" if idle_s > STUCK_S else None
 
-    def revive(self, first: Callable[[], None]) -> bool:
-        """Start the thread again where it has ended, with `first` as its first command."""
+    def restart(self, first_command: Callable[[], None]) -> bool:
+        """Start the thread again where it has ended, with `first_command` before all others."""
         with self._lock:
-            if self._ending or self._thread.ident is None or self._thread.is_alive():
+            if self._stopping or self._thread.ident is None or self._thread.is_alive():
                 return False
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._commands.appendleft(first)
+            self._commands.appendleft(first_command)
             self.bell.ring()
         self.start()
         return True
 
-    def end(self) -> bool:
-        """Wait for the thread's last turn; False where this has been done before."""
+    def stop(self) -> bool:
+        """Wait for the thread's last iteration; False where this has been done before."""
         with self._lock:
-            if self._ending:
+            if self._stopping:
                 return False
-            self._ending = True
+            self._stopping = True
             self.bell.ring()
         if self._thread.ident is not None:
             self._thread.join()

@@ -225,7 +225,7 @@ def test_many_bytes_of_one_stream_are_applied_over_many_turns(
     feed.add(pub.source("a"))
     keep_sending(pub, lambda: handler.applied("a"), "followed")
     turns: list[int] = []
-    handler.does = lambda stream_id, instruction: turns.append(feed._turns.number)
+    handler.does = lambda stream_id, instruction: turns.append(feed._thread.iteration)
     for _ in range(40):
         pub.send(bytes(100_000))
     until(lambda: len(turns) >= 40, "applied")
