@@ -1,4 +1,4 @@
-"""A bell that one thread rings and another polls with its sockets, which sockets have input, and a thread with a loop."""
+"""A bell that one thread rings and another polls with its sockets; which sockets have input; a thread with a loop."""
 
 from __future__ import annotations
 

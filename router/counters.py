@@ -87,7 +87,7 @@ class Metrics:
     http_errors: Counter[str] = field(default_factory=Counter)
     crashes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(boundary, type of the exception) of what raised there and must not."""
-    held_bytes: int = 0
+    request_buffer_bytes: int = 0
     """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
     refused_bytes: Counter[str] = field(default_factory=Counter)
     refused_by_key: Counter[str] = field(default_factory=Counter)

@@ -138,7 +138,7 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
     used = {name: one[2] for name, one in report.segments.items()}
     yield "segment_cache_bytes", "Memory of encoded segments.", "model", used
     for name, text, value in (
-        ("held_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.held_bytes),
+        ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.request_buffer_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
         ("held", "Requests that wait in the router.", snapshot.held),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),

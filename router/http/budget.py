@@ -28,23 +28,23 @@ class Budget:
     def change(self, party: str, before: int, after: int) -> None:
         """`party` keeps `after` bytes where it kept `before`. Raises RequestError, and changes nothing, where that is
         more than a bound allows."""
-        more, held = after - before, self._metrics.held_bytes
-        mine = self._parties.get(party, 0) + more
-        assert mine >= 0
-        if more > 0 and mine > self._limits.party_bytes_max:
+        added_bytes, total_bytes = after - before, self._metrics.request_buffer_bytes
+        tenant_bytes = self._parties.get(party, 0) + added_bytes
+        assert tenant_bytes >= 0
+        if added_bytes > 0 and tenant_bytes > self._limits.tenant_buffer_bytes_max:
             self._metrics.refused_bytes["party"] += 1
             raise _full(429, "this client has too many bytes of requests in flight")
-        if more > 0 and held + more > self._limits.held_bytes_max:
+        if added_bytes > 0 and total_bytes + added_bytes > self._limits.request_buffer_bytes_max:
             self._metrics.refused_bytes["sum"] += 1
             raise _full(503, "the router keeps as many bytes of requests as it may")
-        self._metrics.held_bytes = held + more
-        if mine:
-            self._parties[party] = mine
+        self._metrics.request_buffer_bytes = total_bytes + added_bytes
+        if tenant_bytes:
+            self._parties[party] = tenant_bytes
         else:
             self._parties.pop(party, None)
 
     def check_invariants(self) -> None:
-        assert self._metrics.held_bytes == sum(self._parties.values())
+        assert self._metrics.request_buffer_bytes == sum(self._parties.values())
         assert all(count > 0 for count in self._parties.values())
 
 

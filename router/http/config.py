@@ -20,11 +20,11 @@ class HttpLimits:
     head_bytes_max: Annotated[Bytes, "Of a request's head; longer ones are answered 431."] = 64 << 10
     headers_max: Annotated[int, Meta(ge=1, le=10**6), "Of a request; more are answered 431."] = 128
     body_bytes_max: Annotated[Bytes, Flag("--max-body-bytes"), "Of a request; longer ones are answered 413."] = 64 << 20
-    held_bytes_max: Annotated[Bytes, Flag("--max-held-bytes"),
+    request_buffer_bytes_max: Annotated[Bytes, Flag("--max-request-buffer-bytes"),
         "Of all requests that arrive or are in flight, each above 16 KiB, and of answers that wait for their clients, "
         "each above 64 KiB; a request that would be more is answered 503, an answer is broken off.",
     ] = 1 << 30
-    party_bytes_max: Annotated[Bytes, Flag("--max-held-bytes-by-key"),
+    tenant_buffer_bytes_max: Annotated[Bytes, Flag("--max-request-buffer-bytes-by-key"),
         "Of those with one API key, or from one address where no keys are needed; more is answered 429."] = 512 << 20
 
 

@@ -331,7 +331,7 @@ class Edge:
                 not self.proxy.exchanges
                 and not self.index.pins
                 and not self.tenants.requests
-                and not self.metrics.held_bytes
+                and not self.metrics.request_buffer_bytes
                 and self.pool.counts()[0] == self.pool.counts()[1]
             ):
                 return

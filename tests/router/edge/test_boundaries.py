@@ -632,7 +632,7 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
                 connection.data_received(bytes(PIECE_BYTES))
             connections.append(connection)
         metrics = app.budget._metrics
-        assert metrics.held_bytes >= len(connections) * 8 * PIECE_BYTES
+        assert metrics.request_buffer_bytes >= len(connections) * 8 * PIECE_BYTES
         pieces = 8 * len(connections)
         for connection in connections:
             if refused:
@@ -640,8 +640,8 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
                 assert b" 408 " in connection._transport.written[-1]
             else:
                 connection.connection_lost(None)
-        assert metrics.held_bytes >= len(connections) * 7 * PIECE_BYTES
-        while metrics.held_bytes:
+        assert metrics.request_buffer_bytes >= len(connections) * 7 * PIECE_BYTES
+        while metrics.request_buffer_bytes:
             left = sum(len(connection._parser._pieces) for connection in connections)
             assert pieces - left <= max(READS_PER_ITERATION, len(connections) * (pieces == 8 * len(connections)))
             pieces = left

@@ -59,7 +59,7 @@ def test_a_method_that_is_not_passed_on_is_refused_before_its_body(edge: Any) ->
 
 
 def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_post: Any) -> None:
-    limits = HttpLimits(held_bytes_max=6 * MIB, party_bytes_max=4 * MIB)
+    limits = HttpLimits(request_buffer_bytes_max=6 * MIB, tenant_buffer_bytes_max=4 * MIB)
 
     async def scenario() -> None:
         await edge.start(api_keys=("k1", "k2"), limits=limits)
@@ -83,7 +83,7 @@ def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_p
         for answer in (*first[4:], *second[2:]):
             assert b"retry-after: 1\r\n" in answer
         assert edge.metrics.refused_bytes == {"party": 2, "sum": 2}
-        assert 5 * MIB < edge.metrics.held_bytes <= limits.held_bytes_max
+        assert 5 * MIB < edge.metrics.request_buffer_bytes <= limits.request_buffer_bytes_max
         small = make_post(b'{"model":"tiny","prompt":"x"}', b"/v1/completions", [KEY.strip()])
         assert (await edge.exchange(small)).startswith(b"HTTP/1.1 200")  # the others are not in its way
         for writer in writers:
@@ -97,7 +97,7 @@ def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_p
 
 
 def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: Any) -> None:
-    limits = HttpLimits(held_bytes_max=3 * MIB, party_bytes_max=3 * MIB)
+    limits = HttpLimits(request_buffer_bytes_max=3 * MIB, tenant_buffer_bytes_max=3 * MIB)
 
     async def scenario() -> None:
         gate = asyncio.Event()
@@ -108,7 +108,7 @@ def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: An
         running = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
         while len(upstream.received) < 2:
             await asyncio.sleep(0.01)
-        assert edge.metrics.held_bytes > 2 * MIB
+        assert edge.metrics.request_buffer_bytes > 2 * MIB
         assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
         gate.set()
         assert all(answer.startswith(b"HTTP/1.1 200") for answer in await asyncio.gather(*running))
@@ -119,7 +119,7 @@ def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: An
 
 
 def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: Any) -> None:
-    limits = HttpLimits(held_bytes_max=MIB, party_bytes_max=MIB)
+    limits = HttpLimits(request_buffer_bytes_max=MIB, tenant_buffer_bytes_max=MIB)
 
     async def scenario() -> None:
         gate = asyncio.Event()
@@ -131,7 +131,7 @@ def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: An
         for _, writer in clients:
             writer.write(small + small * 10_000)  # 2 MB each
         await asyncio.sleep(0.2)
-        assert edge.metrics.held_bytes <= MIB
+        assert edge.metrics.request_buffer_bytes <= MIB
         gate.set()
         for reader, _ in clients:
             assert (await reader.read(12)) == b"HTTP/1.1 200"
@@ -152,7 +152,7 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
             chunked = b"POST /v1/x HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n"
             writer.write((chunked if number % 2 else head(MIB)) + bytes(MIB - 9))
             await writer.drain()
-            while not edge.metrics.held_bytes:
+            while not edge.metrics.request_buffer_bytes:
                 await asyncio.sleep(0.005)
             writer.transport.abort()
 
@@ -225,14 +225,14 @@ def test_no_request_is_begun_while_answers_wait(edge: Any, size: int) -> None:
 
 
 def test_answers_that_wait_are_booked_and_given_back(edge: Any, make_post: Any) -> None:
-    limits = HttpLimits(held_bytes_max=14 * MIB, party_bytes_max=14 * MIB)
+    limits = HttpLimits(request_buffer_bytes_max=14 * MIB, tenant_buffer_bytes_max=14 * MIB)
 
     async def scenario() -> None:
         await edge.start(limits=limits)
         add_page(edge, 12 * MIB)
         reader, writer = await connect_deaf(edge)
         writer.write(PAGE)
-        while edge.metrics.held_bytes < MIB:
+        while edge.metrics.request_buffer_bytes < MIB:
             await asyncio.sleep(0.01)
         body = b'{"model":"tiny","x":"' + b"y" * 8 * MIB + b'"}'
         assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
@@ -361,7 +361,7 @@ def test_every_limit_holds(edge: Any, field: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 7), st.integers(0, 60)), max_size=40))
 def test_the_books_of_what_is_held(changes: list[tuple[str, int, int]]) -> None:
     metrics = Metrics()
-    budget = Budget(HttpLimits(held_bytes_max=100, party_bytes_max=70), metrics)
+    budget = Budget(HttpLimits(request_buffer_bytes_max=100, tenant_buffer_bytes_max=70), metrics)
     held: Counter[tuple[str, int]] = Counter()
     for party, connection, after in changes:
         before = held[party, connection]
@@ -373,5 +373,5 @@ def test_the_books_of_what_is_held(changes: list[tuple[str, int, int]]) -> None:
         else:
             with pytest.raises(RequestError):
                 budget.change(party, before, after)
-        assert metrics.held_bytes == held.total()
+        assert metrics.request_buffer_bytes == held.total()
         budget.check_invariants()

@@ -138,7 +138,7 @@ def test_decoded_bytes_are_booked(edge: Any, make_post: Any) -> None:
     """A key's bodies may be as long together, decoded, as if they had come so; and one connection goes on behind."""
 
     async def scenario() -> None:
-        await edge.start(policy="kv", limits=HttpLimits(party_bytes_max=1 << 20))
+        await edge.start(policy="kv", limits=HttpLimits(tenant_buffer_bytes_max=1 << 20))
         await edge.worker(edge.reply())
         headers = [b"Content-Encoding: gzip"]
         small = make_post(gzip.compress(PLAIN), b"/v1/completions", headers, close=False)
@@ -154,6 +154,6 @@ def test_decoded_bytes_are_booked(edge: Any, make_post: Any) -> None:
         assert b"too many bytes of requests" in found[1][1]
         writer.write(large)
         writer.close()
-        assert edge.metrics.held_bytes == 0
+        assert edge.metrics.request_buffer_bytes == 0
 
     edge.run(scenario())

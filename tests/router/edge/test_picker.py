@@ -334,7 +334,7 @@ def test_bytes_are_booked_on_the_gateway_s_client(edge: Any) -> None:
     large = BODY[:-1] + b', "x": "' + b"y" * 60_000 + b'"}'
 
     async def scenario() -> None:
-        async with picker(edge, limits=HttpLimits(party_bytes_max=100_000)) as envoy:
+        async with picker(edge, limits=HttpLimits(tenant_buffer_bytes_max=100_000)) as envoy:
             streams = []
             for client, refused in (("10.1.1.1", False), ("9.9.9.9, 10.1.1.1", True), ("10.1.1.2", False)):
                 stream, answer = await envoy.ask(large, x_forwarded_for=client)
@@ -342,7 +342,7 @@ def test_bytes_are_booked_on_the_gateway_s_client(edge: Any) -> None:
                 streams.append(stream)
             for stream in streams:
                 stream.cancel()
-            await until(lambda: not edge.metrics.held_bytes)
+            await until(lambda: not edge.metrics.request_buffer_bytes)
 
     edge.run(scenario())
 
