@@ -73,11 +73,11 @@ class Lru:
 class Node:
     """A block and what it hangs from."""
 
-    __slots__ = ("branches", "depth", "hash", "parent")
+    __slots__ = ("cached_child_count", "depth", "hash", "parent")
 
     def __init__(self, name: int, depth: int, parent: Node | None) -> None:
         self.hash, self.depth, self.parent = name, depth, parent
-        self.branches = 0
+        self.cached_child_count = 0
 
 
 class Ours:
@@ -105,7 +105,7 @@ class Ours:
         for depth in range(found, len(names)):
             node = self.nodes[names[depth]] = Node(names[depth], depth, last)
             if last is not None:
-                last.branches += 1
+                last.cached_child_count += 1
             last = node
         return found, turn
 
@@ -119,12 +119,12 @@ class Ours:
             self.evict(leaf)
 
     def evict(self, leaf: Node) -> None:
-        assert not leaf.branches
+        assert not leaf.cached_child_count
         del self.nodes[leaf.hash]
         parent = leaf.parent
         if parent is not None:
-            parent.branches -= 1
-        self.order.gone(leaf, None if parent is None or parent.branches else parent)
+            parent.cached_child_count -= 1
+        self.order.gone(leaf, None if parent is None or parent.cached_child_count else parent)
 
 
 ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": Ours}

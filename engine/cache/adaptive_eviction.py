@@ -37,7 +37,7 @@ class AdaptiveEviction(Generic[EvictableT]):
 
     def cached(self, place: EvictableT) -> None:
         """Nobody uses `place` any more."""
-        if not place.branches:
+        if not place.cached_child_count:
             self._leaves.add(place, self._turn)
 
     def used(self, place: EvictableT) -> None:
@@ -46,7 +46,7 @@ class AdaptiveEviction(Generic[EvictableT]):
 
     def gone(self, leaf: EvictableT, parent: EvictableT | None) -> None:
         """`leaf` was evicted; `parent` is cached and what it hung from. None: that is in use, or there is none."""
-        if parent is None or parent.branches:
+        if parent is None or parent.cached_child_count:
             self._leaves.remove(leaf)
         else:
             self._leaves.shorten(leaf, parent)
@@ -107,5 +107,5 @@ class AdaptiveEviction(Generic[EvictableT]):
 
     def check_invariants(self, cached: Iterable[EvictableT], below: Iterable[EvictableT] = ()) -> None:
         """`below`: the ends of paths that only host memory has, and no step reads."""
-        self._leaves.check_invariants({place for place in cached if not place.branches})
+        self._leaves.check_invariants({place for place in cached if not place.cached_child_count})
         self._below.check_invariants(set(below))

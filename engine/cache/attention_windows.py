@@ -57,7 +57,7 @@ class AttentionWindows:
             fewer = self.usable(nodes, count)
             if self._state_kind is not None:
                 kind = self._state_kind
-                while fewer and not nodes[fewer - 1].resumes(kind) and not nodes[fewer - 1].on_host(kind):
+                while fewer and not nodes[fewer - 1].can_resume(kind) and not nodes[fewer - 1].is_on_host(kind):
                     fewer -= 1
             if fewer == count:
                 break
@@ -69,7 +69,7 @@ class AttentionWindows:
         for group, window in self._sliding:
             while count:
                 seen = range(count - 1, max(0, count - window) - 1, -1)
-                missing = next((i for i in seen if not nodes[i].blocks[group] and not nodes[i].on_host(group)), None)
+                missing = next((i for i in seen if not nodes[i].blocks[group] and not nodes[i].is_on_host(group)), None)
                 if missing is None:
                     break
                 count = missing

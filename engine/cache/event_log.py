@@ -132,7 +132,7 @@ class StepEvents(Collection[Event]):
     def _stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
         hashes: list[int | bytes] = [node.hash for node in nodes]
         first, (kind_name, window) = nodes[0], self._log.kinds[kind]
-        token_ids = unpack_token_ids(b"".join([node.name.packed for node in nodes]))
+        token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(hashes) * self._log.block_size
         return BlockStored(
             hashes,
@@ -141,8 +141,8 @@ class StepEvents(Collection[Event]):
             self._log.block_size,
             None,  # lora_id
             medium,
-            first.name.lora_name,
-            [node.name.extra_keys for node in nodes],
+            first.key.lora_name,
+            [node.key.extra_keys for node in nodes],
             kind,
             kind_name,
             window,

@@ -37,7 +37,7 @@ class EvictableNode(Protocol):
 
     hash: int
     depth: int
-    branches: int
+    cached_child_count: int
     """How many places of its cache hang from it."""
 
 

@@ -74,7 +74,7 @@ class HostTier:
         """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
         node, kind, log = block.node, block.kind, self._tree.log
         assert node is not None
-        if node.on_host(kind):
+        if node.is_on_host(kind):
             log.removed(kind, node)
         elif keep and self._store(block, node):
             log.moved(kind, node)
@@ -88,11 +88,11 @@ class HostTier:
         own = self.pool.allocate(kind)
         if own is None:
             return False
-        if node.host is None:
-            node.host = [None] * len(node.blocks)
-        node.host[kind] = own
-        own.node, own.superseded = node, block.superseded
-        self.pool.release(own, block.worth)
+        if node.host_blocks is None:
+            node.host_blocks = [None] * len(node.blocks)
+        node.host_blocks[kind] = own
+        own.node, own.is_superseded = node, block.is_superseded
+        self.pool.release(own, block.state_value)
         self._waiting[own] = Move(kind, block.id, own.id, Way.TO_HOST)
         self._fresh.setdefault(block.unit, []).append(own)
         return True
@@ -147,8 +147,8 @@ class HostTier:
 
     def hold(self, node: Node, kind: int) -> Block[Node]:
         """The node's block here, which is not evicted before `let_go`."""
-        assert node.host is not None
-        own = node.host[kind]
+        assert node.host_blocks is not None
+        own = node.host_blocks[kind]
         assert own is not None
         self.pool.acquire(own)
         return own
@@ -163,7 +163,7 @@ class HostTier:
     def let_go(self, own: Block[Node]) -> None:
         if own.node is None and own.refs == 1:
             self._waiting.pop(own, None)
-        self.pool.release(own, own.worth)
+        self.pool.release(own, own.state_value)
 
     def taken(self, own: Block[Node]) -> None:
         """The device has a computed copy of a block that was held for it, or it was forgotten."""
@@ -178,7 +178,7 @@ class HostTier:
         """A sequence has a copy of a state that was held for it, and will change it: the state here stays.
 
         Unless it was forgotten, or the device has a named copy meanwhile."""
-        if own.node is None or own.node.has(own.kind):
+        if own.node is None or own.node.has_computed(own.kind):
             self.taken(own)
         else:
             self.let_go(own)
@@ -187,7 +187,7 @@ class HostTier:
         """The device has a computed block now: none is needed here, unless a step reads it."""
         node = block.node
         assert node is not None
-        if node.host is not None and (own := node.host[block.kind]) is not None and not own.refs:
+        if node.host_blocks is not None and (own := node.host_blocks[block.kind]) is not None and not own.refs:
             self._drop(own)
 
     # ------------------------------------------------------------------ out
@@ -195,7 +195,7 @@ class HostTier:
     def forget(self, block: Block[Node]) -> None:
         """Evict a block, and with a full-attention block that the device has not what hangs from it here."""
         assert block.node is not None
-        if block.kind == FULL_KIND and not block.node.has(FULL_KIND):
+        if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
             self._drop_all(block.node)
         else:
             self._drop(block)
@@ -203,15 +203,15 @@ class HostTier:
     def clear(self) -> None:
         """Forget every name. What steps read stays until they let it go."""
         for node in self._tree.nodes():
-            for own in node.host or ():
+            for own in node.host_blocks or ():
                 if own is not None:
                     own.node = None
                     self._give_up(own)
-            node.host = None
+            node.host_blocks = None
 
     def grown(self, node: Node) -> None:
         """The tree has something below it: it is not the end of its path any more."""
-        if self._order is not None and node.host is not None:
+        if self._order is not None and node.host_blocks is not None:
             self._order.gone_below(node, None)
 
     def pruned(self, node: Node) -> None:
@@ -219,7 +219,10 @@ class HostTier:
         above = node.parent
         if self._order is not None:
             ends = (
-                above is not None and above.host is not None and not above.children and (own := above.host[FULL_KIND])
+                above is not None
+                and above.host_blocks is not None
+                and not above.children
+                and (own := above.host_blocks[FULL_KIND])
             )
             self._order.gone_below(node, above if ends and own is not None and not own.refs else None)
 
@@ -229,7 +232,7 @@ class HostTier:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
-            for own in reversed(node.host or ()):
+            for own in reversed(node.host_blocks or ()):
                 if own is not None:
                     self._drop(own)
 
@@ -243,16 +246,16 @@ class HostTier:
         if any(node.blocks):
             if self._order is not None and kind == FULL_KIND:
                 self._order.gone_below(node, None)
-        elif node.host is None:
+        elif node.host_blocks is None:
             self._tree.prune(node)
 
     def _unname(self, own: Block[Node], node: Node) -> None:
         kind = own.kind
-        assert node.host is not None
+        assert node.host_blocks is not None
         self._tree.log.gone(kind, node)
-        node.host[kind] = None
-        if not any(node.host):
-            node.host = None
+        node.host_blocks[kind] = None
+        if not any(node.host_blocks):
+            node.host_blocks = None
         own.node = None
 
     def _give_up(self, own: Block[Node]) -> None:
@@ -267,13 +270,13 @@ class HostTier:
         assert all(own.node is not None or own.refs for own in self._waiting), "to be copied to memory that is free"
         waiting = {own for owns in (*self._fresh.values(), self._kept.values()) for own in owns}
         assert waiting >= set(self._waiting), "a copy that nothing would plan"
-        named = {own for node in self._tree.nodes() for own in node.host or () if own is not None}
+        named = {own for node in self._tree.nodes() for own in node.host_blocks or () if own is not None}
         for unit in self.pool.units:
             for own in unit.blocks:
                 assert own.refs == held.count(own), f"{own!r} of the host"
                 assert (own in named) == (own.node is not None)
         for node in self._tree.nodes():
-            assert node.host is None or any(node.host)
-            for kind, block in enumerate(node.host or ()):
+            assert node.host_blocks is None or any(node.host_blocks)
+            for kind, block in enumerate(node.host_blocks or ()):
                 assert block is None or (block.node is node and block.kind == kind)
-                assert block is None or block.refs or not node.has(kind), "kept twice"
+                assert block is None or block.refs or not node.has_computed(kind), "kept twice"

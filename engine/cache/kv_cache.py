@@ -79,7 +79,7 @@ class KVCache:
         host_units *= enable_prefix_caching
         self._order: AdaptiveEviction[Node] | None = None
         if adaptive_eviction and enable_prefix_caching and not self._windows:
-            states = None if spec.state is None else StateValuation(per_unit[FULL_KIND], Node.saved)
+            states = None if spec.state is None else StateValuation(per_unit[FULL_KIND], Node.saved_blocks)
             self._order = AdaptiveEviction(
                 (unit_count + host_units) * per_unit[FULL_KIND], spec.block_size, states=states
             )
@@ -176,7 +176,7 @@ class KVCache:
         if not self.pool.can_allocate(counts):
             return False
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
-        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].resumes(-1) else None
+        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].can_resume(-1) else None
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = SequenceBlocks(len(self._groups))
         missing: list[tuple[int, Node, Block[Node]]] = []
@@ -514,7 +514,7 @@ class KVCache:
             block = self._allocate(g)
             assert block is not None, "admitted without room for what is loaded"
             if node is not nodes[node.depth] or node not in self.tree:  # what was evicted for it took its name along
-                again = self.tree.ensure(node.name, nodes[node.depth - 1] if node.depth else None)
+                again = self.tree.ensure(node.key, nodes[node.depth - 1] if node.depth else None)
                 assert again is not None
                 node = nodes[node.depth] = again
             self.tree.attach(node, block)
@@ -549,7 +549,7 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            if computed and node.is_coming(self._groups):
+            if computed and node.is_pending(self._groups):
                 return
             chain.nodes.append(node)
             for g in self._groups:

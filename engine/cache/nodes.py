@@ -14,11 +14,13 @@ from engine.cache.pool import Block
 class BlockKey:
     """One hash block of some prefix: what it is called, whether or not anything holds it."""
 
-    __slots__ = ("extra_keys", "hash", "lora_name", "packed")
+    __slots__ = ("extra_keys", "hash", "lora_name", "packed_tokens")
 
-    def __init__(self, hash_: int, packed: bytes, extra_keys: tuple[str, ...] | None, lora_name: str | None) -> None:
+    def __init__(
+        self, hash_: int, packed_tokens: bytes, extra_keys: tuple[str, ...] | None, lora_name: str | None
+    ) -> None:
         self.hash = hash_
-        self.packed = packed
+        self.packed_tokens = packed_tokens
         """Its token ids, as `events.pack_token_ids` writes them: one object, where a tuple of ints is one for each."""
         self.extra_keys = extra_keys
         self.lora_name = lora_name
@@ -26,69 +28,72 @@ class BlockKey:
     def equals(self, other: BlockKey) -> bool:
         """Whether tokens and keys are equal; the hash alone proves nothing."""
         return self is other or (
-            self.packed == other.packed and self.extra_keys == other.extra_keys and self.lora_name == other.lora_name
+            self.packed_tokens == other.packed_tokens
+            and self.extra_keys == other.extra_keys
+            and self.lora_name == other.lora_name
         )
 
 
 class Node:
     """A named hash block of a prefix. `blocks[k]` is the device's block of kind k that holds it, if one does.
 
-    `host[k]` is the host's; None where the host has none of any kind.
+    `host_blocks[k]` is the host's; None where the host has none of any kind.
     """
 
-    __slots__ = ("blocks", "branches", "children", "depth", "hash", "host", "name", "parent")
+    __slots__ = ("blocks", "cached_child_count", "children", "depth", "hash", "host_blocks", "key", "parent")
 
-    def __init__(self, name: BlockKey, parent: Node | None, kinds: int) -> None:
-        self.name = name
-        self.hash = name.hash
+    def __init__(self, key: BlockKey, parent: Node | None, kind_count: int) -> None:
+        self.key = key
+        self.hash = key.hash
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.blocks: list[Block[Node] | None] = [None] * kinds
-        self.host: list[Block[Node] | None] | None = None
-        self.branches = 0
+        self.blocks: list[Block[Node] | None] = [None] * kind_count
+        self.host_blocks: list[Block[Node] | None] | None = None
+        self.cached_child_count = 0
         """Children whose full-attention block is on the device."""
         self.children: dict[int, Node] = {}
 
-    def has(self, kind: int) -> bool:
+    def has_computed(self, kind: int) -> bool:
         """Whether the device has a computed block of `kind` here."""
         block = self.blocks[kind]
-        return block is not None and not block.pending
+        return block is not None and not block.is_pending
 
-    def is_coming(self, kinds: Iterable[int]) -> bool:
+    def is_pending(self, kinds: Iterable[int]) -> bool:
         """Whether a step that is planned or out computes a block of one of these kinds."""
         for kind in kinds:
             block = self.blocks[kind]
-            if block is not None and block.pending:
+            if block is not None and block.is_pending:
                 return True
         return False
 
-    def resumes(self, kind: int) -> bool:
+    def can_resume(self, kind: int) -> bool:
         """Whether the step being planned finds a state here: computed, or by a step that is out."""
         block = self.blocks[kind]
-        return block is not None and (block.out or not block.pending)
+        return block is not None and (block.is_in_flight or not block.is_pending)
 
-    def on_host(self, kind: int) -> bool:
+    def is_on_host(self, kind: int) -> bool:
         """Whether the host has one."""
-        return self.host is not None and self.host[kind] is not None
+        return self.host_blocks is not None and self.host_blocks[kind] is not None
 
-    def holds(self, kind: int) -> bool:
+    def has_block(self, kind: int) -> bool:
         """Whether the device or the host has one, or a step computes it."""
-        return self.blocks[kind] is not None or self.on_host(kind)
+        return self.blocks[kind] is not None or self.is_on_host(kind)
 
-    def saved(self, room: int) -> int | None:
+    def saved_blocks(self, blocks_per_state: int) -> int | None:
         """Blocks that the state here saves over the one before it; None where none is.
 
         One that is superseded counts where so many blocks hang from it as a state takes the `room` of.
         """
-        if not self.holds(-1):
+        if not self.has_block(-1):
             return None
-        before = self.parent
-        while before is not None and (
-            not before.holds(-1) or (self.depth - before.depth < room and before._superseded())
+        ancestor = self.parent
+        while ancestor is not None and (
+            not ancestor.has_block(-1)
+            or (self.depth - ancestor.depth < blocks_per_state and ancestor._has_superseded_state())
         ):
-            before = before.parent
-        return self.depth - (-1 if before is None else before.depth)
+            ancestor = ancestor.parent
+        return self.depth - (-1 if ancestor is None else ancestor.depth)
 
-    def _superseded(self) -> bool:
-        block = self.blocks[-1] or (None if self.host is None else self.host[-1])
-        return block is not None and block.superseded and not block.refs
+    def _has_superseded_state(self) -> bool:
+        block = self.blocks[-1] or (None if self.host_blocks is None else self.host_blocks[-1])
+        return block is not None and block.is_superseded and not block.refs

@@ -32,32 +32,43 @@ _SUPERSEDED_SHARE = 16
 """A superseded state counts for one part in so many of what it saves."""
 
 
-def state_worth(saved: int, *, superseded: bool) -> int:
+def state_value(saved_blocks: int, *, is_superseded: bool) -> int:
     """What a state is worth, in blocks of full attention, that saves so many over the one before it."""
-    return -(-saved // _SUPERSEDED_SHARE) if superseded else saved
+    return -(-saved_blocks // _SUPERSEDED_SHARE) if is_superseded else saved_blocks
 
 
 class Block(Generic[NodeT]):
     """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
 
-    __slots__ = ("id", "node", "out", "pending", "refs", "shared", "stamp", "superseded", "unit", "worth")
+    __slots__ = (
+        "eviction_stamp",
+        "id",
+        "is_in_flight",
+        "is_pending",
+        "is_shared",
+        "is_superseded",
+        "node",
+        "refs",
+        "state_value",
+        "unit",
+    )
 
     def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
         self.unit = unit
         self.id = BlockId(unit.index * per_unit + slot)
         self.refs = 0
         self.node: NodeT | None = None
-        self.pending = False
+        self.is_pending = False
         """Named, but its content is computed only in the step being planned: not announced yet."""
-        self.out = False
+        self.is_in_flight = False
         """Of a pending state: the step that takes it is out, so the one being planned finds it there."""
-        self.shared = False
+        self.is_shared = False
         """A state that more than one sequence has reached; only `StateCheckpoints` looks at it."""
-        self.superseded = False
+        self.is_superseded = False
         """A state that a deeper one of the same path continues; only `StateCheckpoints` looks at it."""
-        self.worth: int | None = None
+        self.state_value: int | None = None
         """Of a cached state: what it was released with."""
-        self.stamp = 0
+        self.eviction_stamp = 0
         """Its age while cached: what has the lowest stamp is evicted first."""
 
     @property
@@ -72,22 +83,22 @@ class Block(Generic[NodeT]):
 class Unit(Generic[NodeT]):
     """One unit of the buffer. `holes` are the blocks nobody holds, taken from the end."""
 
-    __slots__ = ("blocks", "holes", "index", "kind", "live")
+    __slots__ = ("blocks", "holes", "index", "kind", "live_blocks")
 
     def __init__(self, index: int) -> None:
         self.index = UnitId(index)
         self.kind: int | None = None
         self.blocks: list[Block[NodeT]] = []
         self.holes: list[Block[NodeT]] = []
-        self.live = 0
+        self.live_blocks = 0
 
 
 class EvictionOrder(Protocol[NodeT]):
     """Another order of eviction than by age and worth: hears of blocks that are cached or used again."""
 
-    def cached(self, block: Block[NodeT]) -> None: ...
-    def used(self, block: Block[NodeT]) -> None: ...
-    def victim(self) -> Block[NodeT] | None:
+    def mark_cached(self, block: Block[NodeT]) -> None: ...
+    def mark_used(self, block: Block[NodeT]) -> None: ...
+    def select_victim(self) -> Block[NodeT] | None:
         """None: the pool is to say."""
 
 
@@ -98,9 +109,9 @@ class UnitPool(Generic[NodeT]):
         self,
         unit_count: int,
         blocks_per_unit: Sequence[int],
-        forget: Callable[[Block[NodeT]], None],
+        evict: Callable[[Block[NodeT]], None],
         state_kind: int | None = None,
-        order: EvictionOrder[NodeT] | None = None,
+        eviction_order: EvictionOrder[NodeT] | None = None,
     ) -> None:
         """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks say their worth."""
         if unit_count < 1:
@@ -110,29 +121,29 @@ class UnitPool(Generic[NodeT]):
         kinds = range(len(blocks_per_unit))
         self.blocks_per_unit = tuple(blocks_per_unit)
         self.units: list[Unit[NodeT]] = [Unit(i) for i in range(unit_count)]
-        self._free: list[Unit[NodeT]] = self.units[::-1]
-        self._forget = forget
+        self._free_units: list[Unit[NodeT]] = self.units[::-1]
+        self._evict = evict
         self._state_kind = state_kind
-        self._order = order
+        self._eviction_order = eviction_order
         self._clock = 0
         self._inflation = 0
-        self._live = [0] * len(blocks_per_unit)
+        self._live_blocks = [0] * len(blocks_per_unit)
         self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
         # Cached blocks of each kind, oldest first.
-        self._cached: list[OrderedDict[Block[NodeT], None]] = [OrderedDict() for _ in kinds]
+        self._cached_blocks: list[OrderedDict[Block[NodeT], None]] = [OrderedDict() for _ in kinds]
         # How many units of each kind of attention hold no live block but a cached one.
-        self._idle = [0] * len(blocks_per_unit)
+        self._idle_units = [0] * len(blocks_per_unit)
         # Cached states by stamp; entries that no longer hold are skipped when they come up.
-        self._states: list[tuple[int, int, Block[NodeT]]] = []
-        self._state_entries = itertools.count()
+        self._state_heap: list[tuple[int, int, Block[NodeT]]] = []
+        self._heap_entry_ids = itertools.count()
         # Units of each kind by their number of holes (1 .. N - 1).
-        self._with_holes: list[list[dict[Unit[NodeT], None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
+        self._units_by_holes: list[list[dict[Unit[NodeT], None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
 
     # ------------------------------------------------------------------ questions
 
     @property
     def free_units(self) -> int:
-        return len(self._free)
+        return len(self._free_units)
 
     @property
     def live_units(self) -> int:
@@ -141,7 +152,7 @@ class UnitPool(Generic[NodeT]):
 
     def can_allocate(self, counts: Sequence[int]) -> bool:
         """Whether `counts[k]` more live blocks of every kind k fit, counting what eviction and compaction free."""
-        units = sum(-(-(live + count) // n) for live, count, n in zip(self._live, counts, self.blocks_per_unit))
+        units = sum(-(-(live + count) // n) for live, count, n in zip(self._live_blocks, counts, self.blocks_per_unit))
         return units <= len(self.units)
 
     # ------------------------------------------------------------------ changes
@@ -152,19 +163,19 @@ class UnitPool(Generic[NodeT]):
         Order: a hole in the fullest unit of the kind, a free unit, what is cached, oldest first, until there is one.
         """
         block = self._take_hole(kind)
-        while block is None and not self._free:
+        while block is None and not self._free_units:
             if not self._evict_for(kind):
                 return None
             block = self._take_hole(kind)
         if block is None:
-            unit = self._free.pop()
+            unit = self._free_units.pop()
             n = self.blocks_per_unit[kind]
             unit.kind = kind
             unit.blocks = [Block(unit, slot, n) for slot in range(n)]
             unit.holes = unit.blocks[::-1]
             block = unit.holes.pop()
             if n > 1:
-                self._with_holes[kind][n - 1][unit] = None
+                self._units_by_holes[kind][n - 1][unit] = None
         block.refs = 1
         self._add_live(block.unit, kind)
         return block
@@ -174,14 +185,14 @@ class UnitPool(Generic[NodeT]):
         block.refs += 1
         if block.refs == 1:
             unit = block.unit
-            del self._cached[block.kind][block]
-            if unit.live == 0 and block.kind != self._state_kind:
-                self._idle[block.kind] -= 1
+            del self._cached_blocks[block.kind][block]
+            if unit.live_blocks == 0 and block.kind != self._state_kind:
+                self._idle_units[block.kind] -= 1
             self._add_live(unit, block.kind)
-            if self._order is not None:
-                self._order.used(block)
+            if self._eviction_order is not None:
+                self._eviction_order.mark_used(block)
 
-    def release(self, block: Block[NodeT], worth: int | None = None) -> None:
+    def release(self, block: Block[NodeT], state_value: int | None = None) -> None:
         """One reference less; without any, a named block becomes cached, another a hole.
 
         How long it stays is GreedyDual-Size's rule (Cao and Irani, USITS 1997): its age is what it is worth plus the
@@ -195,60 +206,62 @@ class UnitPool(Generic[NodeT]):
             return
         kind, unit = block.kind, block.unit
         self._count_live(kind, -1)
-        unit.live -= 1
+        unit.live_blocks -= 1
         if block.node is None:
             self._make_hole(block)
-            self._idle[kind] += unit.kind is not None and unit.live == 0
+            self._idle_units[kind] += unit.kind is not None and unit.live_blocks == 0
             return
-        assert not block.pending, f"{block!r}: the last reference to a block being computed was released"
+        assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
         self._clock += 1
         is_state = kind == self._state_kind
-        assert is_state == (worth is not None)
-        value = self.blocks_per_unit[0] if worth is None else worth
-        block.stamp = (self._inflation + value << _CLOCK_BITS) + self._clock
-        self._cached[kind][block] = None
+        assert is_state == (state_value is not None)
+        value = self.blocks_per_unit[0] if state_value is None else state_value
+        block.eviction_stamp = (self._inflation + value << _CLOCK_BITS) + self._clock
+        self._cached_blocks[kind][block] = None
         if is_state:
-            block.worth = worth
-            heapq.heappush(self._states, (block.stamp, next(self._state_entries), block))
-            if len(self._states) > 2 * len(self._cached[kind]) + 64:  # most are of states that were used again since
-                self._states = [entry for entry in self._states if _is_current(entry)]
-                heapq.heapify(self._states)
-        elif unit.live == 0:
-            self._idle[kind] += 1
-        if self._order is not None:
-            self._order.cached(block)
+            block.state_value = state_value
+            heapq.heappush(self._state_heap, (block.eviction_stamp, next(self._heap_entry_ids), block))
+            if (
+                len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + 64
+            ):  # most are of states that were used again since
+                self._state_heap = [entry for entry in self._state_heap if _is_current(entry)]
+                heapq.heapify(self._state_heap)
+        elif unit.live_blocks == 0:
+            self._idle_units[kind] += 1
+        if self._eviction_order is not None:
+            self._eviction_order.mark_cached(block)
 
     def drop(self, block: Block[NodeT]) -> None:
         """Turn a cached block into a hole. The caller has taken it out of the prefix tree."""
         assert block.refs == 0
         assert block.node is None
         kind, unit = block.kind, block.unit
-        del self._cached[kind][block]
+        del self._cached_blocks[kind][block]
         self._make_hole(block)
         if unit.kind is None and kind != self._state_kind:
-            self._idle[kind] -= 1
+            self._idle_units[kind] -= 1
 
     # ------------------------------------------------------------------ inside
 
     def _count_live(self, kind: int, change: int) -> None:
         n = self.blocks_per_unit[kind]
-        before = self._live[kind]
-        after = self._live[kind] = before + change
-        self._live_units += -(-after // n) + (-before // n)
+        live_before = self._live_blocks[kind]
+        live_after = self._live_blocks[kind] = live_before + change
+        self._live_units += -(-live_after // n) + (-live_before // n)
 
     def _add_live(self, unit: Unit[NodeT], kind: int) -> None:
         self._count_live(kind, 1)
-        unit.live += 1
+        unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block[NodeT] | None:
-        for holes, units in enumerate(self._with_holes[kind]):
+        for holes, units in enumerate(self._units_by_holes[kind]):
             if units:
                 unit = next(reversed(units))
                 del units[unit]
                 block = unit.holes.pop()
                 if holes > 1:
-                    self._with_holes[kind][holes - 1][unit] = None
-                self._idle[kind] -= unit.live == 0
+                    self._units_by_holes[kind][holes - 1][unit] = None
+                self._idle_units[kind] -= unit.live_blocks == 0
                 return block
         return None
 
@@ -256,44 +269,48 @@ class UnitPool(Generic[NodeT]):
         unit = block.unit
         kind, holes = block.kind, len(unit.holes)
         if holes:
-            del self._with_holes[kind][holes][unit]
+            del self._units_by_holes[kind][holes][unit]
         unit.holes.append(block)
         if holes + 1 < self.blocks_per_unit[kind]:
-            self._with_holes[kind][holes + 1][unit] = None
+            self._units_by_holes[kind][holes + 1][unit] = None
             return
         self._free_unit(unit)
 
     def _free_unit(self, unit: Unit[NodeT]) -> None:
         unit.kind = None
         unit.blocks, unit.holes = [], []
-        self._free.append(unit)
+        self._free_units.append(unit)
 
     def _evict_for(self, kind: int) -> bool:
         """Give up what goes first of all that helps to make room for a block of `kind`; False when nothing would.
 
         Of another kind of attention that is its oldest block, as often as it takes until one of its units is free.
         """
-        state = self._oldest_state()
-        if not (self._cached[kind] or state is not None or any(self._idle)):
+        state_victim = self._next_state_victim()
+        if not (self._cached_blocks[kind] or state_victim is not None or any(self._idle_units)):
             return False
-        victim = None if self._order is None else self._order.victim()
+        victim = None if self._eviction_order is None else self._eviction_order.select_victim()
         if victim is None:
-            victim = state
-            for other, cached in enumerate(self._cached):
-                if other != self._state_kind and cached and (other == kind or self._idle[other]):
-                    block = next(iter(cached))
-                    if victim is None or block.stamp < victim.stamp:
+            victim = state_victim
+            for other_kind, cached_blocks in enumerate(self._cached_blocks):
+                if (
+                    other_kind != self._state_kind
+                    and cached_blocks
+                    and (other_kind == kind or self._idle_units[other_kind])
+                ):
+                    block = next(iter(cached_blocks))
+                    if victim is None or block.eviction_stamp < victim.eviction_stamp:
                         victim = block
             assert victim is not None
-            self._inflation = max(self._inflation, victim.stamp >> _CLOCK_BITS)
-        self._forget(victim)
+            self._inflation = max(self._inflation, victim.eviction_stamp >> _CLOCK_BITS)
+        self._evict(victim)
         return True
 
-    def _oldest_state(self) -> Block[NodeT] | None:
-        while self._states:
-            if _is_current(self._states[0]):
-                return self._states[0][2]
-            heapq.heappop(self._states)
+    def _next_state_victim(self) -> Block[NodeT] | None:
+        while self._state_heap:
+            if _is_current(self._state_heap[0]):
+                return self._state_heap[0][2]
+            heapq.heappop(self._state_heap)
         return None
 
     def compact(self, kind: int) -> list[tuple[int, Block[NodeT], BlockId]]:
@@ -303,88 +320,88 @@ class UnitPool(Generic[NodeT]):
         Afterwards a unit is free, provided that `can_allocate` said so.
         """
         sources = []
-        for other, n in enumerate(self.blocks_per_unit):
-            units = [unit for unit in self.units if unit.kind == other and other != kind and n > 1]
-            if len(units) > -(-self._live[other] // n):
-                sources.append(min(units, key=lambda unit: unit.live))
+        for other_kind, n in enumerate(self.blocks_per_unit):
+            units = [unit for unit in self.units if unit.kind == other_kind and other_kind != kind and n > 1]
+            if len(units) > -(-self._live_blocks[other_kind] // n):
+                sources.append(min(units, key=lambda unit: unit.live_blocks))
         if not sources:
             return []
-        source = min(sources, key=lambda unit: unit.live)
+        source = min(sources, key=lambda unit: unit.live_blocks)
         for block in list(source.blocks):
             if block.node is not None and block.refs == 0:
-                self._forget(block)
-        return [] if self._free else self._empty(source)
+                self._evict(block)
+        return [] if self._free_units else self._empty(source)
 
     def _empty(self, source: Unit[NodeT]) -> list[tuple[int, Block[NodeT], BlockId]]:
         kind = source.kind
         assert kind is not None
         moves: list[tuple[int, Block[NodeT], BlockId]] = []
         if source.holes:
-            del self._with_holes[kind][len(source.holes)][source]
+            del self._units_by_holes[kind][len(source.holes)][source]
         for slot, block in enumerate(source.blocks):
             if block.refs == 0:
                 continue
             hole = self._take_hole(kind)
-            while hole is None and not self._free:
-                self._forget(next(iter(self._cached[kind])))
+            while hole is None and not self._free_units:
+                self._evict(next(iter(self._cached_blocks[kind])))
                 hole = self._take_hole(kind)
             if hole is None:  # what hung from the evicted block has freed a unit: no need to go on
                 if source.holes:
-                    self._with_holes[kind][len(source.holes)][source] = None
+                    self._units_by_holes[kind][len(source.holes)][source] = None
                 return moves
             unit = hole.unit
             moves.append((kind, block, block.id))
             unit.blocks[unit.blocks.index(hole)], source.blocks[slot] = block, hole
             block.id, hole.id = hole.id, block.id
             block.unit, hole.unit = unit, source
-            unit.live += 1
-            source.live -= 1
+            unit.live_blocks += 1
+            source.live_blocks -= 1
             source.holes.append(hole)
-        assert source.live == 0
+        assert source.live_blocks == 0
         self._free_unit(source)
         return moves
 
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
-        free = set(self._free)
-        assert len(free) == len(self._free)
-        live = [0] * len(self.blocks_per_unit)
-        cached: list[set[Block[NodeT]]] = [set() for _ in live]
-        idle: list[list[Unit[NodeT]]] = [[] for _ in live]
+        free_units = set(self._free_units)
+        assert len(free_units) == len(self._free_units)
+        live_counts = [0] * len(self.blocks_per_unit)
+        cached_blocks: list[set[Block[NodeT]]] = [set() for _ in live_counts]
+        idle_units: list[list[Unit[NodeT]]] = [[] for _ in live_counts]
         for unit in self.units:
             if unit.kind is None:
-                assert unit in free
+                assert unit in free_units
                 assert not unit.blocks
                 continue
-            assert unit not in free
+            assert unit not in free_units
             n = self.blocks_per_unit[unit.kind]
             assert len(unit.blocks) == n > len(unit.holes)
             holes = set(unit.holes)
             for block in unit.blocks:
                 assert (block in holes) == (block.refs == 0 and block.node is None), repr(block)
             unit_live = sum(block.refs > 0 for block in unit.blocks)
-            assert unit.live == unit_live
-            live[unit.kind] += unit_live
-            cached[unit.kind].update(b for b in unit.blocks if b.refs == 0 and b.node is not None)
+            assert unit.live_blocks == unit_live
+            live_counts[unit.kind] += unit_live
+            cached_blocks[unit.kind].update(b for b in unit.blocks if b.refs == 0 and b.node is not None)
             if unit_live == 0 and unit.kind != self._state_kind:
-                idle[unit.kind].append(unit)
+                idle_units[unit.kind].append(unit)
             if holes:
-                assert unit in self._with_holes[unit.kind][len(holes)]
-        assert live == self._live
-        assert self._live_units == sum(-(-c // n) for c, n in zip(live, self.blocks_per_unit)) <= len(self.units)
-        for kind, blocks in enumerate(self._cached):
-            assert set(blocks) == cached[kind]
+                assert unit in self._units_by_holes[unit.kind][len(holes)]
+        assert live_counts == self._live_blocks
+        assert self._live_units == sum(-(-c // n) for c, n in zip(live_counts, self.blocks_per_unit)) <= len(self.units)
+        for kind, blocks in enumerate(self._cached_blocks):
+            assert set(blocks) == cached_blocks[kind]
             if kind == self._state_kind:
-                queued = {b for stamp, _, b in self._states if stamp == b.stamp}
-                assert set(blocks) <= queued
-                assert len(self._states) <= 2 * len(self.units) + 64
+                heap_blocks = {b for stamp, _, b in self._state_heap if stamp == b.eviction_stamp}
+                assert set(blocks) <= heap_blocks
+                assert len(self._state_heap) <= 2 * len(self.units) + 64
                 continue
-            assert [b.stamp for b in blocks] == sorted(b.stamp for b in blocks)
-            assert self._idle[kind] == len(idle[kind])
+            assert [b.eviction_stamp for b in blocks] == sorted(b.eviction_stamp for b in blocks)
+            assert self._idle_units[kind] == len(idle_units[kind])
 
 
 def _is_current(entry: tuple[int, int, Block[NodeT]]) -> bool:
     """Whether a queued state is cached, and not used since it was queued."""
-    stamp, _, block = entry
-    return block.refs == 0 and block.node is not None and block.stamp == stamp
+    pushed_stamp, _, block = entry
+    return block.refs == 0 and block.node is not None and block.eviction_stamp == pushed_stamp

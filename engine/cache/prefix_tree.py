@@ -31,26 +31,26 @@ FULL_KIND = 0
 class DeviceEvictionOrder:
     """The order of the tree's nodes as one of their blocks on the device. `room`: blocks whose room a state takes."""
 
-    def __init__(self, order: AdaptiveEviction[Node], room: int) -> None:
+    def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
         self._order = order
-        self._room = room
+        self._blocks_per_state = blocks_per_state
 
-    def cached(self, block: Block[Node]) -> None:
+    def mark_cached(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
             self._order.cached(block.node)
-        elif block.superseded:
-            assert block.worth is not None
-            self._order.superseded(block.node, block.worth / self._room)
+        elif block.is_superseded:
+            assert block.state_value is not None
+            self._order.superseded(block.node, block.state_value / self._blocks_per_state)
 
-    def used(self, block: Block[Node]) -> None:
+    def mark_used(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
             self._order.used(block.node)
         else:
             self._order.state_used(block.node)
 
-    def victim(self) -> Block[Node] | None:
+    def select_victim(self) -> Block[Node] | None:
         node = self._order.victim_state()
         if node is not None:
             return node.blocks[-1]
@@ -61,33 +61,33 @@ class DeviceEvictionOrder:
 class HostEvictionOrder:
     """The same, as one of their blocks in host memory."""
 
-    def __init__(self, order: AdaptiveEviction[Node], room: int) -> None:
+    def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
         self._order = order
-        self._room = room
+        self._blocks_per_state = blocks_per_state
 
-    def cached(self, block: Block[Node]) -> None:
+    def mark_cached(self, block: Block[Node]) -> None:
         node = block.node
         assert node is not None
         if block.kind != FULL_KIND:
-            assert block.worth is not None
-            if block.superseded or node.blocks[FULL_KIND] is not None:
-                self._order.superseded_below(node, block.worth / self._room)
+            assert block.state_value is not None
+            if block.is_superseded or node.blocks[FULL_KIND] is not None:
+                self._order.superseded_below(node, block.state_value / self._blocks_per_state)
         elif not node.children:
             self._order.moved(node)
 
-    def used(self, block: Block[Node]) -> None:
+    def mark_used(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
             self._order.gone_below(block.node, None)
         else:
             self._order.state_used(block.node)
 
-    def victim(self) -> Block[Node] | None:
+    def select_victim(self) -> Block[Node] | None:
         node = self._order.victim_state_below()
-        if node is not None and node.host is not None:
-            return node.host[-1]
+        if node is not None and node.host_blocks is not None:
+            return node.host_blocks[-1]
         node = self._order.victim_below()
-        return None if node is None or node.host is None else node.host[FULL_KIND]
+        return None if node is None or node.host_blocks is None else node.host_blocks[FULL_KIND]
 
 
 class LowerTier(Protocol):
@@ -129,7 +129,7 @@ class PrefixTree:
         node = self._nodes.get(name.hash)
         if node is None or node.parent is not parent:
             return None
-        return node if node.name.equals(name) else None
+        return node if node.key.equals(name) else None
 
     def match(self, names: Sequence[BlockKey], nodes: list[Node]) -> None:
         """Make `nodes` the longest chain for `names`, with those that the step being planned will compute.
@@ -165,25 +165,25 @@ class PrefixTree:
         assert block.node is None
         node.blocks[kind] = block
         block.node = node
-        block.pending, block.out, block.shared = True, False, False
+        block.is_pending, block.is_in_flight, block.is_shared = True, False, False
         if kind == FULL_KIND and node.parent is not None:
-            node.parent.branches += 1
+            node.parent.cached_child_count += 1
 
     def commit(self, block: Block[Node]) -> None:
         """The content is there: announce it."""
-        assert block.pending
+        assert block.is_pending
         assert block.node is not None
-        assert block.kind == FULL_KIND or block.node.has(FULL_KIND), "announced before its prefix"
-        assert block.node.parent is None or block.node.parent.has(FULL_KIND), "announced before its parent"
-        block.pending = False
+        assert block.kind == FULL_KIND or block.node.has_computed(FULL_KIND), "announced before its prefix"
+        assert block.node.parent is None or block.node.parent.has_computed(FULL_KIND), "announced before its parent"
+        block.is_pending = False
         self.log.stored(block.kind, block.node)
         if self.host is not None:
             self.host.replaced(block)
 
     def withdraw(self, block: Block[Node]) -> None:
         """Unname a pending block: its content never came. Children go first."""
-        assert block.pending
-        block.pending = False
+        assert block.is_pending
+        block.is_pending = False
         self._unname(block)
 
     def forget(self, block: Block[Node], *, keep: bool = True) -> None:
@@ -206,7 +206,7 @@ class PrefixTree:
             ]
         for victim in doomed:
             assert victim.node is not None
-            assert not victim.pending
+            assert not victim.is_pending
             node = victim.node
             if self.host is None:
                 self.log.removed(victim.kind, node)
@@ -225,7 +225,7 @@ class PrefixTree:
         """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
         assert block.kind != FULL_KIND
         assert block.node is not None
-        assert not block.pending
+        assert not block.is_pending
         if self.host is None:
             self.log.removed(block.kind, block.node)
         else:
@@ -239,7 +239,7 @@ class PrefixTree:
         blocks = [b for node in self._nodes.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None
-            block.pending = False
+            block.is_pending = False
         self._nodes.clear()
         if self._order is not None:
             self._order.clear()
@@ -251,9 +251,9 @@ class PrefixTree:
         assert node is not None
         node.blocks[block.kind] = None
         if block.kind == FULL_KIND and node.parent is not None:
-            node.parent.branches -= 1
+            node.parent.cached_child_count -= 1
         block.node = None
-        if not any(node.blocks) and node.host is None:
+        if not any(node.blocks) and node.host_blocks is None:
             self.prune(node)
 
     def prune(self, node: Node) -> None:
@@ -268,17 +268,23 @@ class PrefixTree:
     def check_invariants(self) -> None:
         if self._order is not None:
             cached = [node for node in self._nodes.values() if (full := node.blocks[FULL_KIND]) and not full.refs]
-            below = [n for n in self._nodes.values() if n.host and (own := n.host[FULL_KIND]) and not own.refs]
+            below = [
+                n for n in self._nodes.values() if n.host_blocks and (own := n.host_blocks[FULL_KIND]) and not own.refs
+            ]
             self._order.check_invariants(cached, [n for n in below if not n.children])
             self._order.check_states(
                 {node for node in self._nodes.values() if (own := node.blocks[-1]) and not own.refs},
-                {node for node in self._nodes.values() if node.host and (own := node.host[-1]) and not own.refs},
+                {
+                    node
+                    for node in self._nodes.values()
+                    if node.host_blocks and (own := node.host_blocks[-1]) and not own.refs
+                },
             )
         for hash_, node in self._nodes.items():
-            assert node.hash == hash_ == node.name.hash
-            assert any(node.blocks) or any(node.host or ()), "a node that names nothing"
+            assert node.hash == hash_ == node.key.hash
+            assert any(node.blocks) or any(node.host_blocks or ()), "a node that names nothing"
             full = node.blocks[FULL_KIND]
-            assert full is not None or node.on_host(FULL_KIND), "prefix closure: no full-attention block"
+            assert full is not None or node.is_on_host(FULL_KIND), "prefix closure: no full-attention block"
             assert full is not None or not any(node.blocks), "prefix closure: no full-attention block on the device"
             if node.parent is not None:
                 assert self._nodes.get(node.parent.hash) is node.parent
@@ -286,11 +292,11 @@ class PrefixTree:
             if node.parent is not None and full is not None:
                 parent_block = node.parent.blocks[FULL_KIND]
                 assert parent_block is not None
-                assert full.pending or not parent_block.pending
+                assert full.is_pending or not parent_block.is_pending
                 assert parent_block.refs > 0 or full.refs == 0, "prefix closure: a live block below a cached one"
             for kind, block in enumerate(node.blocks):
                 if block is not None:
                     assert block.node is node
                     assert block.kind == kind
-                    assert not block.pending or block.refs > 0
+                    assert not block.is_pending or block.refs > 0
             assert all(child.parent is node for child in node.children.values())

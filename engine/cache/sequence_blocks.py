@@ -45,5 +45,5 @@ class SequenceBlocks:
         for group, own in enumerate(self.blocks):
             for node in self.nodes[start:end]:
                 block = node.blocks[group]
-                if block is not None and block.pending and own[node.depth] is block:
+                if block is not None and block.is_pending and own[node.depth] is block:
                     yield block

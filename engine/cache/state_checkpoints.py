@@ -28,7 +28,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from engine.cache.nodes import BlockKey, Node
-from engine.cache.pool import Block, UnitPool, state_worth
+from engine.cache.pool import Block, UnitPool, state_value
 from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
@@ -85,7 +85,7 @@ class StateCheckpoints:
         """
         if source is not None:
             self._pool.acquire(source)
-            source.shared = True
+            source.is_shared = True
         if source is None or copies:
             own = self._allocate(self._kind)
             assert own is not None, "admitted without room for its state"
@@ -135,8 +135,8 @@ class StateCheckpoints:
             return
         block = nodes[blocks - 1].blocks[self._kind]
         if block is not None:
-            block.shared = True
-        elif not nodes[blocks - 1].on_host(self._kind):
+            block.is_shared = True
+        elif not nodes[blocks - 1].is_on_host(self._kind):
             self.save(seq, nodes[blocks - 1], end)
 
     def save(self, seq: Sequence, node: Node | None, end: int) -> None:
@@ -153,7 +153,7 @@ class StateCheckpoints:
         """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
         block, known = self._states[seq].saving.get(end), node.blocks[self._kind]
         if known is not None:
-            known.shared = True
+            known.is_shared = True
         elif block is not None:
             self._tree.attach(node, block)
 
@@ -170,7 +170,7 @@ class StateCheckpoints:
             while state.stops and state.stops[0] * self._block_size <= chunk.end:
                 self._pass_stop(state)
             if (block := state.saving.get(chunk.end)) is not None:
-                block.out = True
+                block.is_in_flight = True
         plan.state_checkpoints, self._copies = self._copies, []
 
     def commit(self, seq: Sequence, start: int, end: int) -> None:
@@ -186,7 +186,7 @@ class StateCheckpoints:
         self._tree.commit(block)
         rolling, state.rolling = state.rolling, None
         decoding = end > seq.prompt_len and end - start == 1
-        if decoding and rolling and not (rolling.shared or rolling.refs) and rolling.node is not None:
+        if decoding and rolling and not (rolling.is_shared or rolling.refs) and rolling.node is not None:
             self._tree.forget(rolling, keep=False)
         before = self._checkpoint_before(block.node)
         if before is not None:
@@ -222,7 +222,7 @@ class StateCheckpoints:
 
     def _release(self, checkpoint: Block[Node], *, superseded: bool = False) -> None:
         """Let a checkpoint become cached, at what it saves over the one before it that would be left."""
-        checkpoint.superseded = superseded
+        checkpoint.is_superseded = superseded
         node = checkpoint.node
         if node is None:
             self._pool.release(checkpoint)
@@ -231,13 +231,13 @@ class StateCheckpoints:
         while before is not None and not superseded and self._is_superseded(before):
             before = self._checkpoint_before(before)
         saved = node.depth + 1 if before is None else node.depth - before.depth
-        self._pool.release(checkpoint, state_worth(saved, superseded=superseded))
+        self._pool.release(checkpoint, state_value(saved, is_superseded=superseded))
 
     def _is_superseded(self, node: Node) -> bool:
         block = node.blocks[self._kind]
-        if block is None and node.host is not None:
-            block = node.host[self._kind]
-        return block is not None and block.refs == 0 and block.superseded
+        if block is None and node.host_blocks is not None:
+            block = node.host_blocks[self._kind]
+        return block is not None and block.refs == 0 and block.is_superseded
 
     def _pass_stop(self, state: _SequenceState) -> None:
         blocks = state.stops.pop(0)
@@ -248,7 +248,7 @@ class StateCheckpoints:
 
     def _checkpoint_before(self, node: Node) -> Node | None:
         before = node.parent
-        while before is not None and not before.has(self._kind) and not before.on_host(self._kind):
+        while before is not None and not before.has_computed(self._kind) and not before.is_on_host(self._kind):
             before = before.parent
         return before
 

@@ -117,13 +117,13 @@ class NaiveCache:
             packed = b""
             at = node
             while at is not None:
-                packed = at.name.packed + packed
+                packed = at.key.packed_tokens + packed
                 at = at.parent  # type: ignore[assignment]
             prefix = tuple(unpack_token_ids(packed))
             tiers = [(kind, block, False) for kind, block in enumerate(node.blocks)]
-            tiers += [(kind, block, True) for kind, block in enumerate(node.host or ())]
+            tiers += [(kind, block, True) for kind, block in enumerate(node.host_blocks or ())]
             for kind, block, on_host in tiers:
-                if block is None or block.pending:
+                if block is None or block.is_pending:
                     continue
                 number = block.unit.index if kind == self.state_kind else block.id
                 assert (kind, number, on_host) not in seen_blocks, "two hashes on one block"
@@ -138,9 +138,9 @@ class NaiveCache:
         now = {
             (kind, node.hash): node
             for node in self.cache.tree.nodes()
-            for blocks in (node.blocks, node.host or ())
+            for blocks in (node.blocks, node.host_blocks or ())
             for kind, block in enumerate(blocks)
-            if block is not None and not block.pending
+            if block is not None and not block.is_pending
         }
         lost = self.computed.keys() - now.keys()
         if self.had_room and lost:
@@ -213,11 +213,11 @@ class NaiveCache:
             per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
             kinds_of_unit.setdefault(block // per_unit, set()).add(kind)
         for node in self.cache.tree.nodes():
-            assert node.parent is None or node.parent.has(0) or node.parent.on_host(0), "prefix closure"
-            assert node.has(0) or node.on_host(0), "prefix closure"
+            assert node.parent is None or node.parent.has_computed(0) or node.parent.is_on_host(0), "prefix closure"
+            assert node.has_computed(0) or node.is_on_host(0), "prefix closure"
             if any(node.blocks):
-                assert node.has(0), "prefix closure of the device"
-                assert node.parent is None or node.parent.has(0), "prefix closure of the device"
+                assert node.has_computed(0), "prefix closure of the device"
+                assert node.parent is None or node.parent.has_computed(0), "prefix closure of the device"
             for kind, named in enumerate(node.blocks):
                 if named is not None:
                     kinds_of_unit.setdefault(named.unit.index, set()).add(kind)

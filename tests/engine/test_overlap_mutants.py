@@ -98,7 +98,7 @@ def a_state_is_resumed_from_in_the_step_that_takes_it(patch: Patch) -> None:
     def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         real(self, seq, nodes, start, end)
         for block in self._states[seq].saving.values():
-            block.out = True
+            block.is_in_flight = True
 
     patch.setattr(StateCheckpoints, "reserve", reserve)
 

@@ -105,8 +105,8 @@ class OurWorker:
     def resident_count(self) -> int:
         """(group, block) presences."""
         nodes = self._cache.tree.nodes()
-        blocks = (block for node in nodes for block in (*node.blocks, *(node.host or ())))
-        return sum(block is not None and not block.pending for block in blocks)
+        blocks = (block for node in nodes for block in (*node.blocks, *(node.host_blocks or ())))
+        return sum(block is not None and not block.is_pending for block in blocks)
 
 
 class ForeignWorker:

@@ -19,7 +19,7 @@ from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 class Place:
     def __init__(self, hash_: int, depth: int, parent: Place | None) -> None:
         self.hash, self.depth, self.parent = hash_, depth, parent
-        self.branches = 0
+        self.cached_child_count = 0
 
 
 class Cache:
@@ -41,7 +41,7 @@ class Cache:
         for depth in range(found, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
-                last.branches += 1
+                last.cached_child_count += 1
             last = place
         self.order.end(turn)
         assert last is not None
@@ -49,10 +49,10 @@ class Cache:
         while len(self.places) > self.capacity:
             leaf = self.order.victim()
             assert leaf is not None
-            assert not leaf.branches, "evicted before what hangs from it"
+            assert not leaf.cached_child_count, "evicted before what hangs from it"
             del self.places[leaf.hash]
             if leaf.parent is not None:
-                leaf.parent.branches -= 1
+                leaf.parent.cached_child_count -= 1
             self.order.gone(leaf, leaf.parent)
         self.served += 1
         if self.served % 50 == 0:

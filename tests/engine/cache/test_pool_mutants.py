@@ -81,7 +81,7 @@ def announced_when_reserved(patch: Patch) -> None:
         self.log.stored(block.kind, node)
 
     patch.setattr(PrefixTree, "attach", attach)
-    patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "pending", False))
+    patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "is_pending", False))
 
 
 def merge_without_redirect(patch: Patch) -> None:
@@ -202,7 +202,7 @@ def hash_believed_below_any_parent(patch: Patch) -> None:
 
     def find(self: PrefixTree, name: BlockKey, parent: Node | None) -> Node | None:
         node = self._nodes.get(name.hash)
-        return node if node is not None and node.name.equals(name) else None
+        return node if node is not None and node.key.equals(name) else None
 
     patch.setattr(PrefixTree, "find", find)
 
@@ -268,8 +268,8 @@ def host_reads_before_writes(patch: Patch) -> None:
 
 def host_block_not_held_while_it_is_read(patch: Patch) -> None:
     def hold(self: HostTier, node: Node, kind: int) -> Any:
-        assert node.host is not None
-        return node.host[kind]
+        assert node.host_blocks is not None
+        return node.host_blocks[kind]
 
     patch.setattr(HostTier, "hold", hold)
     patch.setattr(HostTier, "let_go", lambda self, own: None)
@@ -353,7 +353,7 @@ def state_gone_once_it_is_read(patch: Patch) -> None:
 
 
 def host_windows_not_read(patch: Patch) -> None:
-    patch.setattr(Node, "on_host", lambda self, kind: self.host is not None)
+    patch.setattr(Node, "is_on_host", lambda self, kind: self.host_blocks is not None)
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
@@ -440,7 +440,7 @@ def what_hangs_from_what_is_lost() -> None:
         checker(cache.take_events() or [])
     first, second = list(cache.tree.nodes())[:2]
     assert second.parent is first
-    assert (first.has(0), second.has(0), second.on_host(0)) == (True, False, True)
+    assert (first.has_computed(0), second.has_computed(0), second.is_on_host(0)) == (True, False, True)
     block = first.blocks[0]
     assert block is not None
     cache.tree.forget(block, keep=False)

@@ -20,9 +20,9 @@ class Place:
     def __init__(self, hash_: int, parent: Place | None, *, state: bool = False) -> None:
         self.hash, self.parent, self.state = hash_, parent, state
         self.depth = 0 if parent is None else parent.depth + 1
-        self.branches = 0
+        self.cached_child_count = 0
 
-    def saved(self, room: int) -> int | None:
+    def saved_blocks(self, room: int) -> int | None:
         before = self.parent
         while before is not None and not before.state:
             before = before.parent
@@ -35,7 +35,7 @@ def path(first: int, blocks: int, *states: int) -> list[Place]:
     for index in range(blocks):
         places.append(Place(first + index, places[-1] if places else None, state=index + 1 in states))
         if index:
-            places[-2].branches = 1
+            places[-2].cached_child_count = 1
     return places
 
 
@@ -52,7 +52,7 @@ def habits() -> ReuseStats:
 
 @pytest.fixture
 def leaves(habits: ReuseStats) -> EvictionQueue[Place]:
-    return EvictionQueue(habits, StateValuation(ROOM, Place.saved))
+    return EvictionQueue(habits, StateValuation(ROOM, Place.saved_blocks))
 
 
 def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
