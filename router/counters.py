@@ -78,7 +78,7 @@ class Metrics:
     reported_prompt_tokens: int = 0
     reported_cached_tokens: int = 0
     cache_miss_requests: Counter[str] = field(default_factory=Counter)
-    """reason (router/miss_reasons/parts.py) -> requests that were compared."""
+    """reason (router/miss_reasons/explanation.py) -> requests that were compared."""
     cache_miss_tokens: Counter[str] = field(default_factory=Counter)
     """reason -> prompt tokens that had to be computed."""
     reused_tokens: Counter[str] = field(default_factory=Counter)

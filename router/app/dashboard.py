@@ -26,7 +26,7 @@ from router.edge.proxy import Proxy
 from router.http.answers import Header
 from router.http.connection import ClientConnection
 from router.http.routes import Answer
-from router.miss_reasons.parts import NO_LOSS, Why
+from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
 BEAT_S: Final = 1.0
 POINT_S: Final = 2.0
@@ -105,7 +105,7 @@ class _Ended:
     def name(self) -> str:
         return self._trace_id.decode("latin-1")
 
-    def row(self, why: Why | None) -> dict[str, Any]:
+    def row(self, why: MissExplanation | None) -> dict[str, Any]:
         decision, parts = self._decision, () if why is None else why.parts
         return {
             "id": self.name,
@@ -138,7 +138,7 @@ class Dashboard:
         workers: Callable[[], dict[str, Any]],
         *,
         version: str = "",
-        why: Callable[[str], Why | None] = lambda name: None,
+        why: Callable[[str], MissExplanation | None] = lambda name: None,
     ) -> None:
         """`why`: what is known of why a request's prompt was computed."""
         page = PAGE.read_bytes()

@@ -13,7 +13,7 @@ from router.counters import Metrics
 from router.decide.registry import CoreSnapshot
 from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
-from router.miss_reasons.parts import GROUPS
+from router.miss_reasons.explanation import GROUPS
 
 PREFIX: Final = "blockcast_router_"
 

@@ -32,7 +32,7 @@ from router.http.response import LengthBody, ResponseHead
 if TYPE_CHECKING:
     from router.edge.comparison import Comparison
     from router.http.connection import Client
-    from router.miss_reasons.ledger import Begun
+    from router.miss_reasons.analyzer import AnalyzedRequest
 
 PROGRESS_EVERY: Final = 32
 """Chunks of a stream between two reports of progress to the core."""
@@ -73,7 +73,7 @@ class Exchange:
         self.progress = Progress(self.started_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
-        self.looked: Comparison | Begun | None = None
+        self.looked: Comparison | AnalyzedRequest | None = None
         """What router/edge/reasons.py knows of it; None before its first byte where it is not compared."""
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None

@@ -26,11 +26,11 @@ from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt, short_keys
+from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.followed import Followed
-from router.miss_reasons.ledger import Begun, Ledger, Prompt, short_keys
-from router.miss_reasons.parts import GROUPS, Why
-from router.miss_reasons.why import BLOCK_TOKENS, Gone, missing_from
+from router.miss_reasons.explanation import GROUPS, MissExplanation
+from router.miss_reasons.watched_conversations import WatchedConversations
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import bounded
@@ -58,13 +58,13 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = Ledger(
+        self.ledger = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._helpers = core, proxy, helpers
         self._facts = KnownFacts(core, emptied, prompts.get)
         self._chunk_tokens = core.config.working_set.chunk_tokens
-        self._by_header, self._by_operator = Followed(config.ttl_s), Followed(config.ttl_s)
+        self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)
@@ -98,7 +98,7 @@ class Reasons:
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
             self._failed(error)
 
-    def get(self, name: str) -> Why | None:
+    def get(self, name: str) -> MissExplanation | None:
         """What is known of a request."""
         return self.ledger.get(name)
 
@@ -172,7 +172,7 @@ class Reasons:
 
     def _compare(
         self, exchange: Exchange | None, comparison: Comparison, name: str, route: RouteRequest, decision: Decision,
-        gone: Gone | None,
+        gone: RemovedPrefix | None,
     ) -> None:  # fmt: skip
         """Compare a request that began, at once or as soon as its body was outlined by another process."""
         comparison.has_begun = True
@@ -210,7 +210,7 @@ class Reasons:
             comparison.outline = await self._helpers.outline(*comparison.pieces)
             comparison.pieces = None
 
-    def _end(self, begun: Begun, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
+    def _end(self, begun: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
         usage, said, now, is_logged = ended
         self.ledger.ended(begun, usage, said, now)
         if is_logged:
@@ -240,11 +240,11 @@ class Reasons:
             route.final, comparison.sampling.unknown_before,
         )  # fmt: skip
 
-    def _gone(self, ids: Any, route: RouteRequest, decision: Decision) -> Gone | None:
+    def _gone(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
         """What of its prompt was held and removed, behind what some worker has."""
         core = self._core
-        found = core.index.gone(ids, route.scope, missing_from(decision), self._block(decision))
-        return None if found is None else Gone(found[0], self._worker_of(found[1]), found[2])
+        found = core.index.gone(ids, route.scope, first_missing_token(decision), self._block(decision))
+        return None if found is None else RemovedPrefix(found[0], self._worker_of(found[1]), found[2])
 
     def _worker_of(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
@@ -282,7 +282,7 @@ class KnownFacts:
 _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, unknown_before=True)
 
 
-def shown(why: Why) -> dict[str, Any]:
+def shown(why: MissExplanation) -> dict[str, Any]:
     """As JSON has it."""
     fields: dict[str, Any] = msgspec.to_builtins(why)
     for part, row in zip(why.parts, fields["parts"]):

@@ -1,8 +1,8 @@
 """The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. Pure.
 
-What is lost stands in three parts, by whose doing it is (router/miss_reasons/why.py): the workload (prompts that
-come back changed, and what no cache had room for), routing (another worker had it), and the index (it was not there as
-told).
+What is lost stands in three parts, by whose doing it is (router/miss_reasons/attribution.py): the workload (prompts
+that come back changed, and what no cache had room for), routing (another worker had it), and the index (it was not
+there as told).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import gmtime, strftime
 
 import msgspec
 
-from router.miss_reasons.parts import GROUPS
+from router.miss_reasons.explanation import GROUPS
 from router.shadow.what_if import Comparison, Engine
 
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}

@@ -10,16 +10,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from reference.miss_reasons.lockstep import BothLedgers
+from reference.miss_reasons.lockstep import BothAnalyzers
 from reference.miss_reasons.naive import check_adds_up
 
 from router.decide.messages import Decision, ReportedUsage, Terms
 from router.index import make_index
 from router.index.protocol import Scope
+from router.miss_reasons.analyzer import MissAnalyzer, Prompt
+from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.ledger import Ledger, Prompt
-from router.miss_reasons.parts import GROUPS, NO_LOSS
-from router.miss_reasons.why import Gone, missing_from
+from router.miss_reasons.explanation import GROUPS, NO_LOSS
 from router.prompting.outlined import Outline
 
 INDEX = make_index(seed=3)
@@ -118,7 +118,7 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
-        self.ledgers = BothLedgers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
+        self.ledgers = BothAnalyzers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
@@ -144,7 +144,9 @@ class World:
             rng.random() < 0.2,
         )  # fmt: skip
         facts = some_facts(rng, self.now)
-        gone = Gone(missing_from(placed) + rng.randrange(1, 40), "a", 0.5) if rng.random() < 0.2 else None
+        gone = (
+            RemovedPrefix(first_missing_token(placed) + rng.randrange(1, 40), "a", 0.5) if rng.random() < 0.2 else None
+        )
         check_adds_up(ledgers.explain(prompt, placed, BLOCK, gone, facts, self.now, 1.0))
         if rng.random() < 0.2:
             begun = ledgers.placed(prompt, placed, gone, self.now, 1.0)
@@ -178,7 +180,7 @@ def test_both_say_the_same() -> None:
 
 
 def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
-    ledgers = BothLedgers(MissReasonsConfig(memory_mb=1), INDEX.shared)
+    ledgers = BothAnalyzers(MissReasonsConfig(memory_mb=1), INDEX.shared)
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
@@ -192,7 +194,7 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
 
 
 def test_a_block_without_tokens_is_refused() -> None:
-    ledger = Ledger(MissReasonsConfig(), INDEX.shared)
+    ledger = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
     prompt = Prompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
@@ -202,7 +204,7 @@ def test_a_block_without_tokens_is_refused() -> None:
 
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
-    ledger = Ledger(MissReasonsConfig(requests_max=2), INDEX.shared)
+    ledger = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
         ledger.placed(name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, own, 0.0), None, 0.0, 0.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.miss_reasons.lockstep import BothLedgers
+from reference.miss_reasons.lockstep import BothAnalyzers
 from reference.miss_reasons.naive import check_adds_up
 
 from engine.tiny.tokenizer import cached_tokenizer
@@ -26,11 +26,11 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import KnownFacts
 from router.index import make_index
 from router.index.protocol import Scope
+from router.miss_reasons.analyzer import Prompt, short_keys
+from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.differences import difference, new_system_prompt
-from router.miss_reasons.ledger import Prompt, short_keys
-from router.miss_reasons.parts import GROUPS, NO_LOSS, Why
-from router.miss_reasons.why import Gone, missing_from
+from router.miss_reasons.differences import classify_difference, find_added_system_prompt
+from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
 from router.prompting.outline import _message, outline, words_of
 from router.prompting.outlined import THINKS, Outline
 from router.prompting.turn import digest_beginning
@@ -52,7 +52,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(cached_tokenizer(), TEMPLATE)
 
 
-Planted = tuple[Why, str, int, int | None]
+Planted = tuple[MissExplanation, str, int, int | None]
 """(what was said, the reason that was planted, its position, the message it is in)."""
 
 
@@ -65,7 +65,7 @@ class Fleet:
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
-        self.ledger = BothLedgers(MissReasonsConfig(), self.core.index.shared)
+        self.ledger = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
         self.emptied: dict[str, float] = {}
         self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0
@@ -92,7 +92,7 @@ class Fleet:
         reported: Callable[[int], int] = lambda cached: cached,
         compare: bool = True,
         **changes: Any,
-    ) -> Why:
+    ) -> MissExplanation:
         """One request, answered with `answer`, of which `sampled` are the ids unless the encoder's are meant."""
         self.now += gap
         self.core.tick(self.now)
@@ -101,8 +101,8 @@ class Fleet:
         assert isinstance(placed, Forward)
         decision = placed.decision
         prompt, facts = self.prompt(route, parsed), KnownFacts(self.core, self.emptied, lambda _: self.tokenizer)
-        found = self.core.index.gone(prompt.ids, route.scope, missing_from(decision), BLOCK)
-        gone = None if found is None else Gone(found[0], self.holders[found[1]], found[2])
+        found = self.core.index.gone(prompt.ids, route.scope, first_missing_token(decision), BLOCK)
+        gone = None if found is None else RemovedPrefix(found[0], self.holders[found[1]], found[2])
         if compare:
             explained = self.ledger.explain(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
             begun = self.ledger.compared(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
@@ -196,7 +196,7 @@ class Conversation:
     def user(self) -> None:
         self.messages.append({"role": "user", "content": self.words(self.rng.randrange(20, 60))})
 
-    def turn(self, answer: str, *, thought: str = "", calls: Any = None, **changes: Any) -> Why:
+    def turn(self, answer: str, *, thought: str = "", calls: Any = None, **changes: Any) -> MissExplanation:
         """Send it, and append the answer to its messages as a client does."""
         text = f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
         for call in calls or ():
@@ -208,7 +208,7 @@ class Conversation:
                               **({"tool_calls": calls} if calls else {})})  # fmt: skip
         return why
 
-    def send(self, answer: str = "", **changes: Any) -> Why:
+    def send(self, answer: str = "", **changes: Any) -> MissExplanation:
         self.last = self.ids()
         return self.fleet.send(self.body, self.name, answer, **changes)
 
@@ -485,8 +485,8 @@ def test_a_system_message_that_the_template_put_first_is_named(tokenizer: Tokeni
     ))  # fmt: skip
     assert before is not None
     assert after is not None
-    assert new_system_prompt(before, after) == before.total + 1
-    assert new_system_prompt(before, before) is None
+    assert find_added_system_prompt(before, after) == before.total + 1
+    assert find_added_system_prompt(before, before) is None
 
 
 def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) -> None:
@@ -537,7 +537,7 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
 
     old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
     assert old.total == 4
-    assert difference(old, new, 0.6) == ("edited", 2)
+    assert classify_difference(old, new, 0.6) == ("edited", 2)
 
 
 @pytest.mark.parametrize("content", ["", "Hello.", "Grüße, 世界 😀", "half \ud83d of a pair", "x" * 5000])

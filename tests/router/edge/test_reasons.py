@@ -18,10 +18,10 @@ from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
 from router.edge.reasons import Reasons
+from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.followed import FOLLOWED_MAX, Followed
-from router.miss_reasons.ledger import Ledger
-from router.miss_reasons.parts import NO_LOSS
+from router.miss_reasons.explanation import NO_LOSS
+from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
 from router.prompting.known import KnownBodies
 from router.prompting.sessions import Session
 from router.prompting.turn import ReadTurn
@@ -348,14 +348,14 @@ def test_a_session_that_is_watched_is_compared(edge: Any, make_post: Any, router
 
 
 def test_what_is_followed_is_bounded() -> None:
-    followed = Followed(keep_s=10.0)
+    followed = WatchedConversations(keep_s=10.0)
     followed.keep(1, 0.0)
     assert not followed, "only what was asked for is followed"
-    for key in range(FOLLOWED_MAX):
+    for key in range(WATCHED_MAX):
         followed.add(key)
     followed.keep(0, 5.0)
     followed.add(-1)
-    assert len(followed) == FOLLOWED_MAX
+    assert len(followed) == WATCHED_MAX
     assert (0 in followed, 1 in followed, -1 in followed) == (True, False, True)
     assert [followed.has_prompt(0, now) for now in (5.0, 14.0, 15.0)] == [True, True, False]
     assert not followed.has_prompt(-1, 5.0)
@@ -446,7 +446,7 @@ def test_a_body_that_returns_is_explained_like_another(
         for known in (KnownBodies(0), KnownBodies(8 << 20)):
             edge.app._reading.known, reasons.ledger = (
                 known,
-                Ledger(MissReasonsConfig(share=1.0), edge.core.index.shared),
+                MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared),
             )
             talk, said = Talk(edge, make_post, words=30), list[Any]()
             for number in range(14):

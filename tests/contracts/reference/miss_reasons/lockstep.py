@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Callable
 
 from router.decide.messages import Decision, ReportedUsage
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt
+from router.miss_reasons.attribution import MissContext, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.ledger import Begun, Ledger, Prompt
-from router.miss_reasons.parts import Why
-from router.miss_reasons.why import Facts, Gone
+from router.miss_reasons.explanation import MissExplanation
 
 from . import naive
 
-Both = tuple[Begun, naive.Begun]
+Both = tuple[AnalyzedRequest, naive.Begun]
 
 
-class BothLedgers:
+class BothAnalyzers:
     """Like each of both. Fails where they differ."""
 
     def __init__(self, config: MissReasonsConfig, shared: Callable[[array[int], array[int]], int]) -> None:
-        self.ledger, self.naive = Ledger(config, shared), naive.NaiveLedger(config)
+        self.ledger, self.naive = MissAnalyzer(config, shared), naive.NaiveAnalyzer(config)
 
     @property
     def tokens(self) -> Counter[str]:
@@ -37,21 +37,36 @@ class BothLedgers:
         return self.ledger.wants_short(keys)
 
     def explain(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float
-    ) -> Why:
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+    ) -> MissExplanation:
         found = self.ledger.explain(prompt, decision, block, gone, facts, now, wall)
         told = self.naive.explain(prompt, decision, block, gone, facts, now, wall)
         assert found == told, (found, told)
         return found
 
-    def placed(self, prompt: Prompt, decision: Decision, gone: Gone | None, now: float, wall: float) -> Both:
+    def placed(self, prompt: Prompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float) -> Both:
         asked = prompt.id, prompt.session, len(prompt.ids), decision, gone, now, wall
         return self._same((self.ledger.placed(*asked), self.naive.placed(*asked)))
 
     def compared(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float,
-        *, is_sampled: bool = True,
-    ) -> Both:  # fmt: skip
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+        *,
+        is_sampled: bool = True,
+    ) -> Both:
         begun = self.ledger.compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
         told = self.naive.compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
         return self._same((begun, told))
@@ -61,7 +76,7 @@ class BothLedgers:
         self.naive.ended(begun[1], usage, answer_tokens, now)
         self._same(begun)
 
-    def why(self, begun: Both) -> Why:
+    def why(self, begun: Both) -> MissExplanation:
         found = begun[0].why
         assert found == begun[1].why, (found, begun[1].why)
         assert self.ledger.get(found.id) == self.naive.get(found.id)

@@ -15,10 +15,10 @@ from typing import Any
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import Scope
+from router.miss_reasons.analyzer import Prompt
+from router.miss_reasons.attribution import MissContext, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.ledger import Prompt
-from router.miss_reasons.parts import GROUPS, Part, Why
-from router.miss_reasons.why import Facts, Gone
+from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
 from router.prompting.outlined import Outline
 
 Message = tuple[int, int, int, int, int]
@@ -51,7 +51,7 @@ class Past:
 
 @dataclass(eq=False)
 class Begun:
-    why: Why
+    why: MissExplanation
     labels: list[tuple[Any, ...]]
     """Of each token from the first on: what tells its part from others, and the fields of that."""
     decision: Decision
@@ -60,7 +60,7 @@ class Begun:
     is_sampled: bool = False
 
 
-class NaiveLedger:
+class NaiveAnalyzer:
     def __init__(self, config: MissReasonsConfig) -> None:
         self.config = config
         self.pasts: list[Past] = []
@@ -72,7 +72,7 @@ class NaiveLedger:
         self.tokens: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
 
-    def get(self, name: str) -> Why | None:
+    def get(self, name: str) -> MissExplanation | None:
         return next((one.why for one in self.last if one.why.id == name), None)
 
     @property
@@ -84,12 +84,26 @@ class NaiveLedger:
         return sum(past.is_short for past in self.pasts)
 
     def explain(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float
-    ) -> Why:
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+    ) -> MissExplanation:
         return self._explained(prompt, decision, block, gone, facts, now, wall)[0].why
 
     def placed(
-        self, id: str, session: str | None, tokens: int, decision: Decision, gone: Gone | None, now: float, wall: float
+        self,
+        id: str,
+        session: str | None,
+        tokens: int,
+        decision: Decision,
+        gone: RemovedPrefix | None,
+        now: float,
+        wall: float,
     ) -> Begun:
         prompt = Prompt(id, array("I", range(tokens)), Scope("m"), None, session, unknown_before=True)
         labels = labels_of(prompt, None, 0, decision, 1, gone, None, now)
@@ -99,9 +113,16 @@ class NaiveLedger:
         return begun
 
     def compared(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float,
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
         is_sampled: bool,
-    ) -> Begun:  # fmt: skip
+    ) -> Begun:
         while self.pasts and now - self.pasts[0].at_s >= self.config.ttl_s:
             del self.pasts[0]
         begun, instead = self._explained(prompt, decision, block, gone, facts, now, wall)
@@ -167,7 +188,14 @@ class NaiveLedger:
             del self.pasts[0]
 
     def _explained(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
     ) -> tuple[Begun, Past | None]:
         past = self._goes_on(prompt) or self._before(prompt)
         common = 0 if past is None else shared(past.ids, prompt.ids)
@@ -210,8 +238,8 @@ class NaiveLedger:
 
 
 def labels_of(
-    prompt: Prompt, past: Past | None, common: int, decision: Decision, block: int, gone: Gone | None,
-    facts: Facts | None, now: float,
+    prompt: Prompt, past: Past | None, common: int, decision: Decision, block: int, gone: RemovedPrefix | None,
+    facts: MissContext | None, now: float,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Of each token: ("cached",), or (what tells its part from others, the reason, more fields of the part)."""
     length, best, first = len(prompt.ids), decision.best, decision.predicted_cached_tokens
@@ -258,9 +286,9 @@ def labels_of(
     return [label(at) for at in range(length)]
 
 
-def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> Why:
+def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
     best = decision.best or decision.terms
-    why = Why(
+    why = MissExplanation(
         prompt.id, wall, prompt.session, decision.worker, len(prompt.ids), best.cached_tokens, best.worker,
         decision.predicted_cached_tokens, attempt=decision.attempt,
     )  # fmt: skip
@@ -268,12 +296,12 @@ def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[A
     return why
 
 
-def sum_up(why: Why, labels: list[tuple[Any, ...]]) -> None:
+def sum_up(why: MissExplanation, labels: list[tuple[Any, ...]]) -> None:
     why.parts, at = [], 0
     for (name, *_), same in groupby(labels, key=lambda label: label[:1]):
         run = list(same)
         if name not in ("cached", "reused"):
-            why.parts.append(Part(run[0][1], at, at + len(run), **run[0][2]))
+            why.parts.append(UncachedRange(run[0][1], at, at + len(run), **run[0][2]))
         at += len(run)
     lost = [part for part in why.parts if part.reason not in NOT_LOST]
     why.lost_tokens = sum(part.end - part.start for part in lost)
@@ -307,7 +335,7 @@ def differing(old: Scope, new: Scope) -> str | None:
     return next((name for name in names if getattr(old, name) != getattr(new, name)), None)
 
 
-def lost(past: Past, facts: Facts, now: float) -> tuple[str, dict[str, Any]]:
+def lost(past: Past, facts: MissContext, now: float) -> tuple[str, dict[str, Any]]:
     emptied_s = facts.emptied(past.worker)
     if emptied_s is not None and emptied_s >= past.at_s:
         return "worker_lost", {"worker": past.worker, "ago_s": round(now - emptied_s, 3)}
@@ -315,7 +343,7 @@ def lost(past: Past, facts: Facts, now: float) -> tuple[str, dict[str, Any]]:
     return "evicted" if is_old else "not_announced", {"worker": past.worker}
 
 
-def changed(past: Past, prompt: Prompt, common: int, facts: Facts) -> tuple[str, dict[str, Any]]:
+def changed(past: Past, prompt: Prompt, common: int, facts: MissContext) -> tuple[str, dict[str, Any]]:
     how, message = "edited", None
     if past.outline is not None and prompt.outline is not None:
         how, message = difference(past.outline, prompt.outline, common / len(past.ids))
@@ -367,7 +395,7 @@ def answered(chat: list[Message], at: int) -> str | None:
     return "thinking_dropped" if chat[at][3] & THINKS else "tool_arguments" if chat[at][3] & CALLS else "re_encoded"
 
 
-def check_adds_up(why: Why) -> None:
+def check_adds_up(why: MissExplanation) -> None:
     """Assert that the parts are all that was not reused, in order and without a gap."""
     reused = why.chosen_tokens if why.reported_tokens is None else min(why.reported_tokens, why.prompt_tokens)
     edges = [(part.start, part.end) for part in why.parts]

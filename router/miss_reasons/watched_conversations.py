@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-FOLLOWED_MAX: Final = 1024
+WATCHED_MAX: Final = 1024
 """Conversations; of more the longest unused is forgotten."""
 
 
-class Followed:
+class WatchedConversations:
     """Conversations by their key, each with the time of its last prompt that was kept."""
 
     def __init__(self, keep_s: float) -> None:
@@ -24,7 +24,7 @@ class Followed:
         """Follow a conversation from its next request on."""
         self._kept_s.setdefault(key, None)
         self._kept_s.move_to_end(key)
-        if len(self._kept_s) > FOLLOWED_MAX:
+        if len(self._kept_s) > WATCHED_MAX:
             self._kept_s.popitem(last=False)
 
     def __contains__(self, key: int) -> bool:

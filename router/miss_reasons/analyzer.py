@@ -14,13 +14,19 @@ from typing import Final, TypeAlias
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import PrefixIndex, Scope
-from router.miss_reasons.book import Past, TurnBook
+from router.miss_reasons.attribution import (
+    MissContext,
+    PromptComparison,
+    RemovedPrefix,
+    attribute_misses,
+    attribute_without_comparison,
+)
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.parts import Why
-from router.miss_reasons.why import Facts, Gone, Turn, parts_of, parts_of_decision
+from router.miss_reasons.explanation import MissExplanation
+from router.miss_reasons.prompt_history import PreviousPrompt, PromptHistory
 from router.prompting.outlined import Outline
 
-SHORT_TOKENS: Final = 16
+SHORT_KEY_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""
 
 
@@ -70,18 +76,25 @@ class PlacedRequest:
     __slots__ = ("_at", "_gone", "_now", "_reported", "_session", "decision", "id", "tokens")
 
     def __init__(
-        self, id: str, session: str | None, tokens: int, decision: Decision, gone: Gone | None, now: float, wall: float
+        self,
+        id: str,
+        session: str | None,
+        tokens: int,
+        decision: Decision,
+        gone: RemovedPrefix | None,
+        now: float,
+        wall: float,
     ) -> None:
         self.id, self.tokens, self.decision = id, tokens, decision
         self._session, self._gone, self._now, self._at = session, gone, now, wall
         self._reported: int | None = None
 
     @property
-    def why(self) -> Why:
+    def why(self) -> MissExplanation:
         """The reasons that need only the decision and the index."""
-        why = _why(self.id, self._session, self.tokens, self.decision, self._at)
+        why = _new_explanation(self.id, self._session, self.tokens, self.decision, self._at)
         why.compared = False
-        why.parts = parts_of_decision(self.tokens, self.decision, self._gone, self._now)
+        why.parts = attribute_without_comparison(self.tokens, self.decision, self._gone, self._now)
         why.sum_up()
         if self._reported is not None:
             why.settle(self.decision.terms.resident_tokens, self._reported)
@@ -97,7 +110,9 @@ class ComparedRequest:
 
     __slots__ = ("decision", "final", "is_sampled", "past", "why")
 
-    def __init__(self, why: Why, past: Past, decision: Decision, *, final: bool, is_sampled: bool) -> None:
+    def __init__(
+        self, why: MissExplanation, past: PreviousPrompt, decision: Decision, *, final: bool, is_sampled: bool
+    ) -> None:
         self.why, self.past, self.decision, self.final = why, past, decision, final
         self.is_sampled = is_sampled
         """Counted by reason: its conversation is one of the share."""
@@ -115,10 +130,10 @@ class ComparedRequest:
         self.why.settle(self.decision.terms.resident_tokens, reported)
 
 
-Begun: TypeAlias = PlacedRequest | ComparedRequest
+AnalyzedRequest: TypeAlias = PlacedRequest | ComparedRequest
 
 
-class Ledger:
+class MissAnalyzer:
     """One a process."""
 
     def __init__(
@@ -130,9 +145,9 @@ class Ledger:
         sums: Counter[str] | None = None,
     ) -> None:
         """`shared`: how many tokens two prompts begin with alike."""
-        self.book = TurnBook(config.memory_mb << 20, config.ttl_s, shared)
+        self.book = PromptHistory(config.memory_mb << 20, config.ttl_s, shared)
         self._requests_max = config.requests_max
-        self._requests: OrderedDict[str, Begun] = OrderedDict()
+        self._requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
         """id -> the last request of that id, the oldest first."""
         self.turns: Counter[str] = Counter() if turns is None else turns
         """reason -> requests, of the share that is compared."""
@@ -144,7 +159,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def get(self, name: str) -> Why | None:
+    def get(self, name: str) -> MissExplanation | None:
         """What is known of a request."""
         found = self._requests.get(name)
         return None if found is None else found.why
@@ -154,13 +169,27 @@ class Ledger:
         return not keys or self.book.shorts > 0
 
     def explain(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float
-    ) -> Why:
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+    ) -> MissExplanation:
         """The same as `compared`, of a request that was not sent. Changes nothing."""
         return self._explained(prompt, self._turn(prompt, block), decision, gone, facts, now, wall)
 
     def placed(
-        self, id: str, session: str | None, tokens: int, decision: Decision, gone: Gone | None, now: float, wall: float
+        self,
+        id: str,
+        session: str | None,
+        tokens: int,
+        decision: Decision,
+        gone: RemovedPrefix | None,
+        now: float,
+        wall: float,
     ) -> PlacedRequest:
         """Its answer has begun, and its prompt of so many tokens is not compared."""
         placed = PlacedRequest(id, session, tokens, decision, gone, now, wall)
@@ -168,9 +197,17 @@ class Ledger:
         return placed
 
     def compared(
-        self, prompt: Prompt, decision: Decision, block: int, gone: Gone | None, facts: Facts, now: float, wall: float,
-        *, is_sampled: bool = True,
-    ) -> ComparedRequest:  # fmt: skip
+        self,
+        prompt: Prompt,
+        decision: Decision,
+        block: int,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+        *,
+        is_sampled: bool = True,
+    ) -> ComparedRequest:
         """Its answer has begun: the prompt was computed, in blocks of so many tokens. Raises ValueError for a block
         without tokens."""
         if block < 1:
@@ -181,17 +218,17 @@ class Ledger:
         session = prompt.session
         keys: tuple[int, ...] = ()
         if session is None:
-            keys = marks(prompt.keys) or tuple(prompt.short[-1:])
+            keys = select_lookup_keys(prompt.keys) or tuple(prompt.short[-1:])
             keys += () if prompt.begins is None else (prompt.begins,)
         is_short = session is None and not prompt.keys
-        past = Past(prompt.scope, prompt.ids, prompt.outline, decision.worker, now, session, keys, is_short)
+        past = PreviousPrompt(prompt.scope, prompt.ids, prompt.outline, decision.worker, now, session, keys, is_short)
         if len(prompt.ids) >= block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)
         begun = ComparedRequest(why, past, decision, final=prompt.final, is_sampled=is_sampled)
         self._keep(begun)
         return begun
 
-    def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+    def ended(self, begun: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Its answer is whole, with so many tokens."""
         if usage is not None and usage.cached_tokens is not None:
             reported, decision, sums = max(usage.cached_tokens, 0), begun.decision, self.sums
@@ -211,18 +248,18 @@ class Ledger:
         if begun.final and past.session is not None:
             self.book.forget(past.session)
 
-    def _keep(self, begun: Begun) -> None:
+    def _keep(self, begun: AnalyzedRequest) -> None:
         requests = self._requests
         requests.pop(begun.id, None)
         requests[begun.id] = begun
         if len(requests) > self._requests_max:
             requests.popitem(last=False)
 
-    def _turn(self, prompt: Prompt, block: int) -> Turn:
+    def _turn(self, prompt: Prompt, block: int) -> PromptComparison:
         """The prompt beside the one it goes on from."""
         ids, scope, session, book = prompt.ids, prompt.scope, prompt.session, self.book
         past = book.goes_on(ids, scope, session, prompt.found_by)
-        turn = Turn(len(ids), block, past)
+        turn = PromptComparison(len(ids), block, past)
         turn.outline, turn.unknown_before = prompt.outline, prompt.unknown_before
         if past is not None:
             turn.common = len(past.ids)
@@ -231,26 +268,32 @@ class Ledger:
         if found is not None:
             turn.past, turn.common = found
             turn.same_session = turn.past.session == session
-            turn.differs = _differs(turn.past.scope, scope)
+            turn.differs = _scope_difference(turn.past.scope, scope)
         return turn
 
     @staticmethod
     def _explained(
-        prompt: Prompt, turn: Turn, decision: Decision, gone: Gone | None, facts: Facts, now: float, wall: float
-    ) -> Why:
-        why = _why(prompt.id, prompt.session, turn.tokens, decision, wall)
+        prompt: Prompt,
+        turn: PromptComparison,
+        decision: Decision,
+        gone: RemovedPrefix | None,
+        facts: MissContext,
+        now: float,
+        wall: float,
+    ) -> MissExplanation:
+        why = _new_explanation(prompt.id, prompt.session, turn.tokens, decision, wall)
         why.compared = turn.past is not None or not turn.unknown_before
-        why.parts = parts_of(turn, decision, gone, facts, now)
+        why.parts = attribute_misses(turn, decision, gone, facts, now)
         why.sum_up()
         return why
 
 
 def short_keys(index: PrefixIndex, ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
     """The keys of a prompt's first chunk of so many tokens."""
-    return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_TOKENS)
+    return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_KEY_TOKENS)
 
 
-def marks(keys: Sequence[int]) -> tuple[int, ...]:
+def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
     """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
     count, found = len(keys), list[int]()
     while count:
@@ -260,9 +303,9 @@ def marks(keys: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _why(id: str, session: str | None, tokens: int, decision: Decision, wall: float) -> Why:
+def _new_explanation(id: str, session: str | None, tokens: int, decision: Decision, wall: float) -> MissExplanation:
     best = decision.best or decision.terms
-    return Why(
+    return MissExplanation(
         id=id,
         at=wall,
         session=session,
@@ -275,7 +318,7 @@ def _why(id: str, session: str | None, tokens: int, decision: Decision, wall: fl
     )
 
 
-def _differs(old: Scope, new: Scope) -> str | None:
+def _scope_difference(old: Scope, new: Scope) -> str | None:
     if old.model != new.model:
         return "model"
     return "lora" if old.lora != new.lora else "salt" if old.salt != new.salt else None

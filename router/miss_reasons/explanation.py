@@ -20,7 +20,7 @@ GROUPS: Final = {
 """reason -> whose doing it is."""
 
 
-class Part(msgspec.Struct, omit_defaults=True):
+class UncachedRange(msgspec.Struct, omit_defaults=True):
     """Some of the tokens that had to be computed."""
 
     reason: str
@@ -43,7 +43,7 @@ class Part(msgspec.Struct, omit_defaults=True):
         return self.end - self.start
 
 
-class Why(msgspec.Struct, omit_defaults=True):
+class MissExplanation(msgspec.Struct, omit_defaults=True):
     """One request."""
 
     id: str
@@ -64,7 +64,7 @@ class Why(msgspec.Struct, omit_defaults=True):
     position: int | None = None
     """Where the prompt leaves what is or was held, for that reason."""
     lost_tokens: int = 0
-    parts: list[Part] = []
+    parts: list[UncachedRange] = []
     attempt: int = 0
     compared: bool = True
     """Whether the prompt was compared with the last one of its conversation."""
@@ -72,8 +72,8 @@ class Why(msgspec.Struct, omit_defaults=True):
     def sum_up(self) -> None:
         """Find the main reason and its position in the parts."""
         lost = most = most_new = 0
-        main: Part | None = None
-        new: Part | None = None
+        main: UncachedRange | None = None
+        new: UncachedRange | None = None
         for part in self.parts:
             tokens = part.tokens
             if part.reason not in NO_LOSS:
@@ -98,8 +98,8 @@ class Why(msgspec.Struct, omit_defaults=True):
             part.start = max(part.start, reused)
         vouched = min(max(resident_tokens, reused), predicted)
         missing = [
-            Part("mispredicted", reused, vouched, worker=self.worker),
-            Part("not_announced", vouched, predicted, worker=self.worker),
+            UncachedRange("mispredicted", reused, vouched, worker=self.worker),
+            UncachedRange("not_announced", vouched, predicted, worker=self.worker),
         ]
         self.parts = [part for part in missing if part.end > part.start] + kept
         self.sum_up()

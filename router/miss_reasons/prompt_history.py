@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from router.index.protocol import Scope
-from router.miss_reasons.differences import contents, is_aside, is_said, numbers
+from router.miss_reasons.differences import is_dialogue, is_side_request, message_digests, unpack_words
 from router.prompting.outlined import WORDS, Outline
 
 BRANCHES_MAX: Final = 4
@@ -22,11 +22,11 @@ PROMPT_BYTES: Final = 600
 """Of a prompt, besides ids and outline."""
 OUTLINE_BYTES: Final = 256
 """Of an outline, besides its numbers."""
-_ALIKE_MIN: Final = 0.5
+_SHARED_RATIO_MIN: Final = 0.5
 """Two prompts without messages are one conversation's where they share so much of the shorter one."""
 
 
-class Past:
+class PreviousPrompt:
     """A prompt that was computed, by the target `worker`. `keys`: chunks by which it is found where its session has no
     name; `is_short`: it has none, and its key is that of a beginning of its first chunk."""
 
@@ -60,17 +60,17 @@ class Past:
         return len(self.ids) + max(self.answer_tokens - 1, 0)
 
 
-class TurnBook:
+class PromptHistory:
     """One a process."""
 
     def __init__(self, bytes_max: int, keep_s: float, shared: Callable[[array[int], array[int]], int]) -> None:
         """`shared`: how many tokens two prompts begin with alike."""
         self._bytes_max, self._keep_s, self._shared = bytes_max, keep_s, shared
-        self._pasts: OrderedDict[int, Past] = OrderedDict()
+        self._pasts: OrderedDict[int, PreviousPrompt] = OrderedDict()
         """id -> prompt, the longest unused first."""
-        self._sessions: dict[str, list[Past]] = {}
+        self._sessions: dict[str, list[PreviousPrompt]] = {}
         """The last first."""
-        self._keys: dict[int, Past] = {}
+        self._keys: dict[int, PreviousPrompt] = {}
         self.used_bytes = 0
         self.shorts = 0
         """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
@@ -78,7 +78,7 @@ class TurnBook:
     def __len__(self) -> int:
         return len(self._pasts)
 
-    def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> Past | None:
+    def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> PreviousPrompt | None:
         """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
         for past in self._candidates(session, None, keys):
             if past.scope == scope and self._begins(ids, past.ids):
@@ -93,18 +93,20 @@ class TurnBook:
         session: str | None,
         parent: str | None,
         keys: Sequence[int],
-    ) -> tuple[Past, int] | None:
+    ) -> tuple[PreviousPrompt, int] | None:
         """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
         candidates = self._candidates(session, parent, keys)
         if outline is not None:
-            candidates = [past for past in candidates if past.outline is None or not is_aside(past.outline, outline)]
-        if len(candidates) == 1 and _have_common(outline, candidates[0], session):  # as usual: it need not be counted
+            candidates = [
+                past for past in candidates if past.outline is None or not is_side_request(past.outline, outline)
+            ]
+        if len(candidates) == 1 and _share_message(outline, candidates[0], session):  # as usual: it need not be counted
             return candidates[0], self._shared(candidates[0].ids, ids)
         best, found = (-1, -1), None
-        own = set(contents(outline, said=session is None)) if outline is not None and candidates else None
+        own = set(message_digests(outline, said=session is None)) if outline is not None and candidates else None
         for past in candidates:
             common = self._shared(past.ids, ids)
-            likeness = _likeness(past, own, common, len(ids))
+            likeness = _similarity(past, own, common, len(ids))
             if likeness is not None and (likeness, common) > best:
                 best, found = (likeness, common), (past, common)
         return found
@@ -113,7 +115,7 @@ class TurnBook:
         count = len(past)
         return 0 < count <= len(ids) and ids[count - 1] == past[count - 1] and self._shared(past, ids) == count
 
-    def put(self, past: Past, instead: Past | None = None) -> None:
+    def put(self, past: PreviousPrompt, instead: PreviousPrompt | None = None) -> None:
         """It was computed; `instead` of the one it goes on from."""
         if instead is not None and instead.session == past.session:
             self._drop(instead)
@@ -145,9 +147,9 @@ class TurnBook:
                 return
             self._drop(past)
 
-    def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
+    def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[PreviousPrompt]:
         if session is None:
-            found, known = list[Past](), self._keys
+            found, known = list[PreviousPrompt](), self._keys
             for place in range(len(keys) - 1, -1, -1):  # the longest common beginning first
                 past = known.get(keys[place])
                 if past is not None and past not in found:
@@ -157,7 +159,7 @@ class TurnBook:
             return found
         return self._sessions.get(session) or (self._sessions.get(parent, []) if parent is not None else [])
 
-    def _drop(self, past: Past) -> None:
+    def _drop(self, past: PreviousPrompt) -> None:
         if self._pasts.pop(id(past), None) is None:
             return
         self.used_bytes -= past.bytes
@@ -180,21 +182,21 @@ class TurnBook:
         assert {id(past) for past in self._keys.values()} <= set(self._pasts)
 
 
-def _have_common(outline: Outline | None, past: Past, session: str | None) -> bool:
+def _share_message(outline: Outline | None, past: PreviousPrompt, session: str | None) -> bool:
     """Whether a message, at its place, is the same in both: then `_likeness` finds one."""
     if outline is None or past.outline is None:
         return False
-    own, old = numbers(outline), numbers(past.outline)
+    own, old = unpack_words(outline), unpack_words(past.outline)
     for at in range(0, min(len(own), len(old)), WORDS):
         if own[at + 2] == old[at + 2] and (
-            (session is not None or is_said(own[at + 3])) and (past.session is not None or is_said(old[at + 3]))
+            (session is not None or is_dialogue(own[at + 3])) and (past.session is not None or is_dialogue(old[at + 3]))
         ):
             return True
     return False
 
 
-def _likeness(past: Past, own: set[int] | None, common: int, tokens: int) -> int | None:
+def _similarity(past: PreviousPrompt, own: set[int] | None, common: int, tokens: int) -> int | None:
     """`own`: the messages of the prompt that it may have come before."""
     if own is not None and past.outline is not None:
-        return len(own.intersection(contents(past.outline, said=past.session is None))) or None
-    return common if past.session is not None or common >= _ALIKE_MIN * min(len(past.ids), tokens) else None
+        return len(own.intersection(message_digests(past.outline, said=past.session is None))) or None
+    return common if past.session is not None or common >= _SHARED_RATIO_MIN * min(len(past.ids), tokens) else None

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from router.decide.messages import Decision
-from router.miss_reasons.book import Past
-from router.miss_reasons.differences import answered, difference, new_system_prompt
-from router.miss_reasons.parts import NOT_COMPARED, Part
+from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
+from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
+from router.miss_reasons.prompt_history import PreviousPrompt
 from router.prompting.outlined import Outline
 
 BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""
-TAIL_TOKENS: Final = 16
+TEMPLATE_TAIL_TOKENS: Final = 16
 """A prompt's end, with which the template asks for an answer."""
-ANNOUNCED_WITHIN_S: Final = 5.0
+ANNOUNCEMENT_S_MAX: Final = 5.0
 """What was computed longer ago and was never announced will not be."""
 
 
-class Gone(NamedTuple):
+class RemovedPrefix(NamedTuple):
     """Some of a prompt that was held, and removed."""
 
     end: int
@@ -33,7 +33,7 @@ class Gone(NamedTuple):
     at_s: float
 
 
-class Facts(Protocol):
+class MissContext(Protocol):
     """What is asked only where something is missing."""
 
     def emptied(self, worker_id: str) -> float | None:
@@ -46,10 +46,10 @@ class Facts(Protocol):
         """Whether a worker's cache is guessed: it tells nothing of what it removes."""
 
 
-class Turn:
+class PromptComparison:
     """One prompt of so many tokens, and what came before it. `block`: tokens of the chosen worker's blocks."""
 
-    def __init__(self, tokens: int, block: int, past: Past | None) -> None:
+    def __init__(self, tokens: int, block: int, past: PreviousPrompt | None) -> None:
         self.tokens, self.block, self.past = tokens, block, past
         self.common = 0
         """Tokens that both begin with."""
@@ -62,12 +62,12 @@ class Turn:
         """Earlier prompts of its conversation may have been, and were not kept."""
 
 
-class _Parts:
+class _RangeBuilder:
     """Of a prompt of so many tokens, from `at` on, one behind the other."""
 
     def __init__(self, at: int, length: int) -> None:
         self.at, self._length = at, length
-        self.found: list[Part] = []
+        self.found: list[UncachedRange] = []
 
     def add(
         self,
@@ -84,49 +84,53 @@ class _Parts:
         """What is left up to `end`, if anything is."""
         end = min(end, self._length)
         if end > self.at:
-            self.found.append(Part(reason, self.at, end, position, message, worker, ago_s, here_s, there_s))
+            self.found.append(UncachedRange(reason, self.at, end, position, message, worker, ago_s, here_s, there_s))
             self.at = end
 
 
-def missing_from(decision: Decision) -> int:
+def first_missing_token(decision: Decision) -> int:
     """The first token of a prompt that no worker which could be chosen has."""
     best = decision.best
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
 
 
-def parts_of_decision(tokens: int, decision: Decision, gone: Gone | None, now: float) -> list[Part]:
+def attribute_without_comparison(
+    tokens: int, decision: Decision, gone: RemovedPrefix | None, now: float
+) -> list[UncachedRange]:
     """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
     index tell."""
-    parts = _begin(tokens, decision)
-    _add_gone(parts, gone, now)
+    parts = _start_ranges(tokens, decision)
+    _add_evicted(parts, gone, now)
     parts.add(NOT_COMPARED, tokens)
     return parts.found
 
 
-def parts_of(turn: Turn, decision: Decision, gone: Gone | None, facts: Facts, now: float) -> list[Part]:
+def attribute_misses(
+    turn: PromptComparison, decision: Decision, gone: RemovedPrefix | None, facts: MissContext, now: float
+) -> list[UncachedRange]:
     """The same of a prompt that is compared with the last one of its conversation."""
     past, block, length = turn.past, turn.block, turn.tokens
-    parts = _begin(length, decision)
+    parts = _start_ranges(length, decision)
     goes_on = past is not None and turn.common == len(past.ids)
     known = 0 if past is None else past.known_tokens if goes_on else turn.common
-    usable = _whole(min(known, length - 1), block)
+    usable = _round_down_to_blocks(min(known, length - 1), block)
     if past is None or turn.differs is not None or parts.at < usable:
-        _add_gone(parts, gone, now)
+        _add_evicted(parts, gone, now)
     if past is None:
         parts.add(NOT_COMPARED if turn.unknown_before else "new_session", length)
         return parts.found
     if turn.differs is not None:
-        parts.add(turn.differs, _whole(turn.common, block))
+        parts.add(turn.differs, _round_down_to_blocks(turn.common, block))
         parts.add("block_rest", turn.common)
-    elif parts.at < _whole(min(turn.common, length - 1), block):
-        reason, ago_s = _lost(past, facts, now)
+    elif parts.at < _round_down_to_blocks(min(turn.common, length - 1), block):
+        reason, ago_s = _loss_reason(past, facts, now)
         parts.add(reason, usable, worker=past.worker, ago_s=ago_s)
     if not goes_on and turn.same_session and turn.differs is None:
-        how, message = _difference(turn, past, facts)
+        how, message = _message_difference(turn, past, facts)
         parts.add(how, max(past.known_tokens, turn.common + 1), position=turn.common, message=message)
     elif goes_on and parts.at < usable and turn.outline is not None:
         message = past.messages
-        answer = answered(turn.outline, message)
+        answer = classify_answer_change(turn.outline, message)
         if answer is not None:
             parts.add(answer, known, position=max(parts.at, turn.common), message=message)
     else:
@@ -135,8 +139,8 @@ def parts_of(turn: Turn, decision: Decision, gone: Gone | None, facts: Facts, no
     return parts.found
 
 
-def _begin(tokens: int, decision: Decision) -> _Parts:
-    parts = _Parts(min(decision.predicted_cached_tokens, tokens), tokens)
+def _start_ranges(tokens: int, decision: Decision) -> _RangeBuilder:
+    parts = _RangeBuilder(min(decision.predicted_cached_tokens, tokens), tokens)
     best = decision.best
     if best is not None:
         parts.add(
@@ -145,38 +149,38 @@ def _begin(tokens: int, decision: Decision) -> _Parts:
     return parts
 
 
-def _add_gone(parts: _Parts, gone: Gone | None, now: float) -> None:
+def _add_evicted(parts: _RangeBuilder, gone: RemovedPrefix | None, now: float) -> None:
     if gone is not None:
         parts.add("evicted", gone.end, worker=gone.worker, ago_s=round(now - gone.at_s, 3))
 
 
-def _lost(past: Past, facts: Facts, now: float) -> tuple[str, float | None]:
+def _loss_reason(past: PreviousPrompt, facts: MissContext, now: float) -> tuple[str, float | None]:
     """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
     emptied_s = facts.emptied(past.worker)
     if emptied_s is not None and emptied_s >= past.at_s:
         return "worker_lost", round(now - emptied_s, 3)
-    if facts.guessed(past.worker) or now - past.at_s > ANNOUNCED_WITHIN_S:
+    if facts.guessed(past.worker) or now - past.at_s > ANNOUNCEMENT_S_MAX:
         return "evicted", None
     return "not_announced", None
 
 
-def _difference(turn: Turn, past: Past, facts: Facts) -> tuple[str, int | None]:
+def _message_difference(turn: PromptComparison, past: PreviousPrompt, facts: MissContext) -> tuple[str, int | None]:
     """How the prompt differs from the past one, in which message."""
     if turn.outline is None or past.outline is None:
         return "edited", None
-    how, message = difference(past.outline, turn.outline, turn.common / len(past.ids))
-    is_tail = len(past.ids) - turn.common <= TAIL_TOKENS
+    how, message = classify_difference(past.outline, turn.outline, turn.common / len(past.ids))
+    is_tail = len(past.ids) - turn.common <= TEMPLATE_TAIL_TOKENS
     if how == "re_encoded" and not is_tail:
-        added = new_system_prompt(past.outline, turn.outline)
+        added = find_added_system_prompt(past.outline, turn.outline)
         if added is not None:  # the template put it before what had been said
             return "system_prompt", added
-    if how == "re_encoded" and is_tail and answered(turn.outline, past.messages) is not None:
+    if how == "re_encoded" and is_tail and classify_answer_change(turn.outline, past.messages) is not None:
         # What the template put before the answer is not what stands before it now.
         thinks = facts.thinks(past.scope.model, past.ids[turn.common :])
         return ("thinking_dropped" if thinks else how), past.messages
     return how, message
 
 
-def _whole(tokens: int, block: int) -> int:
+def _round_down_to_blocks(tokens: int, block: int) -> int:
     """Rounded down to blocks."""
     return tokens - tokens % block
