@@ -264,7 +264,7 @@ class Scheduler:
         if any(entry.seq.computed == entry.length_max - 1 for entry in filling):
             return None
         if loads is not None:
-            loads.begin(beside_decodes=True)
+            loads.begin_step(has_decodes=True)
         if self._waiting:  # for a seat
             self._waiting.step(self._prompt_room(len(decoders.entries)))
         chunks = decoders.chunks(fed=bool(self._out))
@@ -374,7 +374,7 @@ class Scheduler:
         if self.config.enough_prompt_tokens is not None:
             draft.enough = max(1, budget - self.config.enough_prompt_tokens + 1)
         if loads is not None:
-            loads.begin(beside_decodes=bool(draft.chunks))
+            loads.begin_step(has_decodes=bool(draft.chunks))
         for entry in self._waiting.begun(entry for entry in started if entry.seq in self.cache):
             if self._waiting.shortest:
                 self._admit(draft, entry)
@@ -463,9 +463,9 @@ class Scheduler:
 
     def _loading(self, planned: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
-        if self.cache.loads is None or not self.cache.loads.planned:
+        if self.cache.loads is None or not self.cache.loads.planned_loads:
             return []
-        seqs = {load[0] for load in self.cache.loads.planned if load is not None}
+        seqs = {load[0] for load in self.cache.loads.planned_loads if load is not None}
         return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
 
     def _put_back(self, entry: RequestEntry, start: int) -> None:
@@ -579,7 +579,7 @@ class Scheduler:
             entry.ended, entry.plain_until = True, 0
             self._ended.add(entry.seq)
             if self.cache.loads is not None:
-                self.cache.loads.drop(entry.seq)
+                self.cache.loads.cancel(entry.seq)
         else:
             self._remove(entry)
 

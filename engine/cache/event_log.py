@@ -17,10 +17,10 @@ from engine.cache.spec import MAMBA, CacheSpec
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
-STORED, REMOVED, MOVED, GONE = range(4)
+STORED, REMOVED, DEMOTED, HOST_REMOVED = range(4)
 """On the device, from it, from it to the host, from the host."""
-Note = tuple[int, int, Any] | None
-"""(change, kind, nodes), of MOVED (change, 0, {(kind, node): None}); None: all cleared."""
+Change = tuple[int, int, Any] | None
+"""(action, kind, nodes), of DEMOTED (action, 0, {(kind, node): None}); None: all cleared."""
 
 
 class EventLog:
@@ -32,104 +32,115 @@ class EventLog:
         """(`kv_cache_spec_kind`, sliding window) of each kind of block."""
         if spec.state is not None:
             self.kinds.append((MAMBA, None))
-        self.joined = [kind != MAMBA for kind, _ in self.kinds]
+        self.joins_chains = [kind != MAMBA for kind, _ in self.kinds]
         """Whether blocks of a chain go into one event."""
-        self._notes: list[Note] = []
+        self._changes: list[Change] = []
 
-    def stored(self, kind: int, node: Node) -> None:
-        notes = self._notes
-        if notes and self.joined[kind] and (last := notes[-1]) and last[0] == STORED and last[1] == kind:
-            nodes = last[2]
+    def record_stored(self, kind: int, node: Node) -> None:
+        changes = self._changes
+        if (
+            changes
+            and self.joins_chains[kind]
+            and (last_change := changes[-1])
+            and last_change[0] == STORED
+            and last_change[1] == kind
+        ):
+            nodes = last_change[2]
             if nodes[-1] is node.parent:
                 nodes.append(node)
                 return
-        notes.append((STORED, kind, [node]))
+        changes.append((STORED, kind, [node]))
 
-    def removed(self, kind: int, node: Node) -> None:
-        last = self._notes[-1] if self._notes else None
-        if last and last[0] == REMOVED and last[1] == kind:
-            last[2].append(node)
+    def record_removed(self, kind: int, node: Node) -> None:
+        last_change = self._changes[-1] if self._changes else None
+        if last_change and last_change[0] == REMOVED and last_change[1] == kind:
+            last_change[2].append(node)
         else:
-            self._notes.append((REMOVED, kind, [node]))
+            self._changes.append((REMOVED, kind, [node]))
 
-    def moved(self, kind: int, node: Node) -> None:
-        last = self._notes[-1] if self._notes else None
-        if last is None or last[0] != MOVED:
-            last = (MOVED, 0, {})
-            self._notes.append(last)
-        last[2][kind, node] = None
+    def record_demoted(self, kind: int, node: Node) -> None:
+        last_change = self._changes[-1] if self._changes else None
+        if last_change is None or last_change[0] != DEMOTED:
+            last_change = (DEMOTED, 0, {})
+            self._changes.append(last_change)
+        last_change[2][kind, node] = None
 
-    def gone(self, kind: int, node: Node) -> None:
+    def record_host_removed(self, kind: int, node: Node) -> None:
         """From the host, to make room for others mostly: so it is told before those, and they in one go."""
-        at = len(self._notes)
-        if at and (last := self._notes[-1]) and last[0] == MOVED and (kind, node) not in last[2]:
-            at -= 1
-        last = self._notes[at - 1] if at else None
-        if last and last[0] == GONE and last[1] == kind:
-            last[2].append(node)
+        position = len(self._changes)
+        if (
+            position
+            and (last_change := self._changes[-1])
+            and last_change[0] == DEMOTED
+            and (kind, node) not in last_change[2]
+        ):
+            position -= 1
+        last_change = self._changes[position - 1] if position else None
+        if last_change and last_change[0] == HOST_REMOVED and last_change[1] == kind:
+            last_change[2].append(node)
         else:
-            self._notes.insert(at, (GONE, kind, [node]))
+            self._changes.insert(position, (HOST_REMOVED, kind, [node]))
 
-    def cleared(self) -> None:
-        self._notes.append(None)
+    def record_cleared(self) -> None:
+        self._changes.append(None)
 
-    def take(self) -> StepEvents | None:
+    def drain(self) -> StepEvents | None:
         """What was noted since the last call; None for nothing, as after most steps."""
-        notes = self._notes
-        if not notes:
+        changes = self._changes
+        if not changes:
             return None
-        self._notes = []
-        return StepEvents(notes, self)
+        self._changes = []
+        return StepEvents(changes, self)
 
 
 class StepEvents(Collection[Event]):
     """What a step changed. Its events are made when it is iterated, by whichever thread does."""
 
-    def __init__(self, notes: list[Note], log: EventLog) -> None:
-        self._notes = notes
+    def __init__(self, changes: list[Change], log: EventLog) -> None:
+        self._changes = changes
         self._log = log
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return bool(self._notes)
+        return bool(self._changes)
 
     def __iter__(self) -> Iterator[Event]:
-        return chain.from_iterable(map(self._events, self._notes))
+        return chain.from_iterable(map(self._make_events, self._changes))
 
     def __contains__(self, event: object) -> bool:
-        return any(event == own for own in self)
+        return any(event == step_event for step_event in self)
 
-    def _events(self, note: Note) -> Iterable[Event]:
-        if note is None:
+    def _make_events(self, change: Change) -> Iterable[Event]:
+        if change is None:
             return (AllBlocksCleared(),)
-        change, kind, nodes = note
-        if change == STORED:
-            return (self._stored(kind, nodes, GPU),)
-        if change == MOVED:
-            return self._moved(nodes)
-        return (_removed(kind, nodes, GPU if change == REMOVED else CPU),)
+        action, kind, nodes = change
+        if action == STORED:
+            return (self._make_stored(kind, nodes, GPU),)
+        if action == DEMOTED:
+            return self._make_demoted(nodes)
+        return (_make_removed(kind, nodes, GPU if action == REMOVED else CPU),)
 
-    def _moved(self, moved: Iterable[tuple[int, Node]]) -> Iterator[Event]:
+    def _make_demoted(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
         """Parents left the device last, and are told first."""
         by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
-        for kind, node in moved:
+        for kind, node in demoted_nodes:
             by_kind[kind].append(node)
         for kind, nodes in enumerate(by_kind):
-            run: list[Node] = []
+            chain_nodes: list[Node] = []
             for node in reversed(nodes):
-                if run and not (self._log.joined[kind] and node.parent is run[-1]):
-                    yield self._stored(kind, run, CPU)
-                    run = []
-                run.append(node)
-            if run:
-                yield self._stored(kind, run, CPU)
+                if chain_nodes and not (self._log.joins_chains[kind] and node.parent is chain_nodes[-1]):
+                    yield self._make_stored(kind, chain_nodes, CPU)
+                    chain_nodes = []
+                chain_nodes.append(node)
+            if chain_nodes:
+                yield self._make_stored(kind, chain_nodes, CPU)
         for kind in range(len(by_kind) - 1, -1, -1):
             if by_kind[kind]:
-                yield _removed(kind, by_kind[kind], GPU)
+                yield _make_removed(kind, by_kind[kind], GPU)
 
-    def _stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
+    def _make_stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
         hashes: list[int | bytes] = [node.hash for node in nodes]
         first, (kind_name, window) = nodes[0], self._log.kinds[kind]
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
@@ -149,5 +160,5 @@ class StepEvents(Collection[Event]):
         )
 
 
-def _removed(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
+def _make_removed(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
     return BlockRemoved(block_hashes=[node.hash for node in nodes], medium=medium, group_idx=kind)

@@ -1,13 +1,14 @@
 """Host memory under the device's: the blocks that were evicted there, until a prompt asks for them.
 
 A pool of its own, of the same units and kinds, for nodes of the same prefix tree. What the device evicts is planned to
-be copied here (`leave`), and what a request finds here to be copied back (`fetch`); both go into the one list of moves
-that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block is
-in one of the two pools: once the device has a computed copy, this one goes (`replaced`). A state that a sequence goes
-on from is not such a copy (`return_state`).
+be copied here (`demote`), and what a request finds here to be copied back (`fetch`); both go into the one list of
+copies that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block
+is in one of the two pools: once the device has a computed copy, this one goes (`discard_duplicate`). A state that a
+sequence goes on from is not such a copy (`unpin_state`).
 
-A copy to the host waits until its memory on the device is about to be written: with the plan that is being made, unless
-that memory is for a block that a later one loads (`settle`). So what is copied down is as bounded as what comes up.
+A copy to the host waits until its memory on the device is about to be written: with the plan that is being made,
+unless that memory is for a block that a later one loads (`plan_copies`). So what is copied down is as bounded as what
+comes up.
 
 Owns the host's pool and what is planned of it. Refuses to know sequences and tensors. Invariants: a block here is
 cached, or held by a step that reads it; it hangs from a full-attention block here or on the device; what it was copied
@@ -28,7 +29,7 @@ from engine.types import Move, Way
 
 
 class HostTier:
-    """`moves` is the plan's list, to which copies are added."""
+    """`block_copies` is the plan's list, to which copies are added."""
 
     def __init__(
         self,
@@ -36,245 +37,259 @@ class HostTier:
         blocks_per_unit: Sequence[int],
         state_kind: int | None,
         tree: PrefixTree,
-        moves: list[Move],
-        order: AdaptiveEviction[Node] | None = None,
+        block_copies: list[Move],
+        eviction_order: AdaptiveEviction[Node] | None = None,
     ) -> None:
-        """`order`: another one than by age, the device's too."""
+        """`eviction_order`: another one than by age, the device's too."""
         assert unit_count > 0
         self.pool: UnitPool[Node] = UnitPool(
             unit_count,
             blocks_per_unit,
-            self.forget,
+            self.evict,
             state_kind,
-            None if order is None else HostEvictionOrder(order, blocks_per_unit[FULL_KIND]),
+            None if eviction_order is None else HostEvictionOrder(eviction_order, blocks_per_unit[FULL_KIND]),
         )
-        self._order = order
+        self._eviction_order = eviction_order
         self._tree = tree
-        self._moves = moves
-        self._waiting: dict[Block[Node], Move] = {}
+        self._block_copies = block_copies
+        self._unplanned_copies: dict[Block[Node], Move] = {}
         """How each block here is filled that no plan fills yet."""
-        self._fresh: dict[Unit[Node], list[Block[Node]]] = {}
+        self._unplanned_by_unit: dict[Unit[Node], list[Block[Node]]] = {}
         """Of these, what left with the plan being made, by the device's unit that it was in."""
-        self._kept: dict[Block[Node], Block[Node]] = {}
+        self._deferred_by_target: dict[Block[Node], Block[Node]] = {}
         """And the others, by the device's block that is loaded into their memory later."""
-        self.stored: list[Block[Node]] = []
+        self.planned_stores: list[Block[Node]] = []
         """Blocks that the step being planned fills."""
-        self.stored_blocks = [0] * len(blocks_per_unit)
-        self.loaded_blocks = [0] * len(blocks_per_unit)
+        self.stored_counts = [0] * len(blocks_per_unit)
+        self.loaded_counts = [0] * len(blocks_per_unit)
         """Of each kind, planned since the start."""
 
     def usage(self, spec: CacheSpec) -> tuple[float, int, int]:
         """(share in use, bytes stored, bytes loaded)."""
-        moved = (sum(map(mul, counts, spec.sizes())) for counts in (self.stored_blocks, self.loaded_blocks))
-        return 1 - self.pool.free_units / len(self.pool.units), *moved
+        copied_bytes = (sum(map(mul, counts, spec.sizes())) for counts in (self.stored_counts, self.loaded_counts))
+        return 1 - self.pool.free_units / len(self.pool.units), *copied_bytes
 
     # ------------------------------------------------------------------ down
 
-    def leave(self, block: Block[Node], *, keep: bool) -> None:
+    def demote(self, block: Block[Node], *, keep_on_host: bool) -> None:
         """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
-        node, kind, log = block.node, block.kind, self._tree.log
+        node, kind, log = block.node, block.kind, self._tree.event_log
         assert node is not None
         if node.is_on_host(kind):
-            log.removed(kind, node)
-        elif keep and self._store(block, node):
-            log.moved(kind, node)
+            log.record_removed(kind, node)
+        elif keep_on_host and self._store(block, node):
+            log.record_demoted(kind, node)
         else:
             if kind == FULL_KIND:
-                self._drop_all(node)
-            log.removed(kind, node)
+                self._drop_subtree(node)
+            log.record_removed(kind, node)
 
     def _store(self, block: Block[Node], node: Node) -> bool:
         kind = block.kind
-        own = self.pool.allocate(kind)
-        if own is None:
+        host_block = self.pool.allocate(kind)
+        if host_block is None:
             return False
         if node.host_blocks is None:
             node.host_blocks = [None] * len(node.blocks)
-        node.host_blocks[kind] = own
-        own.node, own.is_superseded = node, block.is_superseded
-        self.pool.release(own, block.state_value)
-        self._waiting[own] = Move(kind, block.id, own.id, Way.TO_HOST)
-        self._fresh.setdefault(block.unit, []).append(own)
+        node.host_blocks[kind] = host_block
+        host_block.node, host_block.is_superseded = node, block.is_superseded
+        self.pool.release(host_block, block.state_value)
+        self._unplanned_copies[host_block] = Move(kind, block.id, host_block.id, Way.TO_HOST)
+        self._unplanned_by_unit.setdefault(block.unit, []).append(host_block)
         return True
 
-    def settle(self, later: Container[Block[Node]]) -> None:
-        """The plan is made: it copies what left, but for what lies where blocks are that are loaded `later`."""
-        for unit, owns in self._fresh.items():
-            for own in owns:
-                move = self._waiting.get(own)
-                if move is None:
+    def plan_copies(self, deferred_targets: Container[Block[Node]]) -> None:
+        """Plan to copy what left, except from the memory of `deferred_targets`, which a later plan loads."""
+        for unit, host_blocks in self._unplanned_by_unit.items():
+            for host_block in host_blocks:
+                copy = self._unplanned_copies.get(host_block)
+                if copy is None:
                     continue
-                if unit.kind == move.kind:
-                    taken = unit.blocks[move.source % self.pool.blocks_per_unit[move.kind]]
-                    if taken in later:
-                        self._kept[taken] = own
+                if unit.kind == copy.kind:
+                    target = unit.blocks[copy.source % self.pool.blocks_per_unit[copy.kind]]
+                    if target in deferred_targets:
+                        self._deferred_by_target[target] = host_block
                         continue
-                self._copy(own)
-        self._fresh.clear()
+                self._plan_copy(host_block)
+        self._unplanned_by_unit.clear()
 
-    def settle_all(self) -> None:
+    def plan_all_copies(self) -> None:
         """Copy all that left, before anything else that is planned from now on."""
-        for own in list(self._waiting):
-            self._copy(own)
-        self._fresh.clear()
-        self._kept.clear()
+        for host_block in list(self._unplanned_copies):
+            self._plan_copy(host_block)
+        self._unplanned_by_unit.clear()
+        self._deferred_by_target.clear()
 
-    def vacate(self, target: Block[Node]) -> None:
+    def flush_before_overwrite(self, target: Block[Node]) -> None:
         """Copy what left from the memory of the device's `target`, which is about to be written."""
-        for own in self._fresh.pop(target.unit, ()):
-            self._copy(own)
-        kept = self._kept.pop(target, None)
-        if kept is not None:
-            self._copy(kept)
+        for host_block in self._unplanned_by_unit.pop(target.unit, ()):
+            self._plan_copy(host_block)
+        deferred_block = self._deferred_by_target.pop(target, None)
+        if deferred_block is not None:
+            self._plan_copy(deferred_block)
 
-    def vacating(self, target: Block[Node]) -> list[int]:
-        """Kinds of the blocks that `vacate` would copy."""
-        owns = [*self._fresh.get(target.unit, ()), self._kept.get(target)]
-        return [own.kind for own in owns if own in self._waiting]
+    def kinds_to_flush(self, target: Block[Node]) -> list[int]:
+        """Kinds of the blocks that `flush_before_overwrite` would copy."""
+        host_blocks = [*self._unplanned_by_unit.get(target.unit, ()), self._deferred_by_target.get(target)]
+        return [host_block.kind for host_block in host_blocks if host_block in self._unplanned_copies]
 
-    def _copy(self, own: Block[Node]) -> None:
-        move = self._waiting.pop(own, None)
-        if move is not None:
-            self._moves.append(move)
-            self.stored.append(own)
-            self.stored_blocks[move.kind] += 1
+    def _plan_copy(self, host_block: Block[Node]) -> None:
+        copy = self._unplanned_copies.pop(host_block, None)
+        if copy is not None:
+            self._block_copies.append(copy)
+            self.planned_stores.append(host_block)
+            self.stored_counts[copy.kind] += 1
 
-    def uncertain(self) -> list[Block[Node]]:
+    def untrusted_blocks(self) -> list[Block[Node]]:
         """What the plan being made, or a later one, fills: not to be trusted where a step before failed."""
-        return [*self.stored, *self._waiting]
+        return [*self.planned_stores, *self._unplanned_copies]
 
     # ------------------------------------------------------------------ up
 
-    def hold(self, node: Node, kind: int) -> Block[Node]:
-        """The node's block here, which is not evicted before `let_go`."""
+    def pin(self, node: Node, kind: int) -> Block[Node]:
+        """The node's block here, which is not evicted before `unpin`."""
         assert node.host_blocks is not None
-        own = node.host_blocks[kind]
-        assert own is not None
-        self.pool.acquire(own)
-        return own
+        host_block = node.host_blocks[kind]
+        assert host_block is not None
+        self.pool.acquire(host_block)
+        return host_block
 
-    def fetch(self, own: Block[Node], target: Block[Node]) -> None:
+    def fetch(self, host_block: Block[Node], target: Block[Node]) -> None:
         """Copy a block that is held here to the device's `target` with the step being planned."""
-        self.vacate(target)
-        self._copy(own)
-        self._moves.append(Move(own.kind, own.id, target.id, Way.FROM_HOST))
-        self.loaded_blocks[own.kind] += 1
+        self.flush_before_overwrite(target)
+        self._plan_copy(host_block)
+        self._block_copies.append(Move(host_block.kind, host_block.id, target.id, Way.FROM_HOST))
+        self.loaded_counts[host_block.kind] += 1
 
-    def let_go(self, own: Block[Node]) -> None:
-        if own.node is None and own.refs == 1:
-            self._waiting.pop(own, None)
-        self.pool.release(own, own.state_value)
+    def unpin(self, host_block: Block[Node]) -> None:
+        if host_block.node is None and host_block.refs == 1:
+            self._unplanned_copies.pop(host_block, None)
+        self.pool.release(host_block, host_block.state_value)
 
-    def taken(self, own: Block[Node]) -> None:
+    def finish_promotion(self, host_block: Block[Node]) -> None:
         """The device has a computed copy of a block that was held for it, or it was forgotten."""
-        if own.refs > 1:  # somebody else reads it, too
-            self.let_go(own)
+        if host_block.refs > 1:  # somebody else reads it, too
+            self.unpin(host_block)
             return
-        if (node := own.node) is not None:
-            self._unname(own, node)
-        self.let_go(own)
+        if (node := host_block.node) is not None:
+            self._unlink(host_block, node)
+        self.unpin(host_block)
 
-    def return_state(self, own: Block[Node]) -> None:
+    def unpin_state(self, host_block: Block[Node]) -> None:
         """A sequence has a copy of a state that was held for it, and will change it: the state here stays.
 
         Unless it was forgotten, or the device has a named copy meanwhile."""
-        if own.node is None or own.node.has_computed(own.kind):
-            self.taken(own)
+        if host_block.node is None or host_block.node.has_computed(host_block.kind):
+            self.finish_promotion(host_block)
         else:
-            self.let_go(own)
+            self.unpin(host_block)
 
-    def replaced(self, block: Block[Node]) -> None:
+    def discard_duplicate(self, block: Block[Node]) -> None:
         """The device has a computed block now: none is needed here, unless a step reads it."""
         node = block.node
         assert node is not None
-        if node.host_blocks is not None and (own := node.host_blocks[block.kind]) is not None and not own.refs:
-            self._drop(own)
+        if (
+            node.host_blocks is not None
+            and (host_block := node.host_blocks[block.kind]) is not None
+            and not host_block.refs
+        ):
+            self._drop(host_block)
 
     # ------------------------------------------------------------------ out
 
-    def forget(self, block: Block[Node]) -> None:
+    def evict(self, block: Block[Node]) -> None:
         """Evict a block, and with a full-attention block that the device has not what hangs from it here."""
         assert block.node is not None
         if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
-            self._drop_all(block.node)
+            self._drop_subtree(block.node)
         else:
             self._drop(block)
 
     def clear(self) -> None:
         """Forget every name. What steps read stays until they let it go."""
         for node in self._tree.nodes():
-            for own in node.host_blocks or ():
-                if own is not None:
-                    own.node = None
-                    self._give_up(own)
+            for host_block in node.host_blocks or ():
+                if host_block is not None:
+                    host_block.node = None
+                    self._free_if_unpinned(host_block)
             node.host_blocks = None
 
-    def grown(self, node: Node) -> None:
+    def handle_child_added(self, node: Node) -> None:
         """The tree has something below it: it is not the end of its path any more."""
-        if self._order is not None and node.host_blocks is not None:
-            self._order.gone_below(node, None)
+        if self._eviction_order is not None and node.host_blocks is not None:
+            self._eviction_order.gone_below(node, None)
 
-    def pruned(self, node: Node) -> None:
+    def handle_node_removed(self, node: Node) -> None:
         """The tree has it no more: what it hung from may be the end of its path here."""
-        above = node.parent
-        if self._order is not None:
-            ends = (
-                above is not None
-                and above.host_blocks is not None
-                and not above.children
-                and (own := above.host_blocks[FULL_KIND])
+        parent = node.parent
+        if self._eviction_order is not None:
+            parent_is_leaf = (
+                parent is not None
+                and parent.host_blocks is not None
+                and not parent.children
+                and (parent_block := parent.host_blocks[FULL_KIND])
             )
-            self._order.gone_below(node, above if ends and own is not None and not own.refs else None)
+            self._eviction_order.gone_below(
+                node, parent if parent_is_leaf and parent_block is not None and not parent_block.refs else None
+            )
 
-    def _drop_all(self, top: Node) -> None:
+    def _drop_subtree(self, root: Node) -> None:
         """What is here of this node and of those below it, leaves first."""
-        below = [top]
-        for node in below:
-            below.extend(node.children.values())
-        for node in reversed(below):
-            for own in reversed(node.host_blocks or ()):
-                if own is not None:
-                    self._drop(own)
+        subtree = [root]
+        for node in subtree:
+            subtree.extend(node.children.values())
+        for node in reversed(subtree):
+            for host_block in reversed(node.host_blocks or ()):
+                if host_block is not None:
+                    self._drop(host_block)
 
-    def _drop(self, own: Block[Node]) -> None:
-        node, kind = own.node, own.kind
+    def _drop(self, host_block: Block[Node]) -> None:
+        node, kind = host_block.node, host_block.kind
         assert node is not None
-        self._unname(own, node)
-        self._give_up(own)
-        if self._order is not None and kind != FULL_KIND:
-            self._order.state_gone(node)
+        self._unlink(host_block, node)
+        self._free_if_unpinned(host_block)
+        if self._eviction_order is not None and kind != FULL_KIND:
+            self._eviction_order.state_gone(node)
         if any(node.blocks):
-            if self._order is not None and kind == FULL_KIND:
-                self._order.gone_below(node, None)
+            if self._eviction_order is not None and kind == FULL_KIND:
+                self._eviction_order.gone_below(node, None)
         elif node.host_blocks is None:
-            self._tree.prune(node)
+            self._tree.remove_node(node)
 
-    def _unname(self, own: Block[Node], node: Node) -> None:
-        kind = own.kind
+    def _unlink(self, host_block: Block[Node], node: Node) -> None:
+        kind = host_block.kind
         assert node.host_blocks is not None
-        self._tree.log.gone(kind, node)
+        self._tree.event_log.record_host_removed(kind, node)
         node.host_blocks[kind] = None
         if not any(node.host_blocks):
             node.host_blocks = None
-        own.node = None
+        host_block.node = None
 
-    def _give_up(self, own: Block[Node]) -> None:
+    def _free_if_unpinned(self, host_block: Block[Node]) -> None:
         """It has lost its name: unless a step reads it, its memory is free, and nothing is to be copied there."""
-        if not own.refs:
-            self._waiting.pop(own, None)
-            self.pool.drop(own)
+        if not host_block.refs:
+            self._unplanned_copies.pop(host_block, None)
+            self.pool.drop(host_block)
 
-    def check_invariants(self, held: Sequence[Block[Node]]) -> None:
-        """`held`: an entry for each reference of a step that is out."""
+    def check_invariants(self, pinned_blocks: Sequence[Block[Node]]) -> None:
+        """`pinned_blocks`: an entry for each reference of a step that is out."""
         self.pool.check_invariants()
-        assert all(own.node is not None or own.refs for own in self._waiting), "to be copied to memory that is free"
-        waiting = {own for owns in (*self._fresh.values(), self._kept.values()) for own in owns}
-        assert waiting >= set(self._waiting), "a copy that nothing would plan"
-        named = {own for node in self._tree.nodes() for own in node.host_blocks or () if own is not None}
+        assert all(host_block.node is not None or host_block.refs for host_block in self._unplanned_copies), (
+            "to be copied to memory that is free"
+        )
+        unplanned_blocks = {
+            host_block
+            for host_blocks in (*self._unplanned_by_unit.values(), self._deferred_by_target.values())
+            for host_block in host_blocks
+        }
+        assert unplanned_blocks >= set(self._unplanned_copies), "a copy that nothing would plan"
+        named_blocks = {
+            host_block for node in self._tree.nodes() for host_block in node.host_blocks or () if host_block is not None
+        }
         for unit in self.pool.units:
-            for own in unit.blocks:
-                assert own.refs == held.count(own), f"{own!r} of the host"
-                assert (own in named) == (own.node is not None)
+            for host_block in unit.blocks:
+                assert host_block.refs == pinned_blocks.count(host_block), f"{host_block!r} of the host"
+                assert (host_block in named_blocks) == (host_block.node is not None)
         for node in self._tree.nodes():
             assert node.host_blocks is None or any(node.host_blocks)
             for kind, block in enumerate(node.host_blocks or ()):

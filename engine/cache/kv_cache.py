@@ -87,7 +87,7 @@ class KVCache:
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
         state_kind = None if spec.state is None else len(spec.groups)
         order = None if self._order is None else DeviceEvictionOrder(self._order, per_unit[FULL_KIND])
-        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind, order)
+        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.evict, state_kind, order)
         self._checkpoints: StateCheckpoints | None = None
         if state_kind is not None:
             self._checkpoints = StateCheckpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
@@ -95,7 +95,9 @@ class KVCache:
         """Of the plan being made."""
         self.host: HostTier | None = None
         if host_units:
-            self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
+            self.host = self.tree.host_tier = HostTier(
+                host_units, per_unit, state_kind, self.tree, self._moves, self._order
+            )
         self.loads = None if self.host is None else HostLoadQueue(self.host, self.tree, spec.sizes(), load_bytes_max)
         self._table_changes = 0
         """Of all sequences."""
@@ -151,7 +153,7 @@ class KVCache:
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return False
         known = self.match(seq)
-        if self.loads is not None and self.loads.holds(known):
+        if self.loads is not None and self.loads.has_unplanned(known):
             return True
         names = self._names.of(seq, count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
@@ -191,7 +193,7 @@ class KVCache:
                 block = node.blocks[g]
                 if block is None:
                     assert self.host is not None
-                    missing.append((g, node, self.host.hold(node, g)))
+                    missing.append((g, node, self.host.pin(node, g)))
                 else:
                     self.pool.acquire(block)
                 held.append(block)
@@ -273,7 +275,7 @@ class KVCache:
                     self._checkpoints.save(seq, None, end)
             return
         self._name(seq, chain, finished)
-        loaded = 0 if self.loads is None else len(self.loads.planned)
+        loaded = 0 if self.loads is None else len(self.loads.planned_loads)
         self._planning.finishing.append((seq, named, len(chain.nodes), loaded))
         if self._checkpoints is not None and not chain.detached:
             self._checkpoints.reserve(seq, chain.nodes, seq.computed, end)
@@ -284,13 +286,13 @@ class KVCache:
         step.chunks = plan.chunks
         plan.table_changes = self._table_changes
         if self.host is not None and self.loads is not None:
-            self.host.settle(self.loads.blocks)
+            self.host.plan_copies(self.loads.unplanned_blocks)
         plan.block_moves = self._moves.copy()
         self._moves.clear()
         if self.host is not None:
-            step.stored, self.host.stored = self.host.stored, []
+            step.stored, self.host.planned_stores = self.host.planned_stores, []
         if self.loads is not None:
-            step.loaded = self.loads.take()
+            step.loaded = self.loads.take_planned()
         if isinstance(plan.chunks, FedChunks):
             for seq in plan.chunks.sequences:
                 seq.computed += 1
@@ -349,7 +351,7 @@ class KVCache:
                 left = loaded
             chain = self._chains[seq]
             for block in reversed(list(chain.pending(start, end))):
-                self.tree.withdraw(block)
+                self.tree.detach_pending(block)
             del chain.nodes[start:]
         if left:
             self._abandon_loads(step.loaded[:left])
@@ -361,7 +363,7 @@ class KVCache:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
         chain = self._chains.pop(seq)
         if self.loads is not None:
-            self.loads.drop(seq)
+            self.loads.cancel(seq)
         assert not chain.merges
         assert len(chain.nodes) == chain.committed, "released in the middle of a step"
         if self._checkpoints is not None:
@@ -377,17 +379,17 @@ class KVCache:
 
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
-        below = [] if self.host is None else self._distrusted_host + self.host.uncertain()
+        below = [] if self.host is None else self._distrusted_host + self.host.untrusted_blocks()
         if any(block.refs for block in self._distrusted + below):
             return True
         for block in self._distrusted:
             if block.node is not None:
-                self.tree.forget(block, keep=False)
+                self.tree.evict(block, keep_on_host=False)
         self._distrusted.clear()
         for block in below:
             if block.node is not None:
                 assert self.host is not None
-                self.host.forget(block)
+                self.host.evict(block)
         self._distrusted_host.clear()
         return False
 
@@ -411,7 +413,7 @@ class KVCache:
 
     def take_events(self) -> StepEvents | None:
         """What became resident and what left since the last call, in order; made when it is read. None for nothing."""
-        return self.tree.log.take()
+        return self.tree.event_log.drain()
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
@@ -439,7 +441,7 @@ class KVCache:
             assert self.loads is not None
             self.loads.check_invariants()
             read = [load[2] for step in self._out for load in step.loaded if load is not None]
-            self.host.check_invariants(read + self.loads.references())
+            self.host.check_invariants(read + self.loads.pinned_host_blocks())
         for unit in self.pool.units:
             for block in unit.blocks:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
@@ -452,7 +454,7 @@ class KVCache:
 
     def _abandon_loads(self, loads: list[HostLoad | None]) -> None:
         assert self.loads is not None
-        self.loads.abandon(loads)
+        self.loads.rollback(loads)
 
     def _detach(self, seq: Sequence, chain: SequenceBlocks) -> None:
         chain.detached = True
@@ -478,7 +480,7 @@ class KVCache:
         if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
             moved = self.pool.compact(kind)
             if self.host is not None:
-                self.host.settle_all()
+                self.host.plan_all_copies()
             for group, block_moved, source in moved:
                 self._moves.append(Move(group, source, block_moved.id))
                 self._planning.moved.append(block_moved)
@@ -502,7 +504,7 @@ class KVCache:
             self._checkpoints.start(seq, source, copies=copies)
             return []
         assert self.host is not None
-        own = self.host.hold(last, -1)
+        own = self.host.pin(last, -1)
         return [(self._checkpoints.start(seq, None, copies=True, fresh=False), own)]
 
     def _take_up(
@@ -514,7 +516,7 @@ class KVCache:
             block = self._allocate(g)
             assert block is not None, "admitted without room for what is loaded"
             if node is not nodes[node.depth] or node not in self.tree:  # what was evicted for it took its name along
-                again = self.tree.ensure(node.key, nodes[node.depth - 1] if node.depth else None)
+                again = self.tree.get_or_create(node.key, nodes[node.depth - 1] if node.depth else None)
                 assert again is not None
                 node = nodes[node.depth] = again
             self.tree.attach(node, block)
@@ -545,7 +547,7 @@ class KVCache:
         """
         names = self._names.of(seq, finished)
         for index in range(len(chain.nodes), finished):
-            node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
+            node = self.tree.get_or_create(names[index], chain.nodes[-1] if chain.nodes else None)
             if node is None:
                 self._detach(seq, chain)
                 return
@@ -560,7 +562,7 @@ class KVCache:
                     self.tree.attach(node, own)
                 else:
                     if self.loads is not None:
-                        self.loads.hurry(known)
+                        self.loads.load_now(known)
                     self.pool.acquire(known)
                     chain.merges.append((g, index, known))
 

@@ -82,7 +82,7 @@ class Node:
     def saved_blocks(self, blocks_per_state: int) -> int | None:
         """Blocks that the state here saves over the one before it; None where none is.
 
-        One that is superseded counts where so many blocks hang from it as a state takes the `room` of.
+        One that is superseded counts where so many blocks hang from it as have the room of a state.
         """
         if not self.has_block(-1):
             return None

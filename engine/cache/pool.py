@@ -5,7 +5,7 @@ kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** 
 **cached** (no refs, but named in the prefix tree). A dense model is the case of one kind with N = 1.
 
 Owns which block is in which of these states, their age, and the order in which memory is taken. Refuses to know
-hashes, sequences, tensors and events: what a cached block means is the business of the `forget` callback, which is
+hashes, sequences, tensors and events: what a cached block means is the business of the `evict` callback, which is
 asked to give up a cached block (and whatever hangs from it) and answers by calling `drop`.
 
 Invariants (`check_invariants`): a unit is free or of one kind; every block of it is a hole, live or cached, and a unit
@@ -196,9 +196,9 @@ class UnitPool(Generic[NodeT]):
         """One reference less; without any, a named block becomes cached, another a hole.
 
         How long it stays is GreedyDual-Size's rule (Cao and Irani, USITS 1997): its age is what it is worth plus the
-        age of what was evicted last, so that something worth twice as much outlives twice the turnover. `worth` is the
-        number of full-attention blocks that a cached state saves from being computed again; a unit of KV is worth the
-        blocks it holds, which among KV alone is LRU.
+        age of what was evicted last, so that something worth twice as much outlives twice the turnover. `state_value`
+        is the number of full-attention blocks that a cached state saves from being computed again; a unit of KV is
+        worth the blocks it holds, which among KV alone is LRU.
         """
         assert block.refs > 0, f"{block!r} released more often than held"
         block.refs -= 1

@@ -29,7 +29,7 @@ FULL_KIND = 0
 
 
 class DeviceEvictionOrder:
-    """The order of the tree's nodes as one of their blocks on the device. `room`: blocks whose room a state takes."""
+    """Eviction order of the device's blocks. `blocks_per_state`: attention blocks in the room of a state."""
 
     def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
         self._order = order
@@ -59,7 +59,7 @@ class DeviceEvictionOrder:
 
 
 class HostEvictionOrder:
-    """The same, as one of their blocks in host memory."""
+    """Eviction order of the blocks in host memory."""
 
     def __init__(self, order: AdaptiveEviction[Node], blocks_per_state: int) -> None:
         self._order = order
@@ -93,26 +93,26 @@ class HostEvictionOrder:
 class LowerTier(Protocol):
     """Memory that takes what the device evicts."""
 
-    def leave(self, block: Block[Node], *, keep: bool) -> None: ...
-    def replaced(self, block: Block[Node]) -> None: ...
-    def grown(self, node: Node) -> None: ...
-    def pruned(self, node: Node) -> None: ...
+    def demote(self, block: Block[Node], *, keep_on_host: bool) -> None: ...
+    def discard_duplicate(self, block: Block[Node]) -> None: ...
+    def handle_child_added(self, node: Node) -> None: ...
+    def handle_node_removed(self, node: Node) -> None: ...
     def clear(self) -> None: ...
 
 
 class PrefixTree:
-    """Nodes by hash. `drop` gives a block that is no longer named back to the pool; `order` hears of what is gone."""
+    """Nodes by hash. `drop` gives a block that is no longer named back to the pool."""
 
     def __init__(
-        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], order: AdaptiveEviction[Node] | None = None
+        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], eviction_order: AdaptiveEviction[Node] | None = None
     ) -> None:
         self._nodes: dict[int, Node] = {}
-        self._kinds = len(spec.groups) + (spec.state is not None)
+        self._kind_count = len(spec.groups) + (spec.state is not None)
         self._drop = drop
-        self._order = order
-        self.host: LowerTier | None = None
+        self._eviction_order = eviction_order
+        self.host_tier: LowerTier | None = None
         """Takes what the device evicts."""
-        self.log = EventLog(spec)
+        self.event_log = EventLog(spec)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -124,38 +124,38 @@ class PrefixTree:
         """Every node, parents before children."""
         return self._nodes.values()
 
-    def find(self, name: BlockKey, parent: Node | None) -> Node | None:
+    def find(self, key: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
-        node = self._nodes.get(name.hash)
+        node = self._nodes.get(key.hash)
         if node is None or node.parent is not parent:
             return None
-        return node if node.key.equals(name) else None
+        return node if node.key.equals(key) else None
 
-    def match(self, names: Sequence[BlockKey], nodes: list[Node]) -> None:
-        """Make `nodes` the longest chain for `names`, with those that the step being planned will compute.
+    def match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
+        """Make `nodes` the longest chain for `keys`, with those that the step being planned will compute.
 
-        `nodes` is what an earlier call found for the same names, or empty: only what changed since is looked at. A node
+        `nodes` is what an earlier call found for the same keys, or empty: only what changed since is looked at. A node
         that is still here has all those before it.
         """
         while nodes and self._nodes.get(nodes[-1].hash) is not nodes[-1]:
             nodes.pop()
         parent = nodes[-1] if nodes else None
-        for index in range(len(nodes), len(names)):
-            node = self.find(names[index], parent)
+        for index in range(len(nodes), len(keys)):
+            node = self.find(keys[index], parent)
             if node is None:
                 break
             nodes.append(node)
             parent = node
 
-    def ensure(self, name: BlockKey, parent: Node | None) -> Node | None:
+    def get_or_create(self, key: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
-        if name.hash in self._nodes:
-            return self.find(name, parent)
-        node = self._nodes[name.hash] = Node(name, parent, self._kinds)
+        if key.hash in self._nodes:
+            return self.find(key, parent)
+        node = self._nodes[key.hash] = Node(key, parent, self._kind_count)
         if parent is not None:
             parent.children[node.hash] = node
-            if self.host is not None:
-                self.host.grown(parent)
+            if self.host_tier is not None:
+                self.host_tier.handle_child_added(parent)
         return node
 
     def attach(self, node: Node, block: Block[Node]) -> None:
@@ -176,77 +176,81 @@ class PrefixTree:
         assert block.kind == FULL_KIND or block.node.has_computed(FULL_KIND), "announced before its prefix"
         assert block.node.parent is None or block.node.parent.has_computed(FULL_KIND), "announced before its parent"
         block.is_pending = False
-        self.log.stored(block.kind, block.node)
-        if self.host is not None:
-            self.host.replaced(block)
+        self.event_log.record_stored(block.kind, block.node)
+        if self.host_tier is not None:
+            self.host_tier.discard_duplicate(block)
 
-    def withdraw(self, block: Block[Node]) -> None:
+    def detach_pending(self, block: Block[Node]) -> None:
         """Unname a pending block: its content never came. Children go first."""
         assert block.is_pending
         block.is_pending = False
-        self._unname(block)
+        self._unlink(block)
 
-    def forget(self, block: Block[Node], *, keep: bool = True) -> None:
+    def evict(self, block: Block[Node], *, keep_on_host: bool = True) -> None:
         """Evict a cached block, and with a full-attention block everything that hangs from it, leaves first.
 
-        Host memory, where there is any, takes it in if it is to `keep` it.
+        Host memory, where there is any, takes it in with `keep_on_host`.
         """
         assert block.node is not None
-        doomed = [block]
+        victims = [block]
         if block.kind == FULL_KIND:
-            below, host = [block.node], self.host
-            for node in below:  # grows while it is walked: breadth first, so reversed it is leaves first
+            subtree, host_tier = [block.node], self.host_tier
+            for node in subtree:  # grows while it is walked: breadth first, so reversed it is leaves first
                 children = node.children.values()
-                below.extend(children if host is None else [c for c in children if c.blocks[FULL_KIND] is not None])
-            doomed = [
+                subtree.extend(
+                    children if host_tier is None else [c for c in children if c.blocks[FULL_KIND] is not None]
+                )
+            victims = [
                 b
-                for node in reversed(below)
+                for node in reversed(subtree)
                 for b in (*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND])
                 if b is not None
             ]
-        for victim in doomed:
+        for victim in victims:
             assert victim.node is not None
             assert not victim.is_pending
             node = victim.node
-            if self.host is None:
-                self.log.removed(victim.kind, node)
+            if self.host_tier is None:
+                self.event_log.record_removed(victim.kind, node)
             else:
-                self.host.leave(victim, keep=keep)
+                self.host_tier.demote(victim, keep_on_host=keep_on_host)
             kind = victim.kind
-            self._unname(victim)
+            self._unlink(victim)
             self._drop(victim)
-            if self._order is not None and kind != FULL_KIND:
-                self._order.state_gone(node)
-            elif self._order is not None:
-                above = None if node.parent is None else node.parent.blocks[FULL_KIND]
-                self._order.gone(node, node.parent if above is not None and not above.refs else None)
+            if self._eviction_order is not None and kind != FULL_KIND:
+                self._eviction_order.state_gone(node)
+            elif self._eviction_order is not None:
+                parent_block = None if node.parent is None else node.parent.blocks[FULL_KIND]
+                self._eviction_order.gone(
+                    node, node.parent if parent_block is not None and not parent_block.refs else None
+                )
 
-    def take(self, block: Block[Node]) -> None:
+    def detach(self, block: Block[Node]) -> None:
         """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
         assert block.kind != FULL_KIND
         assert block.node is not None
         assert not block.is_pending
-        if self.host is None:
-            self.log.removed(block.kind, block.node)
+        if self.host_tier is None:
+            self.event_log.record_removed(block.kind, block.node)
         else:
-            self.host.leave(block, keep=True)
-        self._unname(block)
+            self.host_tier.demote(block, keep_on_host=True)
+        self._unlink(block)
 
     def clear(self) -> list[Block[Node]]:
         """Forget every name. Returns the device's blocks that had one: the caller frees those that nobody holds."""
-        if self.host is not None:
-            self.host.clear()
+        if self.host_tier is not None:
+            self.host_tier.clear()
         blocks = [b for node in self._nodes.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None
             block.is_pending = False
         self._nodes.clear()
-        if self._order is not None:
-            self._order.clear()
-        self.log.cleared()
+        if self._eviction_order is not None:
+            self._eviction_order.clear()
+        self.event_log.record_cleared()
         return blocks
 
-    def _unname(self, block: Block[Node]) -> None:
+    def _unlink(self, block: Block[Node]) -> None:
         node = block.node
         assert node is not None
         node.blocks[block.kind] = None
@@ -254,46 +258,52 @@ class PrefixTree:
             node.parent.cached_child_count -= 1
         block.node = None
         if not any(node.blocks) and node.host_blocks is None:
-            self.prune(node)
+            self.remove_node(node)
 
-    def prune(self, node: Node) -> None:
+    def remove_node(self, node: Node) -> None:
         """It names nothing any more."""
         assert not node.children, "a node left before its children"
         del self._nodes[node.hash]
         if node.parent is not None:
             del node.parent.children[node.hash]
-        if self.host is not None:
-            self.host.pruned(node)
+        if self.host_tier is not None:
+            self.host_tier.handle_node_removed(node)
 
     def check_invariants(self) -> None:
-        if self._order is not None:
-            cached = [node for node in self._nodes.values() if (full := node.blocks[FULL_KIND]) and not full.refs]
-            below = [
-                n for n in self._nodes.values() if n.host_blocks and (own := n.host_blocks[FULL_KIND]) and not own.refs
+        if self._eviction_order is not None:
+            device_nodes = [
+                node for node in self._nodes.values() if (full_block := node.blocks[FULL_KIND]) and not full_block.refs
             ]
-            self._order.check_invariants(cached, [n for n in below if not n.children])
-            self._order.check_states(
-                {node for node in self._nodes.values() if (own := node.blocks[-1]) and not own.refs},
+            host_nodes = [
+                n
+                for n in self._nodes.values()
+                if n.host_blocks and (named_block := n.host_blocks[FULL_KIND]) and not named_block.refs
+            ]
+            self._eviction_order.check_invariants(device_nodes, [n for n in host_nodes if not n.children])
+            self._eviction_order.check_states(
+                {node for node in self._nodes.values() if (named_block := node.blocks[-1]) and not named_block.refs},
                 {
                     node
                     for node in self._nodes.values()
-                    if node.host_blocks and (own := node.host_blocks[-1]) and not own.refs
+                    if node.host_blocks and (named_block := node.host_blocks[-1]) and not named_block.refs
                 },
             )
         for hash_, node in self._nodes.items():
             assert node.hash == hash_ == node.key.hash
             assert any(node.blocks) or any(node.host_blocks or ()), "a node that names nothing"
-            full = node.blocks[FULL_KIND]
-            assert full is not None or node.is_on_host(FULL_KIND), "prefix closure: no full-attention block"
-            assert full is not None or not any(node.blocks), "prefix closure: no full-attention block on the device"
+            full_block = node.blocks[FULL_KIND]
+            assert full_block is not None or node.is_on_host(FULL_KIND), "prefix closure: no full-attention block"
+            assert full_block is not None or not any(node.blocks), (
+                "prefix closure: no full-attention block on the device"
+            )
             if node.parent is not None:
                 assert self._nodes.get(node.parent.hash) is node.parent
                 assert node.parent.children.get(hash_) is node
-            if node.parent is not None and full is not None:
+            if node.parent is not None and full_block is not None:
                 parent_block = node.parent.blocks[FULL_KIND]
                 assert parent_block is not None
-                assert full.is_pending or not parent_block.is_pending
-                assert parent_block.refs > 0 or full.refs == 0, "prefix closure: a live block below a cached one"
+                assert full_block.is_pending or not parent_block.is_pending
+                assert parent_block.refs > 0 or full_block.refs == 0, "prefix closure: a live block below a cached one"
             for kind, block in enumerate(node.blocks):
                 if block is not None:
                     assert block.node is node

@@ -93,7 +93,7 @@ class StateCheckpoints:
         else:
             own = source
             assert own.refs == 1
-            self._tree.take(own)
+            self._tree.detach(own)
             self._states[seq] = _SequenceState(own, None, fresh=False)
         seq.state_unit = own.unit.index
         return own
@@ -187,7 +187,7 @@ class StateCheckpoints:
         rolling, state.rolling = state.rolling, None
         decoding = end > seq.prompt_len and end - start == 1
         if decoding and rolling and not (rolling.is_shared or rolling.refs) and rolling.node is not None:
-            self._tree.forget(rolling, keep=False)
+            self._tree.evict(rolling, keep_on_host=False)
         before = self._checkpoint_before(block.node)
         if before is not None:
             self._supersede(before)
@@ -201,7 +201,7 @@ class StateCheckpoints:
         block = self._states[seq].saving.pop(end, None)
         if block is not None:
             if block.node is not None:
-                self._tree.withdraw(block)
+                self._tree.detach_pending(block)
             self._pool.release(block)
 
     def release(self, seq: Sequence) -> None:

@@ -50,27 +50,27 @@ Patch = pytest.MonkeyPatch
 
 
 def eviction_without_cascade(patch: Patch) -> None:
-    def forget(self: PrefixTree, block: Any) -> None:
-        self.log.removed(block.kind, block.node)
+    def evict(self: PrefixTree, block: Any) -> None:
+        self.event_log.record_removed(block.kind, block.node)
         block.node.children = {}
-        self._unname(block)
+        self._unlink(block)
         self._drop(block)
 
-    patch.setattr(PrefixTree, "forget", forget)
+    patch.setattr(PrefixTree, "evict", evict)
 
 
 def eviction_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "removed", lambda self, kind, node: None)
+    patch.setattr(EventLog, "record_removed", lambda self, kind, node: None)
 
 
 def eviction_of_parents_first(patch: Patch) -> None:
-    real = EventLog.take
+    real = EventLog.drain
 
-    def take(self: EventLog) -> Any:
-        self._notes = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._notes]
+    def drain(self: EventLog) -> Any:
+        self._changes = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._changes]
         return real(self)
 
-    patch.setattr(EventLog, "take", take)
+    patch.setattr(EventLog, "drain", drain)
 
 
 def announced_when_reserved(patch: Patch) -> None:
@@ -78,7 +78,7 @@ def announced_when_reserved(patch: Patch) -> None:
 
     def attach(self: PrefixTree, node: Node, block: Any) -> None:
         real(self, node, block)
-        self.log.stored(block.kind, node)
+        self.event_log.record_stored(block.kind, node)
 
     patch.setattr(PrefixTree, "attach", attach)
     patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "is_pending", False))
@@ -174,7 +174,7 @@ def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
 
 
 def failed_step_announced(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "withdraw", lambda self, block: self.commit(block))
+    patch.setattr(PrefixTree, "detach_pending", lambda self, block: self.commit(block))
 
 
 def failed_compaction_trusted(patch: Patch) -> None:
@@ -200,9 +200,9 @@ def hash_believed(patch: Patch) -> None:
 def hash_believed_below_any_parent(patch: Patch) -> None:
     weak_hashes(patch)
 
-    def find(self: PrefixTree, name: BlockKey, parent: Node | None) -> Node | None:
-        node = self._nodes.get(name.hash)
-        return node if node is not None and node.key.equals(name) else None
+    def find(self: PrefixTree, key: BlockKey, parent: Node | None) -> Node | None:
+        node = self._nodes.get(key.hash)
+        return node if node is not None and node.key.equals(key) else None
 
     patch.setattr(PrefixTree, "find", find)
 
@@ -210,15 +210,15 @@ def hash_believed_below_any_parent(patch: Patch) -> None:
 def one_hash_two_blocks(patch: Patch) -> None:
     weak_hashes(patch)
 
-    def ensure(self: PrefixTree, name: BlockKey, parent: Node | None) -> Node:
-        node = self.find(name, parent)
+    def get_or_create(self: PrefixTree, key: BlockKey, parent: Node | None) -> Node:
+        node = self.find(key, parent)
         if node is None:
-            node = self._nodes[name.hash] = Node(name, parent, self._kinds)
+            node = self._nodes[key.hash] = Node(key, parent, self._kind_count)
             if parent is not None:
                 parent.children[node.hash] = node
         return node
 
-    patch.setattr(PrefixTree, "ensure", ensure)
+    patch.setattr(PrefixTree, "get_or_create", get_or_create)
 
 
 def weak_hashes(patch: Patch) -> None:
@@ -232,18 +232,18 @@ def weak_hashes(patch: Patch) -> None:
 
 
 def host_copy_never_made(patch: Patch) -> None:
-    real = HostTier._copy
+    real = HostTier._plan_copy
 
-    def copy(self: HostTier, own: Any) -> None:
-        before = len(self._moves)
-        real(self, own)
-        del self._moves[before:]
+    def plan_copy(self: HostTier, host_block: Any) -> None:
+        before = len(self._block_copies)
+        real(self, host_block)
+        del self._block_copies[before:]
 
-    patch.setattr(HostTier, "_copy", copy)
+    patch.setattr(HostTier, "_plan_copy", plan_copy)
 
 
 def host_copy_never_read(patch: Patch) -> None:
-    patch.setattr(HostTier, "fetch", lambda self, own, target: None)
+    patch.setattr(HostTier, "fetch", lambda self, host_block, target: None)
 
 
 def host_moves_after_all_others(patch: Patch) -> None:
@@ -267,47 +267,47 @@ def host_reads_before_writes(patch: Patch) -> None:
 
 
 def host_block_not_held_while_it_is_read(patch: Patch) -> None:
-    def hold(self: HostTier, node: Node, kind: int) -> Any:
+    def pin(self: HostTier, node: Node, kind: int) -> Any:
         assert node.host_blocks is not None
         return node.host_blocks[kind]
 
-    patch.setattr(HostTier, "hold", hold)
-    patch.setattr(HostTier, "let_go", lambda self, own: None)
+    patch.setattr(HostTier, "pin", pin)
+    patch.setattr(HostTier, "unpin", lambda self, host_block: None)
 
 
 def host_eviction_without_cascade(patch: Patch) -> None:
-    patch.setattr(HostTier, "forget", lambda self, block: self._drop(block))
+    patch.setattr(HostTier, "evict", lambda self, block: self._drop(block))
 
 
 def host_keeps_what_hung_from_what_is_lost(patch: Patch) -> None:
-    real = HostTier.leave
+    real = HostTier.demote
 
-    def leave(self: HostTier, block: Any, *, keep: bool) -> None:
-        drop_all, self._drop_all = self._drop_all, lambda top: None  # type: ignore[method-assign]
-        real(self, block, keep=keep)
-        self._drop_all = drop_all  # type: ignore[method-assign]
+    def demote(self: HostTier, block: Any, *, keep_on_host: bool) -> None:
+        drop_subtree, self._drop_subtree = self._drop_subtree, lambda root: None  # type: ignore[method-assign]
+        real(self, block, keep_on_host=keep_on_host)
+        self._drop_subtree = drop_subtree  # type: ignore[method-assign]
 
-    patch.setattr(HostTier, "leave", leave)
+    patch.setattr(HostTier, "demote", demote)
 
 
 def host_copy_kept_beside_the_device(patch: Patch) -> None:
-    patch.setattr(HostTier, "replaced", lambda self, block: None)
+    patch.setattr(HostTier, "discard_duplicate", lambda self, block: None)
 
 
 def host_eviction_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "gone", lambda self, kind, node: None)
+    patch.setattr(EventLog, "record_host_removed", lambda self, kind, node: None)
 
 
 def move_to_the_host_unannounced(patch: Patch) -> None:
-    patch.setattr(EventLog, "moved", EventLog.removed)
+    patch.setattr(EventLog, "record_demoted", EventLog.record_removed)
 
 
 def host_copy_of_a_failed_step_trusted(patch: Patch) -> None:
     def distrust(self: KVCache) -> bool:
         self._distrusted_host.clear()
-        stored, self.host.stored = self.host.stored, []  # type: ignore[union-attr]
+        stores, self.host.planned_stores = self.host.planned_stores, []  # type: ignore[union-attr]
         again = real(self)
-        self.host.stored = stored  # type: ignore[union-attr]
+        self.host.planned_stores = stores  # type: ignore[union-attr]
         return again
 
     real = KVCache.distrust_moved
@@ -318,25 +318,25 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
     real = KVCache.abandon
 
     def abandon(self: KVCache) -> None:
-        let_go = HostTier.let_go
-        HostTier.let_go = lambda self, own: None  # type: ignore[method-assign, assignment]
+        unpin = HostTier.unpin
+        HostTier.unpin = lambda self, host_block: None  # type: ignore[method-assign, assignment]
         real(self)
-        HostTier.let_go = let_go  # type: ignore[method-assign]
+        HostTier.unpin = unpin  # type: ignore[method-assign]
 
     patch.setattr(KVCache, "abandon", abandon)
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = HostLoadQueue.take
+    real = HostLoadQueue.take_planned
 
-    def take(self: HostLoadQueue) -> list[HostLoad | None]:
+    def take_planned(self: HostLoadQueue) -> list[HostLoad | None]:
         planned = real(self)
         for load in planned:
             if load is not None:
-                self._tree.log.stored(load[1].kind, load[2].node)  # type: ignore[arg-type]
+                self._tree.event_log.record_stored(load[1].kind, load[2].node)  # type: ignore[arg-type]
         return planned
 
-    patch.setattr(HostLoadQueue, "take", take)
+    patch.setattr(HostLoadQueue, "take_planned", take_planned)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
@@ -349,7 +349,7 @@ def state_resumed_on_nothing(patch: Patch) -> None:
 
 
 def state_gone_once_it_is_read(patch: Patch) -> None:
-    patch.setattr(HostTier, "return_state", HostTier.taken)
+    patch.setattr(HostTier, "unpin_state", HostTier.finish_promotion)
 
 
 def host_windows_not_read(patch: Patch) -> None:
@@ -443,7 +443,7 @@ def what_hangs_from_what_is_lost() -> None:
     assert (first.has_computed(0), second.has_computed(0), second.is_on_host(0)) == (True, False, True)
     block = first.blocks[0]
     assert block is not None
-    cache.tree.forget(block, keep=False)
+    cache.tree.evict(block, keep_on_host=False)
     checker(cache.take_events() or [])
     cache.check_invariants()
     assert second not in cache.tree
