@@ -65,7 +65,7 @@ from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.http.routes import Answer
 from router.index import make_index
-from router.prompting.known import KnownBodies
+from router.prompting.conversation_cache import ConversationCache
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
@@ -131,7 +131,7 @@ class RouterProcess:
         )
         self._prompts.helpers = self._helpers
         session_names = SessionNames(config.edge.session_headers)
-        known = KnownBodies(config.known_bodies_mb << 20)
+        known = ConversationCache(config.known_bodies_mb << 20)
         self._reading = RequestReading(self._core, self._prompts, self._helpers, session_names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)

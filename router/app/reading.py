@@ -26,10 +26,10 @@ from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
+from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
 from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize, cut, is_light, measure
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
-from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
@@ -150,13 +150,13 @@ class RequestReading:
         prompts: PromptReader,
         helpers: Helpers,
         names: SessionNames | None = None,
-        known: KnownBodies | None = None,
+        known: ConversationCache | None = None,
     ) -> None:
         self._core = core
         self._prompts = prompts
         self.helpers = helpers
         self._names = names or SessionNames()
-        self.known = KnownBodies(0) if known is None else known
+        self.known = ConversationCache(0) if known is None else known
         self.stored = StoredResponses()
         self.names: ModelNames | None = None
         """What models' names stand for, where any stands for another one."""
@@ -276,26 +276,35 @@ class RequestReading:
         else:
             ids, size = made.result, made.size
         if made.known is not None and ids is not None:
-            made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids_max])
+            made.known.body, made.known.token_ids = (
+                request.body,
+                array(ID_TYPE, ids[: made.known.checkpoints[-1].token_count_max]),
+            )
         return asked, PromptRead(ids, time.perf_counter() - started, made.known, size=size)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
-    def recognise(self, request: HttpRequest, path: str | None) -> tuple[Known, Mark] | None:
+    def recognise(self, request: HttpRequest, path: str | None) -> tuple[CachedConversation, Checkpoint] | None:
         """The known beginning of its body."""
-        if request.body_bytes < LENGTH_MIN or not self.known.max_bytes:
+        if request.body_bytes < BODY_BYTES_MIN or not self.known.max_bytes:
             return None
         kind = _kind(request, path)
-        return self.known.find(kind, request.body) if kind and may_return(kind, request.body_bytes) else None
+        return (
+            self.known.find_longest_prefix(kind, request.body)
+            if kind and may_return(kind, request.body_bytes)
+            else None
+        )
 
     def _comes_back(self, request: HttpRequest, parsed: RoutingRequest) -> bool:
         """Whether a short body of which nothing is known is worth knowing: a short one costs little to read again."""
         size = request.body_bytes
         if not self.known.max_bytes or size > INLINE_BYTES_MAX or not may_return(parsed.kind, size):
             return False
-        return self.known.comes_back(request.body) and has_beginning(parsed)
+        return self.known.is_recurring(request.body) and has_beginning(parsed)
 
-    def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, PromptRead] | None:
+    def go_on(
+        self, request: HttpRequest, found: tuple[CachedConversation, Checkpoint]
+    ) -> tuple[Asked, PromptRead] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises
         RequestError."""
         known, mark = found
@@ -305,7 +314,12 @@ class RequestReading:
         return self._went_on(request, known, self._prompts.go_on(known, mark, request.body, by[0], by[1]))
 
     async def go_on_later(
-        self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool], party: str = ""
+        self,
+        request: HttpRequest,
+        path: str,
+        found: tuple[CachedConversation, Checkpoint],
+        wanted: Callable[[], bool],
+        party: str = "",
     ) -> tuple[Asked, PromptRead]:
         """The same in a thread; or as any other body."""
         known, mark = found
@@ -315,7 +329,7 @@ class RequestReading:
             went_on = self._went_on(request, known, await self._prompts.run(work))
         return went_on or await self.read(request, path, wanted, party)
 
-    def _read_by(self, known: Known) -> tuple[Tokenizer, int | None] | None:
+    def _read_by(self, known: CachedConversation) -> tuple[Tokenizer, int | None] | None:
         """The tokenizer of its model, and how many tokens that takes; None where nobody serves it here."""
         tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
         if tokenizer is None or served is None or self._prompts.renders_apart(known.model, _ANY_CHAT):
@@ -323,7 +337,7 @@ class RequestReading:
         return tokenizer, served.max_model_len
 
     def _went_on(
-        self, request: HttpRequest, known: Known, found: tuple[Returned, PromptRead] | None
+        self, request: HttpRequest, known: CachedConversation, found: tuple[Returned, PromptRead] | None
     ) -> tuple[Asked, PromptRead] | None:
         if found is None:
             return None
@@ -337,8 +351,8 @@ class RequestReading:
         asked.outliner = returned.outline
         asked.known = known
         if read.ids is returned.ids:
-            asked.alike = returned.kept if known.memory_is_own else None
-        asked.like = cast("PromptMemory | None", known.memory)
+            asked.alike = returned.kept if known.is_memory_exact else None
+        asked.like = cast("PromptMemory | None", known.prompt_memory)
         return asked, read
 
     def keep(self, asked: Asked, read: PromptRead, route: RouteRequest) -> None:
@@ -346,14 +360,18 @@ class RequestReading:
         known = read.known
         if known is None:
             return
-        known.model, known.begins = asked.base, asked.beginning()
-        is_own = route.token_ids is known.ids
+        known.model, known.first_message_digest = asked.base, asked.beginning()
+        is_own = route.token_ids is known.token_ids
         prompt = self._core.book.asked(route.request_id)
         memory = None if prompt is None else self._core.index.remember(prompt.ids)
         if memory is not None:
-            shared = known.ids.itemsize * len(known.ids) if is_own else 0
-            known.memory, known.memory_bytes, known.memory_is_own = memory, memory.nbytes - shared, is_own
-        self.known.keep(known, read.instead)
+            shared = known.token_ids.itemsize * len(known.token_ids) if is_own else 0
+            known.prompt_memory, known.prompt_memory_bytes, known.is_memory_exact = (
+                memory,
+                memory.nbytes - shared,
+                is_own,
+            )
+        self.known.store(known, read.instead)
 
     def route_request(self, asked: Asked, read: PromptRead, request_id: str, started_s: float) -> RouteRequest:
         """What the core is asked."""

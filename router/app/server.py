@@ -193,7 +193,7 @@ class RouterApp:
         reading, path, tenant = self._reading, request.path, connection.party
         found = reading.recognise(request, path)
         if found is not None:
-            if request.body_bytes - found[1].end > INLINE_BYTES_MAX:
+            if request.body_bytes - found[1].body_end > INLINE_BYTES_MAX:
                 exchange = self._open(connection, request, tenant)
                 self._later(
                     exchange, tenant, reading.go_on_later(request, path, found, lambda: not exchange.done, tenant)

@@ -24,6 +24,7 @@ from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
+from router.prompting.conversation_cache import CachedConversation
 from router.prompting.encode import (
     PromptSize,
     cut,
@@ -35,7 +36,6 @@ from router.prompting.encode import (
     read_prompt,
 )
 from router.prompting.fields import FieldSpans, find_fields
-from router.prompting.known import Known
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
@@ -72,7 +72,7 @@ class Made(NamedTuple):
     """Ids, or a question for a worker."""
     begins: int | None = None
     """Digest of what its user said first (router/prompting/turn.py)."""
-    known: Known | None = None
+    known: CachedConversation | None = None
     """What is to be kept of it, but for its body and its ids, which are here and there."""
     size: PromptSize | None = None
     """Of its prompts; None where a worker is to be asked for the ids of the first."""
@@ -260,7 +260,7 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
     known = learn(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
-        known.body, known.ids = b"", array(ID_TYPE)
+        known.body, known.token_ids = b"", array(ID_TYPE)
     media = read_media(parsed, body)
     found = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     return Made(found, digest_beginning(parsed), known, size, further, media)

@@ -24,8 +24,8 @@ from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+from router.prompting.conversation_cache import CachedConversation, Checkpoint
 from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
-from router.prompting.known import Known, Mark
 from router.prompting.pool import Helpers, Order
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
 from router.prompting.returning import Returned, go_on, learn, learn_more, may_return
@@ -57,9 +57,9 @@ class PromptRead(msgspec.Struct, eq=False):
     """None where they cannot be had."""
     seconds: float
     """That reading it took."""
-    known: Known | None = None
+    known: CachedConversation | None = None
     """What is to be kept of it, for when it returns."""
-    instead: Known | None = None
+    instead: CachedConversation | None = None
     """Of this one."""
     size: PromptSize | None = None
     """Of all prompts of the body; None where `ids` is."""
@@ -273,7 +273,7 @@ class PromptReader:
         return read
 
     def go_on(
-        self, known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
+        self, known: CachedConversation, mark: Checkpoint, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
     ) -> tuple[Returned, PromptRead] | None:
         """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
 
@@ -283,7 +283,7 @@ class PromptReader:
                 return None
             parsed = returned.rest.parsed
             ids, size = cut(returned.ids, parsed, tokens_max), measure(returned.ids, parsed, tokens_max)
-            more, instead = learn_more(returned, body, tokenizer), known if mark is known.marks[-1] else None
+            more, instead = learn_more(returned, body, tokenizer), known if mark is known.checkpoints[-1] else None
             return returned, PromptRead(ids, 0.0, more, instead, size)
 
         found, took_s = self._timed(work)

@@ -23,8 +23,14 @@ from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
+from router.prompting.conversation_cache import (
+    BODY_BYTES_MAX,
+    BODY_BYTES_MIN,
+    CHECKPOINTS_MAX,
+    CachedConversation,
+    Checkpoint,
+)
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
-from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
 from router.prompting.outline import outline, words_of
 from router.prompting.outlined import MESSAGE_BYTES, Outline
 
@@ -67,7 +73,9 @@ class Rest:
 class Returned:
     """What a body asks for whose beginning is known."""
 
-    def __init__(self, rest: Rest, known: Known, mark: Mark, ids: array[int], kept: int, text: str) -> None:
+    def __init__(
+        self, rest: Rest, known: CachedConversation, mark: Checkpoint, ids: array[int], kept: int, text: str
+    ) -> None:
         self.rest, self.known, self.mark, self.ids, self.kept = rest, known, mark, ids, kept
         """`kept`: how many of the first ids are those of the known prompt."""
         self.text = text
@@ -79,7 +87,7 @@ class Returned:
         """What it asks for. Of a chat's messages those are there that open it, and what is new."""
         if self.known.kind != "chat" or not self.rest.data:
             return self.rest.parsed
-        return self.rest.parsed.with_messages([*self.known.opening, *self.rest.new])
+        return self.rest.parsed.with_messages([*self.known.opening_messages, *self.rest.new])
 
     @property
     def words(self) -> bytes:
@@ -94,12 +102,16 @@ class Returned:
         known, parsed = self.known, self.rest.parsed
         if parsed.source is not None and _depends(parsed):
             return None
-        return Outline(known.words[: MESSAGE_BYTES * self.mark.count] + self.words, known.tools, known.flags)
+        return Outline(
+            known.message_fingerprints[: MESSAGE_BYTES * self.mark.message_count] + self.words,
+            known.tool_fingerprints,
+            known.options_digest,
+        )
 
 
 def may_return(kind: Kind | None, size: int) -> bool:
     """Whether a body of so many bytes may be known, or become so."""
-    return kind in ("chat", "messages") and LENGTH_MIN <= size <= LENGTH_MAX
+    return kind in ("chat", "messages") and BODY_BYTES_MIN <= size <= BODY_BYTES_MAX
 
 
 def has_beginning(parsed: RoutingRequest) -> bool:
@@ -107,43 +119,51 @@ def has_beginning(parsed: RoutingRequest) -> bool:
     return len(getattr(parsed.source, "messages", None) or parsed.messages or ()) >= COUNT_MIN
 
 
-def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None) -> Returned | None:
+def go_on(
+    known: CachedConversation, mark: Checkpoint, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
+) -> Returned | None:
     """What a body that has this beginning asks for. None where the whole must be read."""
-    if mark.objects > OBJECTS_MAX - NEW_OBJECTS_MAX:
+    if mark.object_count > OBJECTS_MAX - NEW_OBJECTS_MAX:
         return None
-    rest = _read_on(known, mark, body, tokenizer) or _read(known.kind, known.start, mark.end, body, tokenizer)
-    if rest is None or rest.told != known.told or rest.heads != known.heads:
+    rest = _read_on(known, mark, body, tokenizer) or _read(
+        known.kind, known.messages_start, mark.body_end, body, tokenizer
+    )
+    if rest is None or rest.told != known.template_digest or rest.heads != known.system_messages:
         return None
     if known.kind == "messages" and not rest.new:
         return None  # a last message of the assistant would be continued, and a known one was not the last
     assert rest.chat.messages is not None
-    opening, tail = known.opening, mark.tail
+    opening, tail = known.opening_messages, mark.tail_text
     if rest.heads and rest.chat.messages[: rest.heads] != opening[: rest.heads]:
         return None
-    kept, end = mark.ids, 0
+    kept, end = mark.token_count, 0
     try:
-        text = _text(tokenizer, rest, opening[0], mark.count, [mark.before, mark.last, *rest.new])
+        text = _text(
+            tokenizer, rest, opening[0], mark.message_count, [mark.second_last_message, mark.last_message, *rest.new]
+        )
         if _has_tail(tokenizer, text, tail):
-            kept, end = kept + mark.tail_ids, len(tail)
+            kept, end = kept + mark.tail_token_count, len(tail)
         found = tokenizer.encode_array(text[end:], add_special_tokens=False)
     except RequestError:
         return None
     most = ((tokens_max or TOKENS_MAX) + 1) * CHARS_A_TOKEN
-    if mark.chars + len(text) > most or not tokenizer.starts_segment(text):
+    if mark.char_count + len(text) > most or not tokenizer.starts_segment(text):
         return None
-    ids = known.ids[: kept + len(found)]  # as long as it will be, where it can: it is not copied once more
+    ids = known.token_ids[: kept + len(found)]  # as long as it will be, where it can: it is not copied once more
     ids[kept:] = found if isinstance(found, array) else array(ID_TYPE, found)
     return Returned(rest, known, mark, ids, kept, text)
 
 
-def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None) -> Known | None:
+def learn(
+    parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None
+) -> CachedConversation | None:
     """The beginning of a body that was read as a whole, up to its last message. None where it cannot be known."""
     kind, chat, ids, text = parsed.kind, prompt.chat, prompt.ids, prompt.text
     if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:
         return None
     if _depends(parsed):
         return None
-    drawn, messages, marks = outline(parsed), chat.messages, list[Mark]()
+    drawn, messages, marks = outline(parsed), chat.messages, list[Checkpoint]()
     first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
     if drawn is None or _has_developer(messages):
         return None
@@ -164,53 +184,54 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
             told, heads, bare = rest.told, rest.heads, _bare(rest)
     if not marks:
         return None
-    words = drawn.messages[: MESSAGE_BYTES * marks[-1].count]
+    words = drawn.messages[: MESSAGE_BYTES * marks[-1].message_count]
     known_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     assert tokenizer.chat_template is not None
-    return Known(
+    return CachedConversation(
         kind, start, told, heads, messages[: first + 1], words, drawn.tools, drawn.flags, marks, body, known_ids, close,
         bare, tokenizer.chat_template.as_sent,
     )  # fmt: skip
 
 
-def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known | None:
+def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> CachedConversation | None:
     """What takes the place of the known beginning that this body has; None where little would be won."""
     rest, known, mark = returned.rest, returned.known, returned.mark
-    if len(body) - mark.end < max(LEARNED_BYTES, mark.end >> 5):
+    if len(body) - mark.body_end < max(LEARNED_BYTES, mark.body_end >> 5):
         return None
-    back = known.back if mark is known.marks[-1] else CHANGED
+    back = known.volatile_messages if mark is known.checkpoints[-1] else CHANGED
     chat = known.kind == "chat"  # whose messages are those of the array, one for one
     if chat and len(rest.new) <= back:
         return None
-    data = rest.data or _with_standin(body, known.start, mark.end)
-    place = _before_last(data, back, known.start)
+    data = rest.data or _with_standin(body, known.messages_start, mark.body_end)
+    place = _before_last(data, back, known.messages_start)
     if place is None:
         return None
     end, close = (at + len(body) - len(data) for at in place[1:])
-    if end <= mark.end or _depends(rest.parsed):
+    if end <= mark.body_end or _depends(rest.parsed):
         return None
     fresh = len(rest.new) - back
     if not chat:
-        last = _read(known.kind, known.start, end, body, tokenizer)
-        if last is None or last.told != known.told:
+        last = _read(known.kind, known.messages_start, end, body, tokenizer)
+        if last is None or last.told != known.template_digest:
             return None
         fresh = len(rest.new) - len(last.new)
         if fresh < 1 or rest.new[fresh:] != last.new:
             return None
-    count, tail = mark.count + fresh, [mark.before, mark.last, *rest.new]
-    chars = mark.chars + len(returned.text)
-    first = known.opening[0]
+    count, tail = mark.message_count + fresh, [mark.second_last_message, mark.last_message, *rest.new]
+    chars = mark.char_count + len(returned.text)
+    first = known.opening_messages[0]
     made = _mark(
         tokenizer, body, end, rest, first, count, tail[fresh:], returned.text, returned.ids, chars
     )  # fmt: skip
     if made is None:
         return None
-    words = known.words[: MESSAGE_BYTES * mark.count] + returned.words[: MESSAGE_BYTES * fresh]
-    if not _has_tail(tokenizer, returned.text, mark.tail):  # its ids are not among those of this prompt
+    words = known.message_fingerprints[: MESSAGE_BYTES * mark.message_count] + returned.words[: MESSAGE_BYTES * fresh]
+    if not _has_tail(tokenizer, returned.text, mark.tail_text):  # its ids are not among those of this prompt
         mark = mark.without_tail()
-    marks = [one for one in known.marks if one.end < mark.end][2 - MARKS_MAX :] + [mark, made]
-    return Known(
-        known.kind, known.start, known.told, known.heads, known.opening, words, known.tools, known.flags, marks, body,
+    marks = [one for one in known.checkpoints if one.body_end < mark.body_end][2 - CHECKPOINTS_MAX :] + [mark, made]
+    return CachedConversation(
+        known.kind, known.messages_start, known.template_digest, known.system_messages, known.opening_messages,
+        words, known.tool_fingerprints, known.options_digest, marks, body,
         returned.ids, close, _bare(rest), known.as_sent, back, known.model,
     )  # fmt: skip
 
@@ -231,10 +252,10 @@ def _bare(rest: Rest) -> RoutingRequest | None:
     return None if rest.parsed.source is not None else rest.parsed.with_messages(None)
 
 
-def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Rest | None:
+def _read_on(known: CachedConversation, mark: Checkpoint, body: bytes, tokenizer: Tokenizer) -> Rest | None:
     """As `_read`, of a chat in which nothing but messages is new; None where more is. What stands behind the messages
     is that of the known body: between that and what is known, a list goes on."""
-    before, before_close, bare, end = known.body, known.close, known.parsed, mark.end
+    before, before_close, bare, end = known.body, known.messages_end, known.bare_request, mark.body_end
     close = len(body) - len(before) + before_close
     template = tokenizer.chat_template
     if bare is None or template is None or template.as_sent != known.as_sent:
@@ -250,9 +271,9 @@ def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Res
         return None
     if has_media(messages) or _has_developer(messages):
         return None
-    messages[:1] = known.opening
+    messages[:1] = known.opening_messages
     parsed = bare.with_messages(messages)
-    return Rest(parsed, b"", parsed, known.heads, known.told, len(known.opening))
+    return Rest(parsed, b"", parsed, known.system_messages, known.template_digest, len(known.opening_messages))
 
 
 def _has_developer(messages: list[Message]) -> bool:
@@ -305,7 +326,7 @@ def _text(tokenizer: Tokenizer, rest: Rest, first: Message, count: int, messages
 def _mark(
     tokenizer: Tokenizer, body: bytes, end: int, rest: Rest, first: Message, count: int,
     messages: list[Message], text: str, ids: Sequence[int], chars: int,
-) -> Mark | None:  # fmt: skip
+) -> Checkpoint | None:  # fmt: skip
     """The place before the last message of the body. `messages`: of the chat, from `count` - 2 on. `text`: the end of
     the prompt's, which has so many characters in all."""
     try:
@@ -321,7 +342,7 @@ def _mark(
     objects = count_openings(body, end)
     tail = tokenizer.first_segments(after, len(str(messages[1].get("content"))))
     tail_ids = len(tokenizer.encode_array(tail, add_special_tokens=False))
-    return Mark(end, count, kept, chars - len(after), tail, tail_ids, objects, messages[0], messages[1])
+    return Checkpoint(end, count, kept, chars - len(after), tail, tail_ids, objects, messages[0], messages[1])
 
 
 def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int, int, int] | None:

@@ -9,7 +9,7 @@ import xxhash
 
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
-from router.prompting.known import Known
+from router.prompting.conversation_cache import CachedConversation
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
 from router.prompting.sessions import Session
@@ -33,7 +33,7 @@ class ReadTurn:
         """`digest_beginning` of the body, once it was asked for."""
         self.explains = False
         """The client asks for the reasons of its miss."""
-        self.known: Known | None = None
+        self.known: CachedConversation | None = None
         """Whose beginning its body has, where that was not read again."""
 
     def outline(self) -> Outline | None:
@@ -46,7 +46,11 @@ class ReadTurn:
         """Digest of what its user said first: the same in all turns of a conversation without a name."""
         if self.begins is None:
             known = self.known
-            self.begins = digest_beginning(self.parsed) if known is None or known.begins is None else known.begins
+            self.begins = (
+                digest_beginning(self.parsed)
+                if known is None or known.first_message_digest is None
+                else known.first_message_digest
+            )
         return self.begins
 
     def conversations(self) -> tuple[int, ...]:

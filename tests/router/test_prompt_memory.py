@@ -19,7 +19,7 @@ from router.decide.messages import RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.known import Known, KnownBodies, Mark
+from router.prompting.conversation_cache import CachedConversation, Checkpoint, ConversationCache
 from router.prompting.reader import PromptRead
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
@@ -86,19 +86,21 @@ def test_a_known_beginning_is_kept_with_it() -> None:
     """Counted with the beginning's bytes; its ids once, where they are the beginning's own."""
     core = RouterCore(make_index(), CoreConfig())
     core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
-    reading = RequestReading(core, cast(Any, None), cast(Any, None), known=KnownBodies(1 << 20))
+    reading = RequestReading(core, cast(Any, None), cast(Any, None), known=ConversationCache(1 << 20))
     for number, borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        known = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids)
+        known = CachedConversation(
+            "chat", 0, b"", 0, [], b"", b"", 0, [Checkpoint(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids
+        )
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
-        before = known.cost
+        before = known.memory_bytes
         asked = SimpleNamespace(base="m", beginning=lambda: 7)
         reading.keep(cast(Any, asked), PromptRead(ids, 0.0, known), route)
-        assert (known.model, known.begins, known.memory_is_own) == ("m", 7, borrowed)
-        assert known.memory is not None
+        assert (known.model, known.first_message_digest, known.is_memory_exact) == ("m", 7, borrowed)
+        assert known.prompt_memory is not None
         keys = len(LONG) // 16 + 1
-        assert known.cost - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
-        assert reading.known.find("chat", body) == (known, known.marks[0])
+        assert known.memory_bytes - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
+        assert reading.known.find_longest_prefix("chat", body) == (known, known.checkpoints[0])
         reading.known.check_invariants()

@@ -17,8 +17,14 @@ from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
 from prompts.words import digests
 from router.prompting import returning
+from router.prompting.conversation_cache import (
+    BODY_BYTES_MIN,
+    RECENT_DIGESTS_MAX,
+    CachedConversation,
+    Checkpoint,
+    ConversationCache,
+)
 from router.prompting.encode import cut, read_prompt
-from router.prompting.known import LENGTH_MIN, SEEN_MAX, Known, KnownBodies, Mark
 from router.prompting.outline import outline
 from router.prompting.pool import Order, _made
 from tests.prompts import chat_templates
@@ -166,26 +172,26 @@ def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
 @example(seed=217098, kind="messages").via("the last message is a known one of the assistant")
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
 def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
-    rng, table, went_on = random.Random(seed), KnownBodies(1 << 20), 0
+    rng, table, went_on = random.Random(seed), ConversationCache(1 << 20), 0
     messages: list[Any] = [message(rng, kind, i) for i in range(rng.randint(1, 6))]
     fields = fields_of(rng, kind)
     for _ in range(12):
         body = body_of(rng, kind, messages, fields)
         parsed, prompt = whole(kind, body, tokenizer)
         ids = cut(prompt.ids, parsed, None)
-        found = table.find(kind, body)
+        found = table.find_longest_prefix(kind, body)
         returned = returning.go_on(*found, body, tokenizer, None) if found is not None else None
         if returned is None:
             known = returning.learn(parsed, body, prompt, tokenizer)
             if known is not None:
-                table.keep(known)
+                table.store(known)
         else:
             went_on += 1
             check_same(returned, parsed, ids)
             more = returning.learn_more(returned, body, tokenizer)
             if more is not None:
                 check_known(more, prompt)
-                table.keep(more, returned.known if returned.mark is returned.known.marks[-1] else None)
+                table.store(more, returned.known if returned.mark is returned.known.checkpoints[-1] else None)
         table.check_invariants()
         messages = changed(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
         if rng.random() < 0.1:
@@ -198,15 +204,17 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
         if name not in ("messages", "source"):
             assert getattr(returned.parsed, name) == getattr(parsed, name), name
     assert returned.outline() == (None if returning._depends(returned.rest.parsed) else outline(parsed))
-    assert returned.ids[: returned.kept] == returned.known.ids[: returned.kept]
+    assert returned.ids[: returned.kept] == returned.known.token_ids[: returned.kept]
 
 
-def check_known(known: Known, prompt: Any) -> None:
-    mark = known.marks[-1]
-    assert list(known.ids[: mark.ids_max]) == list(prompt.ids[: mark.ids_max])
-    assert len(known.ids) >= mark.ids_max >= mark.ids
-    assert [mark.before, mark.last] == prompt.chat.messages[mark.count - 2 : mark.count]
-    assert [one.end for one in known.marks] == sorted({one.end for one in known.marks})
+def check_known(known: CachedConversation, prompt: Any) -> None:
+    mark = known.checkpoints[-1]
+    assert list(known.token_ids[: mark.token_count_max]) == list(prompt.ids[: mark.token_count_max])
+    assert len(known.token_ids) >= mark.token_count_max >= mark.token_count
+    assert [mark.second_last_message, mark.last_message] == prompt.chat.messages[
+        mark.message_count - 2 : mark.message_count
+    ]
+    assert [one.body_end for one in known.checkpoints] == sorted({one.body_end for one in known.checkpoints})
 
 
 def long_talk(turns: int, mark: str = "") -> list[dict[str, str]]:
@@ -217,7 +225,7 @@ def long_talk(turns: int, mark: str = "") -> list[dict[str, str]]:
 @pytest.mark.parametrize("kind", ["chat", "messages"])
 def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> None:
     """Also where the client marks the last turns, as coding agents do; nothing of the beginning is decoded again."""
-    table, talk, sizes = KnownBodies(64 << 20), long_talk(9), []
+    table, talk, sizes = ConversationCache(64 << 20), long_talk(9), []
     for turn in range(6):
         shown: list[Any] = [dict(m) for m in talk]
         if kind == "messages":
@@ -225,12 +233,12 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
                 m["content"] = [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]
         body = json.dumps({"model": "m", "max_tokens": 5, "messages": shown}).encode()
         parsed, prompt = whole(kind, body, tokenizer)
-        found = table.find(kind, body)
+        found = table.find_longest_prefix(kind, body)
         assert (found is None) == (turn == 0)
         if found is None:
             known = returning.learn(parsed, body, prompt, tokenizer)
             assert known is not None
-            table.keep(known)
+            table.store(known)
         else:
             returned = returning.go_on(*found, body, tokenizer, None)
             assert returned is not None
@@ -239,7 +247,7 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
             check_same(returned, parsed, prompt.ids)
             more = returning.learn_more(returned, body, tokenizer)
             assert more is not None
-            table.keep(more, found[0])
+            table.store(more, found[0])
         talk = [*talk, *long_talk(3, f"turn {turn} ")[1:]]
     assert max(sizes) < 22_000, "of bodies of up to 50,000 bytes"
     assert len(table) == 1
@@ -261,10 +269,10 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     parsed, prompt = whole("chat", plain, tokenizer)
     known = returning.learn(parsed, plain, prompt, tokenizer)
     assert known is not None
-    table = KnownBodies(1 << 20)
-    table.keep(known)
+    table = ConversationCache(1 << 20)
+    table.store(known)
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
-    found = table.find("chat", longer)
+    found = table.find_longest_prefix("chat", longer)
     assert found is None or returning.go_on(*found, longer, tokenizer, None) is None
 
 
@@ -299,50 +307,72 @@ def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    table = KnownBodies(300_000)
+    table = ConversationCache(300_000)
     made = []
     for number in range(60):
         body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
-        known = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})], body,
-                      returning.array("I"))  # fmt: skip
+        known = CachedConversation(
+            "chat",
+            0,
+            b"",
+            0,
+            [],
+            b"",
+            b"",
+            0,
+            [Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})],
+            body,
+            returning.array("I"),
+        )
         made.append(known)
-        table.keep(known)
+        table.store(known)
         table.check_invariants()
-        assert table.find("chat", body + b" and more") == (known, known.marks[0])
-        assert table.find("messages", body) is None
+        assert table.find_longest_prefix("chat", body + b" and more") == (known, known.checkpoints[0])
+        assert table.find_longest_prefix("messages", body) is None
     assert 0 < len(table) < 30
-    assert table.find("chat", made[0].body) is None
-    assert all(len(known.body) >= LENGTH_MIN for known in made)
-    huge = Known("chat", 0, b"", 0, [], b"", b"", 0, [Mark(90_000, 3, 0, 0, "", 0, 0, {}, {})], b"x" * 90_000,
-                 returning.array("I"))  # fmt: skip
-    table.keep(huge)
-    assert table.find("chat", huge.body) is None, "one body must not empty it"
+    assert table.find_longest_prefix("chat", made[0].body) is None
+    assert all(len(known.body) >= BODY_BYTES_MIN for known in made)
+    huge = CachedConversation(
+        "chat",
+        0,
+        b"",
+        0,
+        [],
+        b"",
+        b"",
+        0,
+        [Checkpoint(90_000, 3, 0, 0, "", 0, 0, {}, {})],
+        b"x" * 90_000,
+        returning.array("I"),
+    )
+    table.store(huge)
+    assert table.find_longest_prefix("chat", huge.body) is None, "one body must not empty it"
     assert set(KINDS.values()) >= {"chat", "messages"}
 
 
 def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:
     """Two that differ between the last length that is digested and where they end; the third one began both."""
-    table, shared = KnownBodies(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
+    table, shared = ConversationCache(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
     for body in (shared[:1024], shared + b"a" * 100):
-        mark = Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})
-        table.keep(Known("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, returning.array("I")))
+        mark = Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})
+        table.store(CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, returning.array("I")))
     for tail, length in ((b"a", 2148), (b"b", 1024)):
-        found = table.find("chat", shared + tail * 200)
+        found = table.find_longest_prefix("chat", shared + tail * 200)
         assert found is not None
-        assert found[1].end == length
-    assert table.find("messages", shared + b"a" * 200) is None
+        assert found[1].body_end == length
+    assert table.find_longest_prefix("messages", shared + b"a" * 200) is None
 
 
 def test_a_short_body_is_worth_knowing_when_a_quarter_of_it_came_before() -> None:
-    table, rng = KnownBodies(1 << 20), random.Random(1)
-    texts = [rng.randbytes(6000) for _ in range(SEEN_MAX // 16)]
-    assert not table.comes_back(texts[0])
-    assert table.comes_back(texts[0])
-    assert table.comes_back(texts[0][:2000] + b"other" * 1000)
-    assert not table.comes_back(texts[0][:1200] + b"others" * 900), "its system prompt is another's too"
-    assert not table.comes_back(texts[0][:1023] + texts[1])
-    assert not any(table.comes_back(text) for text in texts[2:])
-    assert not table.comes_back(texts[0]), "so long ago"
+    table, rng = ConversationCache(1 << 20), random.Random(1)
+    texts = [rng.randbytes(6000) for _ in range(RECENT_DIGESTS_MAX // 16)]
+    assert not table.is_recurring(texts[0])
+    assert table.is_recurring(texts[0])
+    assert table.is_recurring(texts[0][:2000] + b"other" * 1000)
+    assert not table.is_recurring(texts[0][:1200] + b"others" * 900), "its system prompt is another's too"
+    assert not table.is_recurring(texts[0][:1023] + texts[1])
+    assert not any(table.is_recurring(text) for text in texts[2:])
+    assert not table.is_recurring(texts[0]), "so long ago"
     table.check_invariants()
 
 

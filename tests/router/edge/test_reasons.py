@@ -22,7 +22,7 @@ from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
-from router.prompting.known import KnownBodies
+from router.prompting.conversation_cache import ConversationCache
 from router.prompting.sessions import Session
 from router.prompting.turn import ReadTurn
 
@@ -443,7 +443,7 @@ def test_a_body_that_returns_is_explained_like_another(
 
     async def scenario() -> None:
         reasons, told = await router(), []
-        for known in (KnownBodies(0), KnownBodies(8 << 20)):
+        for known in (ConversationCache(0), ConversationCache(8 << 20)):
             edge.app._reading.known, reasons.ledger = (
                 known,
                 MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared),
