@@ -225,7 +225,7 @@ class Admin:
         segments = self._prompts.cache_stats()
         return Report(
             tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
-            known_bodies=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
+            conversation_cache=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
             large_bodies=dict(self._reading.helpers.counts),
             waiting_bytes=self._reading.helpers.waiting_bytes,
             event_faults=self._event_faults(),

@@ -82,9 +82,9 @@ class ProcessConfig:
     segment_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for the encoded parts of prompts, each model; 0 encodes every prompt whole.",
     ] = CACHE_BYTES_DEFAULT >> 20
-    known_bodies_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
-        "Memory for the beginnings of bodies from 1 KB on, so that of a conversation that returns only what is new is "
-        "read; 0 reads every body whole.",
+    conversation_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
+        "Memory for conversations with bodies from 1 KB on, so that only the new part of one that returns is read; 0 "
+        "reads every body whole.",
     ] = 64
     tokenize_threads: Annotated[Annotated[int, Meta(ge=1, le=256)] | None,
         "Threads that encode prompts. [default: one a core, at most 8]"] = None

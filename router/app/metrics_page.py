@@ -29,7 +29,7 @@ class Report:
     """Figures of the page that neither the metrics nor the core nor the index have."""
 
     tokenize_cpu_s: float
-    known_bodies: tuple[int, int, int]
+    conversation_cache: tuple[int, int, int]
     """(bodies whose beginning was known, those that might have been, bytes) of what is known of bodies."""
     segments: dict[str, tuple[int, int, int]]
     """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
@@ -117,8 +117,10 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
         ("client_disconnects", "Requests given up by their client.", metrics.client_disconnects),
         ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
          report.tokenize_cpu_s),
-        ("known_bodies_hits", "Bodies from 1 KB on whose beginning was known.", report.known_bodies[0]),
-        ("known_bodies_misses", "Bodies from 1 KB on whose beginning was not known.", report.known_bodies[1]),
+        ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
+         report.conversation_cache[0]),
+        ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
+         report.conversation_cache[1]),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
          report.event_faults),
         ("event_messages_ignored", "Event messages of topics that nobody follows.", report.events_ignored),
@@ -142,7 +144,7 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
         ("held", "Requests that wait in the router.", snapshot.held),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
-        ("known_bodies_bytes", "Memory of what is known of bodies.", report.known_bodies[2]),
+        ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache[2]),
         ("index_holders", "Event streams in the index.", index.holders),
         ("index_entries", "(holder, group, block) presences in the index.", index.entries),
         ("index_parked", "Events waiting for their parent block.", index.parked),

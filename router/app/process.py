@@ -131,7 +131,7 @@ class RouterProcess:
         )
         self._prompts.helpers = self._helpers
         session_names = SessionNames(config.edge.session_headers)
-        known = ConversationCache(config.known_bodies_mb << 20)
+        known = ConversationCache(config.conversation_cache_mb << 20)
         self._reading = RequestReading(self._core, self._prompts, self._helpers, session_names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
