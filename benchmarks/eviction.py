@@ -98,10 +98,10 @@ class Ours:
     def take(self, names: list[int]) -> tuple[int, ConversationTurn]:
         """A request begins and holds its blocks: how many were found."""
         found = leading(names, self.nodes)
-        turn = self.order.begin(names, found)
+        turn = self.order.begin_turn(names, found)
         last = self.nodes[names[found - 1]] if found else None
         if last is not None:
-            self.order.used(last)
+            self.order.mark_used(last)
         for depth in range(found, len(names)):
             node = self.nodes[names[depth]] = Node(names[depth], depth, last)
             if last is not None:
@@ -110,12 +110,12 @@ class Ours:
         return found, turn
 
     def leave(self, names: list[int], turn: ConversationTurn) -> None:
-        self.order.end(turn)
-        self.order.cached(self.nodes[names[-1]])
+        self.order.end_turn(turn)
+        self.order.mark_cached(self.nodes[names[-1]])
 
     def trim(self) -> None:
         """Evict what does not fit, of what nobody holds."""
-        while len(self.nodes) > self.capacity and (leaf := self.order.victim()) is not None:
+        while len(self.nodes) > self.capacity and (leaf := self.order.select_victim()) is not None:
             self.evict(leaf)
 
     def evict(self, leaf: Node) -> None:
@@ -124,7 +124,7 @@ class Ours:
         parent = leaf.parent
         if parent is not None:
             parent.cached_child_count -= 1
-        self.order.gone(leaf, None if parent is None or parent.cached_child_count else parent)
+        self.order.remove_leaf(leaf, None if parent is None or parent.cached_child_count else parent)
 
 
 ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": Ours}

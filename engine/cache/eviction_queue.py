@@ -21,12 +21,12 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 
-_STEPS = 2
+_QUEUES_PER_DOUBLING = 2
 """Queues of one class for each doubling of the gap."""
-_LATE = 1.5
+_OVERDUE_GAPS = 1.5
 """Times its gap after which a turn is overdue."""
 
-_UNRESUMABLE = 0.02
+_UNRESUMABLE_VALUE = 0.02
 """What a path without a state at its end is worth: it tells only where a checkpoint should be."""
 
 EvictableT = TypeVar("EvictableT", bound="EvictableNode")
@@ -45,182 +45,197 @@ class EvictableNode(Protocol):
 class StateValuation(Generic[EvictableT]):
     """The recurrent states of paths, without which they are not resumed."""
 
-    room: int
+    blocks_per_state: int
     """Blocks of attention that one takes the room of."""
-    saved: Callable[[EvictableT, int], int | None]
+    saved_blocks: Callable[[EvictableT, int], int | None]
     """Blocks from the state before a place to the one there, by that room; None where there is none."""
 
-    def worth(self, end: EvictableT) -> float:
+    def value_per_block(self, leaf: EvictableT) -> float:
         """Blocks that a path which ends there saves, for each that it and its last state take."""
-        saved = self.saved(end, self.room)
-        return _UNRESUMABLE if saved is None else saved / (saved + self.room)
+        saved_blocks = self.saved_blocks(leaf, self.blocks_per_state)
+        return _UNRESUMABLE_VALUE if saved_blocks is None else saved_blocks / (saved_blocks + self.blocks_per_state)
 
 
 class CachedPath(Generic[EvictableT]):
     """A path that can be shortened at `leaf`, kept for the sake of `turn`."""
 
-    __slots__ = ("leaf", "queue", "turn")
+    __slots__ = ("leaf", "queue_key", "turn")
 
     def __init__(self, leaf: EvictableT, turn: ConversationTurn) -> None:
         self.leaf = leaf
         self.turn = turn
-        self.queue: tuple[object, int, int] | None = None
+        self.queue_key: tuple[object, int, int] | None = None
         """None: left behind, by a conversation that went on elsewhere."""
 
 
 class EvictionQueue(Generic[EvictableT]):
     """Every cached place that nothing hangs from, in the order of eviction."""
 
-    def __init__(self, habits: ReuseStats, states: StateValuation[EvictableT] | None = None) -> None:
-        self._habits = habits
-        self._states = states
-        self._at: dict[EvictableT, CachedPath[EvictableT]] = {}
-        self._of: dict[ConversationTurn, CachedPath[EvictableT]] = {}
-        self._left: OrderedDict[CachedPath[EvictableT], None] = OrderedDict()
-        self._superseded: OrderedDict[EvictableT, tuple[float, int]] = OrderedDict()
+    def __init__(self, reuse_stats: ReuseStats, state_valuation: StateValuation[EvictableT] | None = None) -> None:
+        self._reuse_stats = reuse_stats
+        self._state_valuation = state_valuation
+        self._path_by_leaf: dict[EvictableT, CachedPath[EvictableT]] = {}
+        self._path_by_turn: dict[ConversationTurn, CachedPath[EvictableT]] = {}
+        self._abandoned_paths: OrderedDict[CachedPath[EvictableT], None] = OrderedDict()
+        self._superseded_states: OrderedDict[EvictableT, tuple[float, int]] = OrderedDict()
         """States that go by themselves: what each is worth, and since when."""
         self._queues: dict[tuple[object, int, int], OrderedDict[CachedPath[EvictableT], None]] = {}
-        self._chosen: CachedPath[EvictableT] | None = None
+        self._next_path: CachedPath[EvictableT] | None = None
 
     def add(self, leaf: EvictableT, turn: ConversationTurn) -> None:
         """`leaf` is the end of the path that `turn` has left."""
-        self._superseded.pop(leaf, None)
-        entry = self._at[leaf] = CachedPath(leaf, turn)
-        self._of[turn] = entry
-        self._enqueue(entry)
-        self._chosen = None
+        self._superseded_states.pop(leaf, None)
+        path = self._path_by_leaf[leaf] = CachedPath(leaf, turn)
+        self._path_by_turn[turn] = path
+        self._enqueue(path)
+        self._next_path = None
 
     def remove(self, leaf: EvictableT) -> None:
         """`leaf` is in use, or gone; nothing if it is not the end of a path."""
-        entry = self._at.pop(leaf, None)
-        if entry is not None:
-            self._dequeue(entry)
-            if self._of.get(entry.turn) is entry:
-                del self._of[entry.turn]
+        path = self._path_by_leaf.pop(leaf, None)
+        if path is not None:
+            self._dequeue(path)
+            if self._path_by_turn.get(path.turn) is path:
+                del self._path_by_turn[path.turn]
 
     def turn_of(self, leaf: EvictableT) -> ConversationTurn | None:
         """Who left the path that ends there; None if it is not the end of one."""
-        entry = self._at.get(leaf)
-        return None if entry is None else entry.turn
+        path = self._path_by_leaf.get(leaf)
+        return None if path is None else path.turn
 
-    def shorten(self, leaf: EvictableT, parent: EvictableT) -> None:
+    def shorten_path(self, leaf: EvictableT, parent: EvictableT) -> None:
         """`leaf` is gone, and `parent` the end of its path now."""
-        entry = self._at.pop(leaf)
-        entry.leaf = parent
-        self._at[parent] = entry
-        self._superseded.pop(parent, None)
-        turn = entry.turn
-        shared = None
-        if parent.depth < turn.base and not turn.shared:
-            shared = self._habits.shared_at(parent.hash, turn.last)
-        if shared is not None:
-            self._dequeue(entry)
-            if self._of.get(turn) is entry:
-                del self._of[turn]
-            entry.turn = shared
-            self._enqueue(entry)
+        path = self._path_by_leaf.pop(leaf)
+        path.leaf = parent
+        self._path_by_leaf[parent] = path
+        self._superseded_states.pop(parent, None)
+        turn = path.turn
+        prefix_turn = None
+        if parent.depth < turn.shared_blocks and not turn.is_shared_prefix:
+            prefix_turn = self._reuse_stats.shared_prefix_turn(parent.hash, turn.end_clock)
+        if prefix_turn is not None:
+            self._dequeue(path)
+            if self._path_by_turn.get(turn) is path:
+                del self._path_by_turn[turn]
+            path.turn = prefix_turn
+            self._enqueue(path)
         else:
-            self.weigh(parent)
+            self.requeue(parent)
 
-    def weigh(self, place: EvictableT) -> None:
+    def requeue(self, node: EvictableT) -> None:
         """The state at `place`, which may be the end of a path, is in use, or has come or gone."""
-        self._superseded.pop(place, None)
-        entry = self._at.get(place)
-        if entry is not None and entry.queue is not None and entry.queue[2] != self._worth(place):
-            self._dequeue(entry)
-            self._enqueue(entry)
-            self._chosen = None
+        self._superseded_states.pop(node, None)
+        path = self._path_by_leaf.get(node)
+        if path is not None and path.queue_key is not None and path.queue_key[2] != self._value_log2(node):
+            self._dequeue(path)
+            self._enqueue(path)
+            self._next_path = None
 
-    def supersede(self, place: EvictableT, worth: float) -> None:
-        """Few will ask for the state at `place`, which saves `worth` blocks for each it takes the room of."""
-        if place not in self._at:
-            self._superseded[place] = (worth, self._habits.now)
+    def add_superseded_state(self, node: EvictableT, value_per_block: float) -> None:
+        """Queue the state at `node`, which few requests will resume. `value_per_block`: saved for each of its room."""
+        if node not in self._path_by_leaf:
+            self._superseded_states[node] = (value_per_block, self._reuse_stats.clock)
 
-    def choose_state(self) -> EvictableT | None:
+    def select_state(self) -> EvictableT | None:
         """The oldest of the superseded states, if the end of no path is worth less."""
-        if not self._superseded:
+        if not self._superseded_states:
             return None
-        place, (worth, since) = next(iter(self._superseded.items()))
-        least = self._choose()
-        if least is None:
-            return place
-        share, due = self._habits.mean()
-        return place if worth * share / max(2.0**due, self._habits.now - since) <= self._worth_now(least) else None
+        node, (value, superseded_clock) = next(iter(self._superseded_states.items()))
+        next_path = self._select_path()
+        if next_path is None:
+            return node
+        return_share, gap_log2 = self._reuse_stats.mean_reuse()
+        return (
+            node
+            if value * return_share / max(2.0**gap_log2, self._reuse_stats.clock - superseded_clock)
+            <= self._current_value(next_path)
+            else None
+        )
 
-    def leave_behind(self, turn: ConversationTurn) -> None:
+    def mark_abandoned(self, turn: ConversationTurn) -> None:
         """The conversation of `turn` goes on elsewhere: what is left of that path was dropped from its prompt."""
-        entry = self._of.pop(turn, None)
-        if entry is not None:
-            self._dequeue(entry)
-            entry.queue = None
-            self._left[entry] = None
+        path = self._path_by_turn.pop(turn, None)
+        if path is not None:
+            self._dequeue(path)
+            path.queue_key = None
+            self._abandoned_paths[path] = None
 
-    def choose(self) -> EvictableT | None:
+    def select_leaf(self) -> EvictableT | None:
         """The end of the path that is to be shortened next; None without any."""
-        entry = self._choose()
-        return None if entry is None else entry.leaf
+        path = self._select_path()
+        return None if path is None else path.leaf
 
     def clear(self) -> None:
-        for entries in (self._at, self._of, self._left, self._queues, self._superseded):
-            entries.clear()
-        self._chosen = None
+        for collection in (
+            self._path_by_leaf,
+            self._path_by_turn,
+            self._abandoned_paths,
+            self._queues,
+            self._superseded_states,
+        ):
+            collection.clear()
+        self._next_path = None
 
     def check_invariants(self, leaves: set[EvictableT]) -> None:
-        entries = set(self._at.values())
-        assert set(self._at) == leaves
-        assert all(entry.leaf is leaf for leaf, entry in self._at.items())
-        queued = [entry for queue in (self._left, *self._queues.values()) for entry in queue]
-        assert set(queued) == entries
-        assert len(queued) == len(entries)
+        paths = set(self._path_by_leaf.values())
+        assert set(self._path_by_leaf) == leaves
+        assert all(path.leaf is leaf for leaf, path in self._path_by_leaf.items())
+        queued_paths = [path for queue in (self._abandoned_paths, *self._queues.values()) for path in queue]
+        assert set(queued_paths) == paths
+        assert len(queued_paths) == len(paths)
         assert all(self._queues.values())
-        assert all(self._of[turn] in entries for turn in self._of)
-        assert self._chosen is None or self._chosen in entries
-        assert not self._superseded.keys() & leaves
+        assert all(self._path_by_turn[turn] in paths for turn in self._path_by_turn)
+        assert self._next_path is None or self._next_path in paths
+        assert not self._superseded_states.keys() & leaves
 
-    def check_states(self, cached: set[EvictableT]) -> None:
-        assert self._superseded.keys() <= cached
+    def check_states(self, nodes_with_states: set[EvictableT]) -> None:
+        assert self._superseded_states.keys() <= nodes_with_states
 
-    def _choose(self) -> CachedPath[EvictableT] | None:
-        if self._chosen is None:
-            self._chosen = next(iter(self._left), None) or self._least()
-        return self._chosen
+    def _select_path(self) -> CachedPath[EvictableT] | None:
+        if self._next_path is None:
+            self._next_path = next(iter(self._abandoned_paths), None) or self._least_valuable_path()
+        return self._next_path
 
-    def _least(self) -> CachedPath[EvictableT] | None:
+    def _least_valuable_path(self) -> CachedPath[EvictableT] | None:
         """The oldest of a queue where it is overdue, else the youngest; of all queues what is worth least."""
-        now, least, worth_min = self._habits.now, None, float("inf")
+        clock, least_valuable, value_min = self._reuse_stats.clock, None, float("inf")
         for key, queue in self._queues.items():
-            entry = next(iter(queue))
-            if now - entry.turn.last <= _LATE * 2.0 ** (key[1] / _STEPS):
-                entry = next(reversed(queue))
-            worth = self._worth_now(entry)
-            if worth < worth_min:
-                least, worth_min = entry, worth
-        return least
+            path = next(iter(queue))
+            if clock - path.turn.end_clock <= _OVERDUE_GAPS * 2.0 ** (key[1] / _QUEUES_PER_DOUBLING):
+                path = next(reversed(queue))
+            value = self._current_value(path)
+            if value < value_min:
+                least_valuable, value_min = path, value
+        return least_valuable
 
-    def _worth_now(self, entry: CachedPath[EvictableT]) -> float:
-        if entry.queue is None:
+    def _current_value(self, path: CachedPath[EvictableT]) -> float:
+        if path.queue_key is None:
             return 0.0
-        _, due, worth_log2 = entry.queue
-        gap, age = 2.0 ** (due / _STEPS), self._habits.now - entry.turn.last
-        return self._habits.of(entry.turn).share / (age if age > _LATE * gap else gap) * 2.0**worth_log2
+        _, gap_step, value_log2 = path.queue_key
+        gap, age = 2.0 ** (gap_step / _QUEUES_PER_DOUBLING), self._reuse_stats.clock - path.turn.end_clock
+        return (
+            self._reuse_stats.counts_of(path.turn).return_share
+            / (age if age > _OVERDUE_GAPS * gap else gap)
+            * 2.0**value_log2
+        )
 
-    def _worth(self, leaf: EvictableT) -> int:
+    def _value_log2(self, leaf: EvictableT) -> int:
         """log2, rounded, of what a block of the path that ends there saves."""
-        return 0 if self._states is None else round(math.log2(self._states.worth(leaf)))
+        return 0 if self._state_valuation is None else round(math.log2(self._state_valuation.value_per_block(leaf)))
 
-    def _enqueue(self, entry: CachedPath[EvictableT]) -> None:
-        turn = entry.turn
-        due = round(self._habits.due(turn) * _STEPS)
-        entry.queue = key = (self._habits.kind(turn), due, self._worth(entry.leaf))
-        self._queues.setdefault(key, OrderedDict())[entry] = None
+    def _enqueue(self, path: CachedPath[EvictableT]) -> None:
+        turn = path.turn
+        gap_step = round(self._reuse_stats.expected_gap_log2(turn) * _QUEUES_PER_DOUBLING)
+        path.queue_key = key = (self._reuse_stats.turn_class(turn), gap_step, self._value_log2(path.leaf))
+        self._queues.setdefault(key, OrderedDict())[path] = None
 
-    def _dequeue(self, entry: CachedPath[EvictableT]) -> None:
-        if self._chosen is entry:
-            self._chosen = None
-        if entry.queue is None:
-            del self._left[entry]
+    def _dequeue(self, path: CachedPath[EvictableT]) -> None:
+        if self._next_path is path:
+            self._next_path = None
+        if path.queue_key is None:
+            del self._abandoned_paths[path]
             return
-        queue = self._queues[entry.queue]
-        del queue[entry]
+        queue = self._queues[path.queue_key]
+        del queue[path]
         if not queue:
-            del self._queues[entry.queue]
+            del self._queues[path.queue_key]

@@ -217,7 +217,7 @@ class HostTier:
     def handle_child_added(self, node: Node) -> None:
         """The tree has something below it: it is not the end of its path any more."""
         if self._eviction_order is not None and node.host_blocks is not None:
-            self._eviction_order.gone_below(node, None)
+            self._eviction_order.remove_host_leaf(node, None)
 
     def handle_node_removed(self, node: Node) -> None:
         """The tree has it no more: what it hung from may be the end of its path here."""
@@ -229,7 +229,7 @@ class HostTier:
                 and not parent.children
                 and (parent_block := parent.host_blocks[FULL_KIND])
             )
-            self._eviction_order.gone_below(
+            self._eviction_order.remove_host_leaf(
                 node, parent if parent_is_leaf and parent_block is not None and not parent_block.refs else None
             )
 
@@ -249,10 +249,10 @@ class HostTier:
         self._unlink(host_block, node)
         self._free_if_unpinned(host_block)
         if self._eviction_order is not None and kind != FULL_KIND:
-            self._eviction_order.state_gone(node)
+            self._eviction_order.mark_state_removed(node)
         if any(node.blocks):
             if self._eviction_order is not None and kind == FULL_KIND:
-                self._eviction_order.gone_below(node, None)
+                self._eviction_order.remove_host_leaf(node, None)
         elif node.host_blocks is None:
             self._tree.remove_node(node)
 

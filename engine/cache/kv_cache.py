@@ -81,7 +81,7 @@ class KVCache:
         if adaptive_eviction and enable_prefix_caching and not self._windows:
             states = None if spec.state is None else StateValuation(per_unit[FULL_KIND], Node.saved_blocks)
             self._order = AdaptiveEviction(
-                (unit_count + host_units) * per_unit[FULL_KIND], spec.block_size, states=states
+                (unit_count + host_units) * per_unit[FULL_KIND], spec.block_size, state_valuation=states
             )
         self._turns: dict[Sequence, ConversationTurn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
@@ -217,7 +217,7 @@ class KVCache:
         self._matched.pop(seq, None)
         if self._order is not None:
             names = self._names.of(seq, count := len(seq.token_ids) // self.block_size)
-            self._turns[seq] = self._order.begin([name.hash for name in names[:count]], len(known))
+            self._turns[seq] = self._order.begin_turn([name.hash for name in names[:count]], len(known))
         return True
 
     def plan_common(self, seq: Sequence, other: Sequence) -> int:
@@ -369,7 +369,7 @@ class KVCache:
         if self._checkpoints is not None:
             self._checkpoints.release(seq)
         if self._order is not None:
-            self._order.end(self._turns.pop(seq))
+            self._order.end_turn(self._turns.pop(seq))
         chain.release(self.pool)
         seq.block_tables = []
         seq.computed = 0

@@ -38,23 +38,23 @@ class DeviceEvictionOrder:
     def mark_cached(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
-            self._order.cached(block.node)
+            self._order.mark_cached(block.node)
         elif block.is_superseded:
             assert block.state_value is not None
-            self._order.superseded(block.node, block.state_value / self._blocks_per_state)
+            self._order.add_superseded_state(block.node, block.state_value / self._blocks_per_state)
 
     def mark_used(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
-            self._order.used(block.node)
+            self._order.mark_used(block.node)
         else:
-            self._order.state_used(block.node)
+            self._order.mark_state_used(block.node)
 
     def select_victim(self) -> Block[Node] | None:
-        node = self._order.victim_state()
+        node = self._order.select_state_victim()
         if node is not None:
             return node.blocks[-1]
-        node = self._order.victim()
+        node = self._order.select_victim()
         return None if node is None else node.blocks[FULL_KIND]
 
 
@@ -71,22 +71,22 @@ class HostEvictionOrder:
         if block.kind != FULL_KIND:
             assert block.state_value is not None
             if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._order.superseded_below(node, block.state_value / self._blocks_per_state)
+                self._order.add_superseded_host_state(node, block.state_value / self._blocks_per_state)
         elif not node.children:
-            self._order.moved(node)
+            self._order.add_host_leaf(node)
 
     def mark_used(self, block: Block[Node]) -> None:
         assert block.node is not None
         if block.kind == FULL_KIND:
-            self._order.gone_below(block.node, None)
+            self._order.remove_host_leaf(block.node, None)
         else:
-            self._order.state_used(block.node)
+            self._order.mark_state_used(block.node)
 
     def select_victim(self) -> Block[Node] | None:
-        node = self._order.victim_state_below()
+        node = self._order.select_host_state_victim()
         if node is not None and node.host_blocks is not None:
             return node.host_blocks[-1]
-        node = self._order.victim_below()
+        node = self._order.select_host_victim()
         return None if node is None or node.host_blocks is None else node.host_blocks[FULL_KIND]
 
 
@@ -218,10 +218,10 @@ class PrefixTree:
             self._unlink(victim)
             self._drop(victim)
             if self._eviction_order is not None and kind != FULL_KIND:
-                self._eviction_order.state_gone(node)
+                self._eviction_order.mark_state_removed(node)
             elif self._eviction_order is not None:
                 parent_block = None if node.parent is None else node.parent.blocks[FULL_KIND]
-                self._eviction_order.gone(
+                self._eviction_order.remove_leaf(
                     node, node.parent if parent_block is not None and not parent_block.refs else None
                 )
 

@@ -35,25 +35,25 @@ class Cache:
         last, found = None, 0
         while found < len(names) and names[found] in self.places:
             last, found = self.places[names[found]], found + 1
-        turn = self.order.begin(names, found)
+        turn = self.order.begin_turn(names, found)
         if last is not None:
-            self.order.used(last)
+            self.order.mark_used(last)
         for depth in range(found, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
                 last.cached_child_count += 1
             last = place
-        self.order.end(turn)
+        self.order.end_turn(turn)
         assert last is not None
-        self.order.cached(last)
+        self.order.mark_cached(last)
         while len(self.places) > self.capacity:
-            leaf = self.order.victim()
+            leaf = self.order.select_victim()
             assert leaf is not None
             assert not leaf.cached_child_count, "evicted before what hangs from it"
             del self.places[leaf.hash]
             if leaf.parent is not None:
                 leaf.parent.cached_child_count -= 1
-            self.order.gone(leaf, leaf.parent)
+            self.order.remove_leaf(leaf, leaf.parent)
         self.served += 1
         if self.served % 50 == 0:
             self.order.check_invariants(self.places.values())
@@ -91,14 +91,14 @@ def test_of_a_cycle_that_is_larger_than_the_cache_a_part_stays() -> None:
 
 
 def test_a_conversation_is_known_again_after_all_of_it_was_evicted() -> None:
-    habits = ReuseStats(100, 16)
-    first = habits.begin([1, 2, 3, 4], 0)
-    habits.end(first)
-    habits.end(habits.begin([10, 11], 0))
-    second = habits.begin([1, 2, 3, 5, 6], 0)  # its last block ended otherwise
-    assert (second.before, second.turns, second.gap, second.added) == (first, 2, 7, 1)
-    other = habits.begin([1, 7, 8], 1)
-    assert (other.before, other.turns, other.base) == (None, 1, 1)
+    reuse_stats = ReuseStats(100, 16)
+    first = reuse_stats.begin_turn([1, 2, 3, 4], 0)
+    reuse_stats.end_turn(first)
+    reuse_stats.end_turn(reuse_stats.begin_turn([10, 11], 0))
+    second = reuse_stats.begin_turn([1, 2, 3, 5, 6], 0)  # its last block ended otherwise
+    assert (second.previous, second.turn_count, second.gap_blocks, second.added_blocks) == (first, 2, 7, 1)
+    other = reuse_stats.begin_turn([1, 7, 8], 1)
+    assert (other.previous, other.turn_count, other.shared_blocks) == (None, 1, 1)
 
 
 def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
@@ -112,95 +112,97 @@ def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
 
 def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -> None:
     """Else it would go on to be the one that is evicted, until nothing is left of any that waits."""
-    habits = ReuseStats(100, 16)
-    leaves: EvictionQueue[Place] = EvictionQueue(habits)
+    reuse_stats = ReuseStats(100, 16)
+    queue: EvictionQueue[Place] = EvictionQueue(reuse_stats)
     ends = []
     for first in (10, 20):
-        turn = habits.begin([first, first + 1], 0)
-        habits.end(turn)
+        turn = reuse_stats.begin_turn([first, first + 1], 0)
+        reuse_stats.end_turn(turn)
         parent = Place(first, 0, None)
         ends.append(Place(first + 1, 1, parent))
-        leaves.add(ends[-1], turn)
+        queue.add(ends[-1], turn)
         if first == 10:  # all that nobody holds, when a request needs room
-            assert leaves.choose() is ends[0]
-            leaves.shorten(ends[0], parent)
-            assert leaves.choose() is parent
-    assert leaves.choose() is ends[1]
+            assert queue.select_leaf() is ends[0]
+            queue.shorten_path(ends[0], parent)
+            assert queue.select_leaf() is parent
+    assert queue.select_leaf() is ends[1]
 
 
 def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
-    habits = ReuseStats(10, 16)
-    first = habits.begin([1, 2, 3, 4], 0)
-    counts = habits.of(first)
-    before = counts.turns
-    habits.end(first)
-    assert counts.turns == before, "it is not known yet whether it comes back"
-    again = habits.begin([1, 2, 3, 4, 5, 6], 4)
-    assert (again.before, counts.turns, counts.returned) == (first, before + 1, before / 2 + 1)
-    habits.end(again)
-    late = habits.of(again)
-    before = late.turns
+    reuse_stats = ReuseStats(10, 16)
+    first = reuse_stats.begin_turn([1, 2, 3, 4], 0)
+    counts = reuse_stats.counts_of(first)
+    before = counts.turn_count
+    reuse_stats.end_turn(first)
+    assert counts.turn_count == before, "it is not known yet whether it comes back"
+    again = reuse_stats.begin_turn([1, 2, 3, 4, 5, 6], 4)
+    assert (again.previous, counts.turn_count, counts.return_count) == (first, before + 1, before / 2 + 1)
+    reuse_stats.end_turn(again)
+    late = reuse_stats.counts_of(again)
+    before = late.turn_count
     for k in range(100, 110):  # 20 blocks, two caches' worth
-        habits.end(habits.begin([k, -k], 0))
-    assert late.turns == before
-    habits.end(habits.begin([200], 0))
-    assert late.turns == before + 1
-    habits.end(habits.begin([1, 2, 3, 4, 5, 6, 7], 0))
-    assert late.turns == before + 1, "overdue, and then back"
+        reuse_stats.end_turn(reuse_stats.begin_turn([k, -k], 0))
+    assert late.turn_count == before
+    reuse_stats.end_turn(reuse_stats.begin_turn([200], 0))
+    assert late.turn_count == before + 1
+    reuse_stats.end_turn(reuse_stats.begin_turn([1, 2, 3, 4, 5, 6, 7], 0))
+    assert late.turn_count == before + 1, "overdue, and then back"
     for _ in range(1000):  # nothing of it can be known again
-        habits.end(habits.begin([], 0))
-    assert len(habits._waiting) < 20
+        reuse_stats.end_turn(reuse_stats.begin_turn([], 0))
+    assert len(reuse_stats._uncounted_turns) < 20
 
 
 class Naive:
     """Every entry with what it was queued by; looks at all of them."""
 
-    def __init__(self, habits: ReuseStats) -> None:
-        self.habits = habits
+    def __init__(self, reuse_stats: ReuseStats) -> None:
+        self.reuse_stats = reuse_stats
         self.entries: list[tuple[Place, ConversationTurn, object]] = []
 
-    def worth_min(self) -> float:
+    def value_min(self) -> float:
         groups: dict[object, list[ConversationTurn]] = {}
         for _, turn, key in self.entries:
             groups.setdefault(key, []).append(turn)
-        worths = []
+        values = []
         for key, turns in groups.items():
             assert isinstance(key, tuple)
             gap = 2 ** (key[1] / 2)
-            age = self.habits.now - min(turn.last for turn in turns)
-            worths.append(self.habits.of(turns[0]).share / (age if age > 1.5 * gap else gap))
-        return min(worths)
+            age = self.reuse_stats.clock - min(turn.end_clock for turn in turns)
+            values.append(self.reuse_stats.counts_of(turns[0]).return_share / (age if age > 1.5 * gap else gap))
+        return min(values)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
     rng = random.Random(seed)
-    habits = ReuseStats(50, 16)
-    leaves: EvictionQueue[Place] = EvictionQueue(habits)
-    naive = Naive(habits)
+    reuse_stats = ReuseStats(50, 16)
+    queue: EvictionQueue[Place] = EvictionQueue(reuse_stats)
+    naive = Naive(reuse_stats)
     talks = [chain(rng, rng.randint(1, 9)) for _ in range(12)]
     for step in range(400):
         at = rng.randrange(len(talks))
-        turn = habits.begin(talks[at], 0)
-        habits.end(turn)
-        turn.before = None
+        turn = reuse_stats.begin_turn(talks[at], 0)
+        reuse_stats.end_turn(turn)
+        turn.previous = None
         talks[at] = talks[at] + chain(rng, rng.randint(0, 3)) if rng.random() < 0.8 else chain(rng, 5)
         place = Place(step, 0, None)
-        leaves.add(place, turn)
-        naive.entries.append((place, turn, (habits.kind(turn), round(habits.due(turn) * 2))))
+        queue.add(place, turn)
+        naive.entries.append(
+            (place, turn, (reuse_stats.turn_class(turn), round(reuse_stats.expected_gap_log2(turn) * 2)))
+        )
         if rng.random() < 0.4:
-            chosen = leaves.choose()
+            chosen = queue.select_leaf()
             found = next(entry for entry in naive.entries if entry[0] is chosen)
             key = found[2]
             assert isinstance(key, tuple)
-            queue = [entry[1] for entry in naive.entries if entry[2] == key]
-            gap, age = 2 ** (key[1] / 2), habits.now - queue[0].last
+            turns = [entry[1] for entry in naive.entries if entry[2] == key]
+            gap, age = 2 ** (key[1] / 2), reuse_stats.clock - turns[0].end_clock
             overdue = age > 1.5 * gap
-            assert found[1] is (queue[0] if overdue else queue[-1])
-            assert habits.of(found[1]).share / (age if overdue else gap) == naive.worth_min()
-            leaves.remove(found[0])
+            assert found[1] is (turns[0] if overdue else turns[-1])
+            assert reuse_stats.counts_of(found[1]).return_share / (age if overdue else gap) == naive.value_min()
+            queue.remove(found[0])
             naive.entries.remove(found)
-        leaves.check_invariants({entry[0] for entry in naive.entries})
+        queue.check_invariants({entry[0] for entry in naive.entries})
 
 
 def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ def host_windows_not_read(patch: Patch) -> None:
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
-    patch.setattr(AdaptiveEviction, "state_gone", lambda self, place: None)
+    patch.setattr(AdaptiveEviction, "mark_state_removed", lambda self, node: None)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

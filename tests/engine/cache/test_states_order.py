@@ -39,28 +39,28 @@ def path(first: int, blocks: int, *states: int) -> list[Place]:
     return places
 
 
-def left(habits: ReuseStats, leaves: EvictionQueue[Place], places: list[Place]) -> None:
-    turn = habits.begin([place.hash for place in places], 0)
-    habits.end(turn)
-    leaves.add(places[-1], turn)
+def finish_turn(reuse_stats: ReuseStats, queue: EvictionQueue[Place], places: list[Place]) -> None:
+    turn = reuse_stats.begin_turn([place.hash for place in places], 0)
+    reuse_stats.end_turn(turn)
+    queue.add(places[-1], turn)
 
 
 @pytest.fixture
-def habits() -> ReuseStats:
+def reuse_stats() -> ReuseStats:
     return ReuseStats(1000, 1)
 
 
 @pytest.fixture
-def leaves(habits: ReuseStats) -> EvictionQueue[Place]:
-    return EvictionQueue(habits, StateValuation(ROOM, Place.saved_blocks))
+def queue(reuse_stats: ReuseStats) -> EvictionQueue[Place]:
+    return EvictionQueue(reuse_stats, StateValuation(ROOM, Place.saved_blocks))
 
 
 def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
-    habits: ReuseStats, leaves: EvictionQueue[Place], monkeypatch: pytest.MonkeyPatch
+    reuse_stats: ReuseStats, queue: EvictionQueue[Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As GreedyDual-Size has it for what is of one age: by what is saved and what it takes, whatever its class."""
-    monkeypatch.setattr(ReuseStats, "kind", lambda self, turn: (False, 1, 0))
-    monkeypatch.setattr(ReuseStats, "due", lambda self, turn: 10.0)
+    monkeypatch.setattr(ReuseStats, "turn_class", lambda self, turn: (False, 1, 0))
+    monkeypatch.setattr(ReuseStats, "expected_gap_log2", lambda self, turn: 10.0)
     rng = random.Random(0)
     saves = [1, 2, 5, 14, 300]
     rng.shuffle(saves)
@@ -68,61 +68,61 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
     for number, saved in enumerate(saves):
         places = path(1000 * number, saved, saved)
         ends[saved] = places[-1]
-        left(habits, leaves, places)
+        finish_turn(reuse_stats, queue, places)
     nothing = path(9000, 600)
-    left(habits, leaves, nothing)
+    finish_turn(reuse_stats, queue, nothing)
     gone = []
-    while (leaf := leaves.choose()) is not None:
+    while (leaf := queue.select_leaf()) is not None:
         gone.append(leaf)
-        leaves.remove(leaf)
+        queue.remove(leaf)
     assert gone == [nothing[-1], *(ends[saved] for saved in sorted(saves))]
 
 
 def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(
-    habits: ReuseStats, leaves: EvictionQueue[Place]
+    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
 ) -> None:
     places, other = path(0, 12, 8, 12), path(100, 1, 1)
-    left(habits, leaves, places)
-    left(habits, leaves, other)
-    assert leaves.choose() is other[-1]
+    finish_turn(reuse_stats, queue, places)
+    finish_turn(reuse_stats, queue, other)
+    assert queue.select_leaf() is other[-1]
     for place in reversed(places[8:]):
-        leaves.shorten(place, place.parent or place)
+        queue.shorten_path(place, place.parent or place)
         place.state = False
-    assert leaves.choose() is other[-1]  # saves 1 and takes 5; the first 8 save 8 and take 12
-    leaves.shorten(places[7], places[6])  # nothing resumes there any more
-    assert leaves.choose() is places[6]
-    leaves.check_invariants({places[6], other[-1]})
+    assert queue.select_leaf() is other[-1]  # saves 1 and takes 5; the first 8 save 8 and take 12
+    queue.shorten_path(places[7], places[6])  # nothing resumes there any more
+    assert queue.select_leaf() is places[6]
+    queue.check_invariants({places[6], other[-1]})
 
 
 def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(
-    habits: ReuseStats, leaves: EvictionQueue[Place]
+    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
 ) -> None:
     places, other = path(0, 300, 300), path(500, 3, 3)
-    left(habits, leaves, places)
-    left(habits, leaves, other)
-    assert leaves.choose() is other[-1]
+    finish_turn(reuse_stats, queue, places)
+    finish_turn(reuse_stats, queue, other)
+    assert queue.select_leaf() is other[-1]
     places[-1].state = False
-    leaves.weigh(places[-1])
-    assert leaves.choose() is places[-1]
+    queue.requeue(places[-1])
+    assert queue.select_leaf() is places[-1]
 
 
 def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
-    habits: ReuseStats, leaves: EvictionQueue[Place]
+    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
 ) -> None:
     places = path(0, 300, 100, 300)
-    left(habits, leaves, places)
-    leaves.supersede(places[99], 2.0)
-    assert leaves.choose_state() is None
-    leaves.supersede(places[99], 0.5)
-    assert leaves.choose_state() is places[99]
-    leaves.weigh(places[99])  # it is used
-    assert leaves.choose_state() is None
-    leaves.supersede(places[99], 0.5)
+    finish_turn(reuse_stats, queue, places)
+    queue.add_superseded_state(places[99], 2.0)
+    assert queue.select_state() is None
+    queue.add_superseded_state(places[99], 0.5)
+    assert queue.select_state() is places[99]
+    queue.requeue(places[99])  # it is used
+    assert queue.select_state() is None
+    queue.add_superseded_state(places[99], 0.5)
     for place in reversed(places[100:]):
-        leaves.shorten(place, place.parent or place)
+        queue.shorten_path(place, place.parent or place)
         place.state = False
-    assert leaves.choose_state() is None, "it is the end of its path now, and goes with it"
-    leaves.check_invariants({places[99]})
+    assert queue.select_state() is None, "it is the end of its path now, and goes with it"
+    queue.check_invariants({places[99]})
 
 
 # ---------------------------------------------------------------------- the engine's cache
