@@ -26,7 +26,7 @@ BOUNDS = re.compile(
 ELSEWHERE = {
     "router/edge/answer_filter.py:HELD_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
-    "router/prompting/returning.py:NEW_BYTES_MAX": "what is longer is read as any other body",
+    "router/prompting/conversation_suffix.py:SUFFIX_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",

@@ -27,13 +27,13 @@ from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
+from router.prompting.conversation_suffix import SuffixResult, has_enough_messages, is_cacheable
 from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize, cut, is_light, measure
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
-from router.prompting.returning import Returned, has_beginning, may_return
 from router.prompting.sessions import Names, Session, SessionNames
 from router.prompting.turn import ReadTurn
 from router.tenancy.names import ModelNames
@@ -291,16 +291,16 @@ class RequestReading:
         kind = _kind(request, path)
         return (
             self.known.find_longest_prefix(kind, request.body)
-            if kind and may_return(kind, request.body_bytes)
+            if kind and is_cacheable(kind, request.body_bytes)
             else None
         )
 
     def _comes_back(self, request: HttpRequest, parsed: RoutingRequest) -> bool:
         """Whether a short body of which nothing is known is worth knowing: a short one costs little to read again."""
         size = request.body_bytes
-        if not self.known.max_bytes or size > INLINE_BYTES_MAX or not may_return(parsed.kind, size):
+        if not self.known.max_bytes or size > INLINE_BYTES_MAX or not is_cacheable(parsed.kind, size):
             return False
-        return self.known.is_recurring(request.body) and has_beginning(parsed)
+        return self.known.is_recurring(request.body) and has_enough_messages(parsed)
 
     def go_on(
         self, request: HttpRequest, found: tuple[CachedConversation, Checkpoint]
@@ -337,21 +337,21 @@ class RequestReading:
         return tokenizer, served.max_model_len
 
     def _went_on(
-        self, request: HttpRequest, known: CachedConversation, found: tuple[Returned, PromptRead] | None
+        self, request: HttpRequest, known: CachedConversation, found: tuple[SuffixResult, PromptRead] | None
     ) -> tuple[Asked, PromptRead] | None:
         if found is None:
             return None
         returned, read = found
         if self.names is not None and self.names.splits:
             return None  # which conversation it is may stand in what was not read
-        asked = self._asked(request, returned.parsed)
+        asked = self._asked(request, returned.request)
         served = self._core.resolve_model(known.model)
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
             return None
         asked.outliner = returned.outline
         asked.known = known
-        if read.ids is returned.ids:
-            asked.alike = returned.kept if known.is_memory_exact else None
+        if read.ids is returned.token_ids:
+            asked.alike = returned.reused_tokens if known.is_memory_exact else None
         asked.like = cast("PromptMemory | None", known.prompt_memory)
         return asked, read
 

@@ -1,8 +1,8 @@
 """Cache of conversations that may return, found by the first bytes of their bodies. Pure; of one event loop.
 
-Owns what is stored of a conversation, which are stored and how a body's is found. The suffix behind a cached prefix is
-router/prompting/returning.py's. A prefix is looked up by a digest of its bytes, then compared in full. Bounded in
-bytes, least recently used first out. Entries cross between processes (router/prompting/pool.py).
+Owns what is stored of a conversation, which are stored and how one is found; router/prompting/conversation_suffix.py
+reads the suffix behind a cached prefix. A prefix is looked up by a digest of its bytes, then compared in full. Bounded
+in bytes, least recently used first out. Entries cross between processes (router/prompting/pool.py).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
 from router.prompting.conversation_cache import CachedConversation
+from router.prompting.conversation_suffix import cache_conversation, is_cacheable
 from router.prompting.encode import (
     PromptSize,
     cut,
@@ -39,7 +40,6 @@ from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline
 from router.prompting.outlined import Outline
-from router.prompting.returning import learn, may_return
 from router.prompting.turn import digest_beginning
 
 log = logging.getLogger("router")
@@ -62,7 +62,7 @@ class Order(msgspec.Struct):
     seconds_max: float | None = None
     """For making it, where that is less than a body may take."""
     learns: bool = False
-    """Whether its beginning is to be known (router/prompting/returning.py)."""
+    """Whether its beginning is to be known (router/prompting/conversation_suffix.py)."""
 
 
 class Made(NamedTuple):
@@ -257,8 +257,8 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
         asked = None if order.asks is None else question(parsed, order.asks)
         return Made(asked, digest_beginning(parsed), further=further, media=read_media(parsed, body))
     size = measure(prompt.ids, parsed, order.tokens_max, further, is_exact=prompt.is_whole)
-    may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
-    known = learn(parsed, body, prompt, tokenizer) if may else None
+    may = order.learns and is_cacheable(parsed.kind, len(body)) and ids is prompt.ids
+    known = cache_conversation(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
         known.body, known.token_ids = b"", array(ID_TYPE)
     media = read_media(parsed, body)

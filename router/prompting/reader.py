@@ -25,10 +25,16 @@ from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.conversation_cache import CachedConversation, Checkpoint
+from router.prompting.conversation_suffix import (
+    SuffixResult,
+    advance_conversation,
+    cache_conversation,
+    extend,
+    is_cacheable,
+)
 from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
 from router.prompting.pool import Helpers, Order
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
-from router.prompting.returning import Returned, go_on, learn, learn_more, may_return
 
 log = logging.getLogger("router")
 
@@ -262,7 +268,9 @@ class PromptReader:
 
         def work() -> PromptRead:
             prompt = read_prompt(parsed, tokenizer, tokens_max)
-            known = learn(parsed, body, prompt, tokenizer) if may_return(parsed.kind, len(body)) else None
+            known = (
+                cache_conversation(parsed, body, prompt, tokenizer) if is_cacheable(parsed.kind, len(body)) else None
+            )
             further = further_tokens(parsed, tokenizer)
             size = measure(prompt.ids, parsed, tokens_max, further, is_exact=prompt.is_whole)
             return PromptRead(cut(prompt.ids, parsed, tokens_max), 0.0, known, size=size)
@@ -274,16 +282,19 @@ class PromptReader:
 
     def go_on(
         self, known: CachedConversation, mark: Checkpoint, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
-    ) -> tuple[Returned, PromptRead] | None:
+    ) -> tuple[SuffixResult, PromptRead] | None:
         """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
 
-        def work() -> tuple[Returned, PromptRead] | None:
-            returned = go_on(known, mark, body, tokenizer, tokens_max)
+        def work() -> tuple[SuffixResult, PromptRead] | None:
+            returned = extend(known, mark, body, tokenizer, tokens_max)
             if returned is None:
                 return None
-            parsed = returned.rest.parsed
-            ids, size = cut(returned.ids, parsed, tokens_max), measure(returned.ids, parsed, tokens_max)
-            more, instead = learn_more(returned, body, tokenizer), known if mark is known.checkpoints[-1] else None
+            parsed = returned.suffix.request
+            ids, size = cut(returned.token_ids, parsed, tokens_max), measure(returned.token_ids, parsed, tokens_max)
+            more, instead = (
+                advance_conversation(returned, body, tokenizer),
+                known if mark is known.checkpoints[-1] else None,
+            )
             return returned, PromptRead(ids, 0.0, more, instead, size)
 
         found, took_s = self._timed(work)

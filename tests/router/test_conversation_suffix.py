@@ -16,7 +16,7 @@ from prompts.chat_template import ChatTemplate
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
 from prompts.words import digests
-from router.prompting import returning
+from router.prompting import conversation_suffix
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     RECENT_DIGESTS_MAX,
@@ -180,31 +180,36 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
         parsed, prompt = whole(kind, body, tokenizer)
         ids = cut(prompt.ids, parsed, None)
         found = table.find_longest_prefix(kind, body)
-        returned = returning.go_on(*found, body, tokenizer, None) if found is not None else None
+        returned = conversation_suffix.extend(*found, body, tokenizer, None) if found is not None else None
         if returned is None:
-            known = returning.learn(parsed, body, prompt, tokenizer)
+            known = conversation_suffix.cache_conversation(parsed, body, prompt, tokenizer)
             if known is not None:
                 table.store(known)
         else:
             went_on += 1
             check_same(returned, parsed, ids)
-            more = returning.learn_more(returned, body, tokenizer)
+            more = conversation_suffix.advance_conversation(returned, body, tokenizer)
             if more is not None:
                 check_known(more, prompt)
-                table.store(more, returned.known if returned.mark is returned.known.checkpoints[-1] else None)
+                table.store(
+                    more,
+                    returned.conversation if returned.checkpoint is returned.conversation.checkpoints[-1] else None,
+                )
         table.check_invariants()
         messages = changed(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
         if rng.random() < 0.1:
             fields = fields_of(rng, kind)
 
 
-def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -> None:
-    assert list(cut(returned.ids, returned.parsed, None) or ()) == list(ids or ())
+def check_same(returned: conversation_suffix.SuffixResult, parsed: RoutingRequest, ids: Any) -> None:
+    assert list(cut(returned.token_ids, returned.request, None) or ()) == list(ids or ())
     for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
-            assert getattr(returned.parsed, name) == getattr(parsed, name), name
-    assert returned.outline() == (None if returning._depends(returned.rest.parsed) else outline(parsed))
-    assert returned.ids[: returned.kept] == returned.known.token_ids[: returned.kept]
+            assert getattr(returned.request, name) == getattr(parsed, name), name
+    assert returned.outline() == (
+        None if conversation_suffix._depends_on_template(returned.suffix.request) else outline(parsed)
+    )
+    assert returned.token_ids[: returned.reused_tokens] == returned.conversation.token_ids[: returned.reused_tokens]
 
 
 def check_known(known: CachedConversation, prompt: Any) -> None:
@@ -236,16 +241,18 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
         found = table.find_longest_prefix(kind, body)
         assert (found is None) == (turn == 0)
         if found is None:
-            known = returning.learn(parsed, body, prompt, tokenizer)
+            known = conversation_suffix.cache_conversation(parsed, body, prompt, tokenizer)
             assert known is not None
             table.store(known)
         else:
-            returned = returning.go_on(*found, body, tokenizer, None)
+            returned = conversation_suffix.extend(*found, body, tokenizer, None)
             assert returned is not None
-            sizes.append(len(returned.rest.data))
-            assert (returned.rest.data == b"") == (kind == "chat"), "of a chat nothing but messages is read"
+            sizes.append(len(returned.suffix.body_with_placeholder))
+            assert (returned.suffix.body_with_placeholder == b"") == (kind == "chat"), (
+                "of a chat nothing but messages is read"
+            )
             check_same(returned, parsed, prompt.ids)
-            more = returning.learn_more(returned, body, tokenizer)
+            more = conversation_suffix.advance_conversation(returned, body, tokenizer)
             assert more is not None
             table.store(more, found[0])
         talk = [*talk, *long_talk(3, f"turn {turn} ")[1:]]
@@ -267,13 +274,13 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     talk = json.dumps(long_talk(6))
     plain = b'{"messages": %b}' % talk.encode()
     parsed, prompt = whole("chat", plain, tokenizer)
-    known = returning.learn(parsed, plain, prompt, tokenizer)
+    known = conversation_suffix.cache_conversation(parsed, plain, prompt, tokenizer)
     assert known is not None
     table = ConversationCache(1 << 20)
     table.store(known)
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
     found = table.find_longest_prefix("chat", longer)
-    assert found is None or returning.go_on(*found, longer, tokenizer, None) is None
+    assert found is None or conversation_suffix.extend(*found, longer, tokenizer, None) is None
 
 
 def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
@@ -322,7 +329,7 @@ def test_the_table_is_bounded() -> None:
             0,
             [Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})],
             body,
-            returning.array("I"),
+            conversation_suffix.array("I"),
         )
         made.append(known)
         table.store(known)
@@ -343,7 +350,7 @@ def test_the_table_is_bounded() -> None:
         0,
         [Checkpoint(90_000, 3, 0, 0, "", 0, 0, {}, {})],
         b"x" * 90_000,
-        returning.array("I"),
+        conversation_suffix.array("I"),
     )
     table.store(huge)
     assert table.find_longest_prefix("chat", huge.body) is None, "one body must not empty it"
@@ -355,7 +362,9 @@ def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:
     table, shared = ConversationCache(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
     for body in (shared[:1024], shared + b"a" * 100):
         mark = Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})
-        table.store(CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, returning.array("I")))
+        table.store(
+            CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, conversation_suffix.array("I"))
+        )
     for tail, length in ((b"a", 2148), (b"b", 1024)):
         found = table.find_longest_prefix("chat", shared + tail * 200)
         assert found is not None

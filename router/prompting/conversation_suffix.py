@@ -1,0 +1,499 @@
+"""Read the suffix of a conversation that returns: what stands behind its cached prefix, and nothing else. Pure.
+
+The body is read with one placeholder message in place of all cached ones, by the same code as any body; what was
+decoded, rendered, encoded and outlined of the cached ones is reused. Invariant: ids, outline and fields are those that
+the whole body has, or the result is None and the whole body is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from prompts.anthropic import MessagesRequest, depends_on_template
+from prompts.errors import RequestError
+from prompts.messages import render_chat
+from prompts.routing import Kind, RoutingRequest, chat_of, has_media, read_routing
+from prompts.schemas import Message
+from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer
+from prompts.words import count_openings
+from router.prompting.conversation_cache import (
+    BODY_BYTES_MAX,
+    BODY_BYTES_MIN,
+    CHECKPOINTS_MAX,
+    CachedConversation,
+    Checkpoint,
+)
+from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
+from router.prompting.outline import outline, words_of
+from router.prompting.outlined import MESSAGE_BYTES, Outline
+
+SUFFIX_BYTES_MAX, SUFFIX_OBJECTS_MAX = 256 << 10, 2048
+"""Bounds on a suffix: decoding and rendering so much keeps nobody waiting."""
+GROWTH_BYTES_MIN = 1024
+"""A cached conversation is replaced by one that is longer by so many bytes, or by a 32nd."""
+VOLATILE_MESSAGES = 3
+"""Messages at the end that clients send otherwise the next time: coding agents mark their last turns for caching."""
+MESSAGES_MIN = 3
+"""Messages that a cached prefix has at least."""
+_PLACEHOLDER: Message = {"role": "user", "content": secrets.token_hex(16)}
+_PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)
+_WHITE_SPACE = b" \t\r\n"
+
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class SuffixBody:
+    """The suffix of a body, read behind the placeholder message."""
+
+    def __init__(
+        self,
+        request: RoutingRequest,
+        data: bytes,
+        chat: RoutingRequest,
+        system_messages: int,
+        template_digest: bytes,
+        first_new: int,
+    ) -> None:
+        self.request = request
+        self.body_with_placeholder = data
+        """Empty where only messages were read: the chat's opening messages then replace the placeholder."""
+        self.chat = chat
+        """The chat to be rendered."""
+        self.system_messages = system_messages
+        """Messages of the chat before the placeholder."""
+        self.template_digest = template_digest
+        assert chat.messages is not None
+        self.new_messages: list[Message] = chat.messages[first_new:]
+
+
+class SuffixResult:
+    """The whole prompt of a body with a cached prefix."""
+
+    def __init__(
+        self,
+        suffix: SuffixBody,
+        conversation: CachedConversation,
+        checkpoint: Checkpoint,
+        token_ids: array[int],
+        reused_tokens: int,
+        suffix_text: str,
+    ) -> None:
+        self.suffix, self.conversation, self.checkpoint, self.token_ids, self.reused_tokens = (
+            suffix,
+            conversation,
+            checkpoint,
+            token_ids,
+            reused_tokens,
+        )
+        """`reused_tokens`: how many of the first ids are those of the cached prompt."""
+        self.suffix_text = suffix_text
+        """Text of the prompt from the last cached message on."""
+        self._new_fingerprints: bytes | None = None
+
+    @property
+    def request(self) -> RoutingRequest:
+        """The body's request. Of a chat's messages it has those that open it, and the new ones."""
+        if self.conversation.kind != "chat" or not self.suffix.body_with_placeholder:
+            return self.suffix.request
+        return self.suffix.request.with_messages([*self.conversation.opening_messages, *self.suffix.new_messages])
+
+    @property
+    def new_fingerprints(self) -> bytes:
+        """Fingerprints of the new messages, as router/prompting/outlined.py has them."""
+        if self._new_fingerprints is None:
+            self._new_fingerprints = words_of(self.suffix.new_messages)
+        return self._new_fingerprints
+
+    def outline(self) -> Outline | None:
+        """Outline the whole chat. None where the new part depends on the template: a system message that comes late."""
+        conversation, request = self.conversation, self.suffix.request
+        if request.source is not None and _depends_on_template(request):
+            return None
+        return Outline(
+            conversation.message_fingerprints[: MESSAGE_BYTES * self.checkpoint.message_count] + self.new_fingerprints,
+            conversation.tool_fingerprints,
+            conversation.options_digest,
+        )
+
+
+def is_cacheable(kind: Kind | None, size: int) -> bool:
+    """Whether a body of so many bytes may be known, or become so."""
+    return kind in ("chat", "messages") and BODY_BYTES_MIN <= size <= BODY_BYTES_MAX
+
+
+def has_enough_messages(request: RoutingRequest) -> bool:
+    """Whether there are messages enough before the last."""
+    return len(getattr(request.source, "messages", None) or request.messages or ()) >= MESSAGES_MIN
+
+
+def extend(
+    conversation: CachedConversation, checkpoint: Checkpoint, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
+) -> SuffixResult | None:
+    """What a body that has this beginning asks for. None where the whole must be read."""
+    if checkpoint.object_count > OBJECTS_MAX - SUFFIX_OBJECTS_MAX:
+        return None
+    suffix = _read_new_messages(conversation, checkpoint, body, tokenizer) or _read_suffix(
+        conversation.kind, conversation.messages_start, checkpoint.body_end, body, tokenizer
+    )
+    if (
+        suffix is None
+        or suffix.template_digest != conversation.template_digest
+        or suffix.system_messages != conversation.system_messages
+    ):
+        return None
+    if conversation.kind == "messages" and not suffix.new_messages:
+        return None  # a last message of the assistant would be continued, and a known one was not the last
+    assert suffix.chat.messages is not None
+    opening, tail = conversation.opening_messages, checkpoint.tail_text
+    if suffix.system_messages and suffix.chat.messages[: suffix.system_messages] != opening[: suffix.system_messages]:
+        return None
+    reused_tokens, text_start = checkpoint.token_count, 0
+    try:
+        text = _render_suffix(
+            tokenizer,
+            suffix,
+            opening[0],
+            checkpoint.message_count,
+            [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages],
+        )
+        if _starts_with_tail(tokenizer, text, tail):
+            reused_tokens, text_start = reused_tokens + checkpoint.tail_token_count, len(tail)
+        suffix_ids = tokenizer.encode_array(text[text_start:], add_special_tokens=False)
+    except RequestError:
+        return None
+    chars_max = ((tokens_max or TOKENS_MAX) + 1) * CHARS_A_TOKEN
+    if checkpoint.char_count + len(text) > chars_max or not tokenizer.starts_segment(text):
+        return None
+    token_ids = conversation.token_ids[
+        : reused_tokens + len(suffix_ids)
+    ]  # as long as it will be, where it can: it is not copied once more
+    token_ids[reused_tokens:] = suffix_ids if isinstance(suffix_ids, array) else array(ID_TYPE, suffix_ids)
+    return SuffixResult(suffix, conversation, checkpoint, token_ids, reused_tokens, text)
+
+
+def cache_conversation(
+    request: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None
+) -> CachedConversation | None:
+    """Make the cache entry of a body that was read whole, up to its last message. None where it cannot be cached."""
+    kind, chat, ids, text = request.kind, prompt.chat, prompt.ids, prompt.text
+    if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:
+        return None
+    if _depends_on_template(request):
+        return None
+    chat_outline, messages, checkpoints = outline(request), chat.messages, list[Checkpoint]()
+    first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    if chat_outline is None or _has_developer_message(messages):
+        return None
+    for volatile_messages in (VOLATILE_MESSAGES, 1):
+        place = _locate_last_messages(body, volatile_messages)
+        suffix = _read_suffix(kind, *place[:2], body, tokenizer) if place is not None else None
+        if place is None or suffix is None or suffix.chat.messages is None:
+            continue
+        start, end, close = place
+        message_count = len(messages) - len(suffix.new_messages)
+        if (
+            messages[: suffix.system_messages] != suffix.chat.messages[: suffix.system_messages]
+            or messages[message_count:] != suffix.new_messages
+        ):
+            return None
+        if message_count < MESSAGES_MIN or first >= message_count:
+            continue
+        checkpoint = _make_checkpoint(
+            tokenizer,
+            body,
+            end,
+            suffix,
+            messages[0],
+            message_count,
+            messages[message_count - 2 :],
+            text,
+            ids,
+            len(text),
+        )
+        if checkpoint is not None:
+            checkpoints.append(checkpoint)
+            template_digest, system_messages, bare_request = (
+                suffix.template_digest,
+                suffix.system_messages,
+                _without_messages(suffix),
+            )
+    if not checkpoints:
+        return None
+    message_fingerprints = chat_outline.messages[: MESSAGE_BYTES * checkpoints[-1].message_count]
+    token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
+    assert tokenizer.chat_template is not None
+    return CachedConversation(
+        kind,
+        start,
+        template_digest,
+        system_messages,
+        messages[: first + 1],
+        message_fingerprints,
+        chat_outline.tools,
+        chat_outline.flags,
+        checkpoints,
+        body,
+        token_ids,
+        close,
+        bare_request,
+        tokenizer.chat_template.as_sent,
+    )
+
+
+def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer) -> CachedConversation | None:
+    """Make the entry that replaces the cached conversation which a body continues; None where little would be won."""
+    suffix, conversation, checkpoint = result.suffix, result.conversation, result.checkpoint
+    if len(body) - checkpoint.body_end < max(GROWTH_BYTES_MIN, checkpoint.body_end >> 5):
+        return None
+    volatile_messages = (
+        conversation.volatile_messages if checkpoint is conversation.checkpoints[-1] else VOLATILE_MESSAGES
+    )
+    is_chat = conversation.kind == "chat"  # whose messages are those of the array, one for one
+    if is_chat and len(suffix.new_messages) <= volatile_messages:
+        return None
+    body_with_placeholder = suffix.body_with_placeholder or _with_placeholder(
+        body, conversation.messages_start, checkpoint.body_end
+    )
+    place = _locate_last_messages(body_with_placeholder, volatile_messages, conversation.messages_start)
+    if place is None:
+        return None
+    end, close = (at + len(body) - len(body_with_placeholder) for at in place[1:])
+    if end <= checkpoint.body_end or _depends_on_template(suffix.request):
+        return None
+    new_count = len(suffix.new_messages) - volatile_messages
+    if not is_chat:
+        last_suffix = _read_suffix(conversation.kind, conversation.messages_start, end, body, tokenizer)
+        if last_suffix is None or last_suffix.template_digest != conversation.template_digest:
+            return None
+        new_count = len(suffix.new_messages) - len(last_suffix.new_messages)
+        if new_count < 1 or suffix.new_messages[new_count:] != last_suffix.new_messages:
+            return None
+    message_count, tail_messages = (
+        checkpoint.message_count + new_count,
+        [checkpoint.second_last_message, checkpoint.last_message, *suffix.new_messages],
+    )
+    char_count = checkpoint.char_count + len(result.suffix_text)
+    first_message = conversation.opening_messages[0]
+    new_checkpoint = _make_checkpoint(
+        tokenizer,
+        body,
+        end,
+        suffix,
+        first_message,
+        message_count,
+        tail_messages[new_count:],
+        result.suffix_text,
+        result.token_ids,
+        char_count,
+    )
+    if new_checkpoint is None:
+        return None
+    message_fingerprints = (
+        conversation.message_fingerprints[: MESSAGE_BYTES * checkpoint.message_count]
+        + result.new_fingerprints[: MESSAGE_BYTES * new_count]
+    )
+    if not _starts_with_tail(
+        tokenizer, result.suffix_text, checkpoint.tail_text
+    ):  # its ids are not among those of this prompt
+        checkpoint = checkpoint.without_tail()
+    checkpoints = [earlier for earlier in conversation.checkpoints if earlier.body_end < checkpoint.body_end][
+        2 - CHECKPOINTS_MAX :
+    ] + [checkpoint, new_checkpoint]
+    return CachedConversation(
+        conversation.kind,
+        conversation.messages_start,
+        conversation.template_digest,
+        conversation.system_messages,
+        conversation.opening_messages,
+        message_fingerprints,
+        conversation.tool_fingerprints,
+        conversation.options_digest,
+        checkpoints,
+        body,
+        result.token_ids,
+        close,
+        _without_messages(suffix),
+        conversation.as_sent,
+        volatile_messages,
+        conversation.model,
+    )
+
+
+def _starts_with_tail(tokenizer: Tokenizer, text: str, tail: str) -> bool:
+    """Whether the text begins with this tail of a checkpoint, and is cut behind it: what a template writes behind a
+    message may depend on the next one."""
+    return text.startswith(tail) and tokenizer.starts_segment(text, len(tail))
+
+
+def _depends_on_template(request: RoutingRequest) -> bool:
+    """Whether the chat that it stands for is another one for another template."""
+    return isinstance(request.source, MessagesRequest) and depends_on_template(request.source)
+
+
+def _without_messages(suffix: SuffixBody) -> RoutingRequest | None:
+    """Return a chat without its messages; None for other kinds."""
+    return None if suffix.request.source is not None else suffix.request.with_messages(None)
+
+
+def _read_new_messages(
+    conversation: CachedConversation, checkpoint: Checkpoint, body: bytes, tokenizer: Tokenizer
+) -> SuffixBody | None:
+    """Read the suffix of a chat in which only messages are new; None where more is: what stands behind the messages
+    has to be what the cached body has there."""
+    cached_body, cached_end, bare_request, new_start = (
+        conversation.body,
+        conversation.messages_end,
+        conversation.bare_request,
+        checkpoint.body_end,
+    )
+    messages_end = len(body) - len(cached_body) + cached_end
+    template = tokenizer.chat_template
+    if bare_request is None or template is None or template.as_sent != conversation.as_sent:
+        return None
+    if not new_start <= messages_end <= new_start + SUFFIX_BYTES_MAX or body[messages_end:] != cached_body[cached_end:]:
+        return None
+    array_json = b"[{}%b]" % body[new_start:messages_end]
+    if count_openings(array_json) > SUFFIX_OBJECTS_MAX:
+        return None
+    try:
+        messages = _messages_decoder.decode(array_json)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if has_media(messages) or _has_developer_message(messages):
+        return None
+    messages[:1] = conversation.opening_messages
+    request = bare_request.with_messages(messages)
+    return SuffixBody(
+        request,
+        b"",
+        request,
+        conversation.system_messages,
+        conversation.template_digest,
+        len(conversation.opening_messages),
+    )
+
+
+def _has_developer_message(messages: list[Message]) -> bool:
+    return "developer" in [message.get("role") for message in messages]
+
+
+def _with_placeholder(body: bytes, start: int, end: int) -> bytes:
+    return b"%b%b%b" % (body[: start + 1], _PLACEHOLDER_JSON, body[end:])
+
+
+def _read_suffix(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> SuffixBody | None:
+    """Read a body with the placeholder in place of its messages before `end`."""
+    template = tokenizer.chat_template
+    if start + len(body) - end > SUFFIX_BYTES_MAX or template is None:
+        return None
+    data = _with_placeholder(body, start, end)
+    if count_openings(data) > SUFFIX_OBJECTS_MAX:
+        return None
+    try:
+        request = read_routing(kind, data)
+        chat = request if request.source is None else chat_of(request, template)
+    except RequestError:
+        return None
+    messages = chat.messages or []
+    system_messages = 0 if messages[:1] == [_PLACEHOLDER] else 1
+    if messages[system_messages : system_messages + 1] != [_PLACEHOLDER] or chat.kind != "chat":
+        return None
+    is_unsupported = chat.chat_template is not None or chat.scores_prompt or chat.has_media
+    if is_unsupported or chat.continue_final_message or chat.add_special_tokens:
+        return None
+    if _has_developer_message(messages):
+        return None
+    if not template.has_rest(has_tools=chat.tools is not None):
+        return None
+    template_inputs = msgspec.json.encode(
+        (chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
+         template.as_sent)
+    )  # fmt: skip
+    return SuffixBody(
+        request, data, chat, system_messages, blake2b(template_inputs, digest_size=16).digest(), system_messages + 1
+    )
+
+
+def _render_suffix(
+    tokenizer: Tokenizer, suffix: SuffixBody, first_message: Message, message_count: int, messages: list[Message]
+) -> str:
+    """Render from message `message_count` - 1 on, the second of `messages`. Raises RequestError."""
+    template = tokenizer.chat_template
+    assert template is not None
+    fillers = 2 - message_count % 2
+    return render_chat(
+        template,
+        suffix.chat,
+        behind=fillers + 1,
+        told=suffix.template_digest,
+        sent=[*[first_message] * fillers, *messages],
+    )
+
+
+def _make_checkpoint(
+    tokenizer: Tokenizer, body: bytes, body_end: int, suffix: SuffixBody, first_message: Message, message_count: int,
+    messages: list[Message], text: str, ids: Sequence[int], char_count: int,
+) -> Checkpoint | None:  # fmt: skip
+    """Make the checkpoint at `body_end`. `messages`: of the chat, from `message_count` - 2 on. `text`: the end of the
+    prompt's, which has `char_count` characters in all."""
+    try:
+        suffix_text = _render_suffix(tokenizer, suffix, first_message, message_count, messages)
+        suffix_ids = tokenizer.encode_array(suffix_text, add_special_tokens=False)
+    except RequestError:
+        return None
+    token_count = len(ids) - len(suffix_ids)
+    if token_count < 0 or not text.endswith(suffix_text) or not tokenizer.starts_segment(suffix_text):
+        return None
+    if array(ID_TYPE, ids[token_count:]) != array(ID_TYPE, suffix_ids):
+        return None
+    object_count = count_openings(body, body_end)
+    tail_text = tokenizer.first_segments(suffix_text, len(str(messages[1].get("content"))))
+    tail_token_count = len(tokenizer.encode_array(tail_text, add_special_tokens=False))
+    return Checkpoint(
+        body_end,
+        message_count,
+        token_count,
+        char_count - len(suffix_text),
+        tail_text,
+        tail_token_count,
+        object_count,
+        messages[0],
+        messages[1],
+    )
+
+
+def _locate_last_messages(body: bytes, count: int, start: int | None = None) -> tuple[int, int, int] | None:
+    """Return the offsets at which the array of messages begins, its last `count` messages begin (or the white space
+    before them), and the array ends. None where it has no more messages. `start`: of the array, if known."""
+    try:
+        raw = bytes(_fields_decoder.decode(body).get("messages", b""))
+        items = _items_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if len(items) <= count:
+        return None
+    if start is None:
+        start = body.find(raw[:256])
+    if not body.startswith(raw, start):
+        return None  # the same beginning twice
+    end = close = start + len(raw) - 1
+    for item in reversed(items[-count:]):
+        end = _skip_white_space_back(body, _skip_white_space_back(body, end) - len(bytes(item))) - 1
+    return start, _skip_white_space_back(body, end), close
+
+
+def _skip_white_space_back(body: bytes, position: int) -> int:
+    """Return the start of the white space that ends at `position`."""
+    while body[position - 1] in _WHITE_SPACE:
+        position -= 1
+    return position
