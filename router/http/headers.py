@@ -1,6 +1,6 @@
 """A header block as one piece of bytes: looked into by search, passed on by cutting out what must not be.
 
-A proxy reads a handful of headers and forwards the rest unchanged, so nothing here takes the block apart into a list.
+A proxy reads a handful of headers and forwards the rest unchanged: only the names are taken out of the lines.
 Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, which both parsers see to.
 """
 
@@ -35,11 +35,14 @@ _NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"autho
 class HeaderBlock:
     """Headers as they were sent, names in any case. Immutable."""
 
-    __slots__ = ("_lower", "raw")
+    __slots__ = ("_first", "_lines", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
+        self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
+        """(name in lower case, line) of each header."""
+        self._first = dict(reversed(self._lines))
+        """Name in lower case -> the first line of that name."""
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
@@ -47,26 +50,18 @@ class HeaderBlock:
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
     def __contains__(self, name: bytes) -> bool:
-        return b"\n" + name + b":" in self._lower
+        return name in self._first
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), without the white space around it; None where there is none."""
-        at = self._lower.find(b"\n" + name + b":")
-        if at < 0:
-            return None
-        start = at + len(name) + 1
-        return self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
+        line = self._first.get(name)
+        return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
 
     def all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
-        found = []
-        start_of_line = b"\n" + name + b":"
-        at = self._lower.find(start_of_line)
-        while at >= 0:
-            start = at + len(name) + 1
-            found.append(self.raw[start : self.raw.index(b"\r", start)].strip(b" \t"))
-            at = self._lower.find(start_of_line, start)
-        return found
+        if name not in self._first:
+            return []
+        return [line[len(name) + 1 :].strip(b" \t\r\n") for other, line in self._lines if other == name]
 
     def without(self, names: frozenset[bytes]) -> bytes:
         """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
@@ -74,8 +69,7 @@ class HeaderBlock:
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
             values = b",".join(self.all(b"connection")).lower().split(b",")
             names = names | ({value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED)
-        lines = self.raw.splitlines(keepends=True)
-        return b"".join([line for line in lines if line.partition(b":")[0].lower() not in names])
+        return b"".join([line for name, line in self._lines if name not in names])
 
 
 DIGITS_MAX: Final = 15

@@ -73,17 +73,13 @@ class SessionNames:
         """`more`: headers, each `NAME` or `TELLS=NAME`."""
         added = [_row(text) for text in more]
         rows = [*added, *NAMES]
-        self._headers: dict[Tells, list[bytes]] = {}
-        for row in rows:
-            if row.where == "header":
-                self._headers.setdefault(row.tells, []).append(row.name.lower().encode())
+        self._headers = [(row.name.lower().encode(), row.tells) for row in rows if row.where == "header"]
 
     def told(self, header: Callable[[bytes], bytes | None]) -> Names:
         """What headers tell. `header`: the value of a lower-case name."""
         found: Names = {}
-        for tells, names in self._headers.items():
-            value = next((value for name in names if (value := header(name))), None)
-            if value is not None:
+        for name, tells in self._headers:
+            if tells not in found and (value := header(name)):
                 found[tells] = value.decode("latin-1")
         return found
 
