@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from events.fields import complete, read_event
+from events.event_parser import complete, parse_event
 from events.types import BlockStored, DecodedBatch, DecodeError, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -62,7 +62,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     decoded = DecodedBatch(batch)
     for index, raw in enumerate(envelope.events):
         try:
-            kind, event = read_event(raw)
+            kind, event = parse_event(raw)
         except _UNREADABLE as error:
             decoded.malformed.append(f"event {index}: {error}")
             continue

@@ -20,10 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import ASK_SNAPSHOT, SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply, parse_snapshot, request_frames
+from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
-from events.stream_types import Clear, Instruction, Malformed, Overflowed, RequestReplay, RequestSnapshot
+from events.stream_types import Clear, DroppedMessages, Instruction, MalformedMessage, RequestReplay, RequestSnapshot
 from events.types import DecodeError
-from events.wake import LoopThread, Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EventFeed:
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._poller = Readiness()
+        self._poller = SocketPoller()
         self._thread = LoopThread("kv-feed", self._run)
         self._poller.watch(self._thread.bell.fd)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
@@ -211,7 +211,7 @@ class EventFeed:
         handler = self._handler
         for tell in (
             lambda: handler.handle(stream_id, Clear(reason), stream.topic),
-            lambda: handler.handle(stream_id, Malformed(reason), stream.topic),
+            lambda: handler.handle(stream_id, MalformedMessage(reason), stream.topic),
             lambda: handler.connection(stream_id, False),
         ):
             self._guarded(None, tell)  # the handler may be what raised
@@ -230,7 +230,7 @@ class EventFeed:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
             self._unopened[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
-            self._handler.handle(source.stream_id, Malformed(reason), b"")
+            self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
         subscription.stream = stream
         self._streams[source.stream_id] = stream
@@ -349,7 +349,7 @@ class EventFeed:
             if stream is None:
                 self.ignored_messages += 1
             else:
-                self._handler.handle(stream.source.stream_id, Malformed(str(error)), b"")
+                self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
             return
         stream = subscription.stream
         if subscription.bound:
@@ -433,7 +433,7 @@ class EventFeed:
         if stream.state.stats.overflowed != stream.overflowed_told:
             dropped = stream.state.stats.overflowed - stream.overflowed_told
             stream.overflowed_told += dropped
-            self._handler.handle(stream.source.stream_id, Overflowed(dropped), stream.topic)
+            self._handler.handle(stream.source.stream_id, DroppedMessages(dropped), stream.topic)
         self._busy.add(stream) if stream.busy else self._busy.discard(stream)
 
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
@@ -492,7 +492,7 @@ class EventFeed:
                 return stream.state.snapshot(request_id, *snapshot, now)
             reply = parse_reply(frames)
         except DecodeError as error:
-            return [Malformed(str(error))]
+            return [MalformedMessage(str(error))]
         if reply.is_end:
             self._drop_request(stream)
             return stream.state.reply_end(stream.request_id, now)

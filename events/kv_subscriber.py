@@ -28,7 +28,7 @@ import click
 import msgspec
 
 import events
-from events import BlockRemoved, BlockStored, Event, Join, Message, Notice, StreamConfig, StreamSource
+from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
 
 TYPES = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
@@ -118,13 +118,13 @@ def event_text(event: Event, show_tokens: bool) -> str:
 def notice_text(what: object) -> str:
     if isinstance(what, events.Gap):
         return f"GAP      seq {what.first_seq} to {what.next_seen - 1} are missing; asking for replay"
-    if isinstance(what, events.Restarted):
+    if isinstance(what, events.PublisherRestarted):
         return f"RESTART  {what.reason}"
     if isinstance(what, events.Clear):
         return f"FORGET   what was announced before does not count any more: {what.reason}"
-    if isinstance(what, events.Stale):
+    if isinstance(what, events.DuplicateBatch):
         return f"STALE    seq {what.seq} came again"
-    if isinstance(what, events.Malformed):
+    if isinstance(what, events.MalformedMessage):
         return f"BAD      {what.reason}"
     assert isinstance(what, events.Connection)
     return "UP       connected" if what.up else "DOWN     connection lost"
@@ -230,16 +230,18 @@ def command(
 ) -> None:  # fmt: skip
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
-    join = Join.SNAPSHOT if snapshot else Join.RING if from_start else Join.LIVE
+    join = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
     state = State.load(state_path)
     chosen = Filter(types, groups, media, holders)
-    sources = list(sources_of(addresses, replays, topic, StreamConfig(join=join)))
+    sources = list(sources_of(addresses, replays, topic, StreamConfig(start_mode=join)))
     wanted = (source for source in sources if chosen.takes_stream(source.stream_id))
     followed = [replace(source, resume=state.positions.get(source.stream_id)) for source in wanted]
     remaining = batches
     with events.Subscriber(followed) as subscriber, recorder(record) as file:
         for address in binds:
-            subscriber.feed.bind(address, lambda name: StreamSource(name, "", None, name, StreamConfig(join=Join.LIVE)))
+            subscriber.feed.bind(
+                address, lambda name: StreamSource(name, "", None, name, StreamConfig(start_mode=StartMode.LIVE))
+            )
         try:
             while remaining is None or remaining > 0:
                 item = subscriber.get(SAVE_EVERY_S)

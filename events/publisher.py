@@ -25,12 +25,12 @@ import zmq
 
 from events.config import KVEventsConfig, rank_endpoint, should_bind
 from events.frames import ASKED_BYTES_MAX, HANDSHAKE_MS_MAX, SNAPSHOT_SEQ, parse_request, reply_frames
+from events.loop_thread import WakeupPipe
+from events.replay_buffer import ReplayBuffer, ReplayEntry
 from events.replies import Reply, replay_reply, snapshot_reply
-from events.resident import ResidentSet
-from events.ring import Ring, RingEntry
+from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
 from events.types import DecodeError, Event, InvariantError
-from events.wake import Bell
 from options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -80,15 +80,15 @@ class EventPublisher:
         self._topic = config.topic.encode()
 
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
-        self._ring = Ring(config.buffer_steps)
-        self._queue: deque[RingEntry] = deque()
+        self._ring = ReplayBuffer(config.buffer_steps)
+        self._queue: deque[ReplayEntry] = deque()
         self._shadow_lock = threading.Lock()  # guards the shadow and `_applied`
         self._shadow = ResidentSet()
-        self._applied: RingEntry | None = None
+        self._applied: ReplayEntry | None = None
 
         self._replies: deque[Reply] = deque()
         self._closing = False
-        self._bell = Bell()
+        self._bell = WakeupPipe()
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
@@ -190,7 +190,7 @@ class EventPublisher:
             self._pub.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
         return bool(self._queue)
 
-    def _apply(self, entry: RingEntry) -> None:
+    def _apply(self, entry: ReplayEntry) -> None:
         """Update the shadow. The caller holds its lock."""
         try:
             self._shadow.apply(entry.events())

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from events.codec import encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.resident import ResidentBlock, snapshot_events
-from events.ring import RingEntry
+from events.replay_buffer import ReplayEntry
+from events.resident_set import ResidentBlock, snapshot_events
 from events.types import Event, EventBatch
 
 Message = tuple[int, bytes]
@@ -19,7 +19,7 @@ SNAPSHOT_CHUNK_BLOCKS = 1024
 """A snapshot chunk is closed when it holds at least so many blocks."""
 
 
-def replay_reply(entries: Iterable[RingEntry]) -> Iterator[Message]:
+def replay_reply(entries: Iterable[ReplayEntry]) -> Iterator[Message]:
     """The batches themselves, then the end marker."""
     for entry in entries:
         yield entry.seq, entry.payload()
@@ -28,7 +28,7 @@ def replay_reply(entries: Iterable[RingEntry]) -> Iterator[Message]:
 
 def snapshot_reply(
     blocks: list[ResidentBlock],
-    last: RingEntry | None,
+    last: ReplayEntry | None,
     dp_rank: int | None,
     ts: float,
     chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS,

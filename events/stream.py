@@ -23,19 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from events.frames import SNAPSHOT_SEQ
-from events.stream_memory import AppliedBatches, EarlyBatches, digest
+from events.stream_buffers import AppliedBatches, OutOfOrderBatches, digest
 from events.stream_types import (
     Apply,
     Clear,
+    DuplicateBatch,
     Gap,
     Instruction,
-    Join,
-    Malformed,
+    MalformedMessage,
     Origin,
+    PublisherRestarted,
     RequestReplay,
     RequestSnapshot,
-    Restarted,
-    Stale,
+    StartMode,
     StreamConfig,
     StreamPhase,
     StreamStats,
@@ -58,7 +58,7 @@ class StreamState:
         self.online = False
         self._next: int | None = None
         self._recent = AppliedBatches(self.config.recent_max)
-        self._early = EarlyBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
+        self._early = OutOfOrderBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
         self._joined = resume is not None
         if resume is not None:
             self._next = resume[0] + 1
@@ -95,7 +95,7 @@ class StreamState:
         self._attempts = self._rejoins = 0
         if not self._joined:
             self._joined = True
-            if self.config.join is Join.LIVE:
+            if self.config.start_mode is StartMode.LIVE:
                 return []
             return self._rejoin(now)
         if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
@@ -116,7 +116,7 @@ class StreamState:
             self._activity_at = now
             return self._restarted("the publisher has another id", now, seq, payload)
         if seq >= SNAPSHOT_SEQ:
-            return [Malformed(f"live message with the reserved seq {seq}")]
+            return [MalformedMessage(f"live message with the reserved seq {seq}")]
         self._activity_at = now
         if self._next is not None and seq < self._next:
             return self._old(seq, payload, now)
@@ -226,7 +226,7 @@ class StreamState:
         if self._held:
             return []  # what comes when it is back shows it, and clears
         self.stats.restarts += 1
-        return [Restarted(reason)]
+        return [PublisherRestarted(reason)]
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed: call a few times a second."""
@@ -311,7 +311,7 @@ class StreamState:
         if not self.config.can_ask or self._rejoins > self.config.attempts_max:
             return self._give_up("cannot catch up" if self.config.can_ask else NO_REPLAY, now)
         self._attempts = 0
-        asks = self.config.join is Join.SNAPSHOT or not self.config.can_replay
+        asks = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
         return self._ask_snapshot(now) if asks else self._rebuild(now)
 
     def _ask_snapshot(self, now: float) -> list[Instruction]:
@@ -367,7 +367,7 @@ class StreamState:
         self._early.forget()
         if seq is not None:
             self._keep(seq, payload)
-        return [Restarted(reason), *self._clear(reason), *self._rejoin(now)]
+        return [PublisherRestarted(reason), *self._clear(reason), *self._rejoin(now)]
 
     def _give_up(self, reason: str, now: float) -> list[Instruction]:
         """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
@@ -379,7 +379,7 @@ class StreamState:
             self._next = self._early.highest + 1
         self._activity_at = now
         self._settle()
-        if self.config.can_ask and self.config.join is Join.SNAPSHOT:
+        if self.config.can_ask and self.config.start_mode is StartMode.SNAPSHOT:
             self._retry_at = now + self.config.retry_s
         return instructions
 
@@ -421,7 +421,7 @@ class StreamState:
 
     def _stale(self, seq: int) -> list[Instruction]:
         self.stats.stale += 1
-        return [Stale(seq)]
+        return [DuplicateBatch(seq)]
 
     def _keep(self, seq: int, payload: bytes) -> None:
         if not self._early.keep(seq, payload):

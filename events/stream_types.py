@@ -1,7 +1,7 @@
 """The words of stream.py: how a stream starts, its phases and bounds, what it counts, and what it tells its shell.
 
 Of the instructions, `Apply` and `Clear` go to whoever keeps the state, in order; requests go to the shell that owns the
-replay sockets; `Gap`, `Stale`, `Restarted` and `Malformed` are notices that need no action.
+replay sockets; `Gap`, `DuplicateBatch`, `PublisherRestarted` and `MalformedMessage` are notices that need no action.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 
-class Join(enum.Enum):
+class StartMode(enum.Enum):
     """What a stream does when it starts without history."""
 
     SNAPSHOT = "snapshot"
@@ -35,7 +35,7 @@ EARLY_MAX, EARLY_BYTES_MAX = 20_000, 256 << 20
 
 @dataclass(frozen=True)
 class StreamConfig:
-    join: Join = Join.SNAPSHOT
+    start_mode: StartMode = StartMode.SNAPSHOT
     can_replay: bool = True
     """False where the publisher has no replay endpoint."""
     has_snapshots: bool = False
@@ -114,33 +114,41 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Stale:
+class DuplicateBatch:
     """Notice: a batch came that was applied already."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class PublisherRestarted:
     """Notice: the publisher is another process than before. A Clear follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Malformed:
+class MalformedMessage:
     """Notice: a message on the stream's socket was not `[topic, seq, payload]`; made by the shell."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Overflowed:
+class DroppedMessages:
     """Notice: so many messages were dropped because too much of the stream waited; made by the shell."""
 
     count: int
 
 
 Instruction: TypeAlias = (
-    Apply | Clear | RequestReplay | RequestSnapshot | Gap | Stale | Restarted | Malformed | Overflowed
+    Apply
+    | Clear
+    | RequestReplay
+    | RequestSnapshot
+    | Gap
+    | DuplicateBatch
+    | PublisherRestarted
+    | MalformedMessage
+    | DroppedMessages
 )

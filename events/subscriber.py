@@ -18,8 +18,17 @@ from events.codec import decode_batch
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource, default_source, parse_sources
-from events.stream_memory import digest
-from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
+from events.stream_buffers import digest
+from events.stream_types import (
+    Apply,
+    Clear,
+    DuplicateBatch,
+    Gap,
+    Instruction,
+    MalformedMessage,
+    Origin,
+    PublisherRestarted,
+)
 from events.types import DecodedBatch, DecodeError
 
 
@@ -52,7 +61,7 @@ class Notice:
     """What happened to a stream besides batches. After a Clear nothing announced before it counts any more."""
 
     stream_id: str
-    what: Clear | Gap | Stale | Restarted | Malformed | Connection
+    what: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
 
 
 Item: TypeAlias = Message | Notice
@@ -79,12 +88,12 @@ class Subscriber:
             return None
         stream_id, what, topic = entry
         if not isinstance(what, Apply):
-            assert isinstance(what, Clear | Gap | Stale | Restarted | Malformed | Connection)
+            assert isinstance(what, Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection)
             return Notice(stream_id, what)
         try:
             decoded = decode_batch(what.payload)
         except DecodeError as error:
-            return Notice(stream_id, Malformed(f"seq {what.seq}: {error}"))
+            return Notice(stream_id, MalformedMessage(f"seq {what.seq}: {error}"))
         return Message(stream_id, topic, what.seq, what.payload, what.origin, decoded)
 
     def __iter__(self) -> Iterator[Item]:

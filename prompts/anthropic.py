@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.history.blocks import MEDIA, is_hosted, media_kind, read_block
-from prompts.messages import BILLING_LINE, render_chat
+from prompts.history.anthropic_blocks import MEDIA, is_hosted, media_kind, read_block
 from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,

@@ -22,11 +22,11 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from prompts import chat_bounds
-from prompts.chat_copies import copies_of
-from prompts.chat_rest import KNOWN, is_one_of, rest_of
+from prompts import template_limits
 from prompts.errors import RequestError
-from prompts.skeletons import Skeletons
+from prompts.rendered_text_cache import RenderedTextCache
+from prompts.template_analysis import find_copy_conditions
+from prompts.template_suffix import UNRENDERED_MESSAGES, is_any_of, suffix_template
 
 ContentFormat = Literal["string", "parts"]
 Message = dict[str, Any]
@@ -181,11 +181,11 @@ def _environment() -> _Environment:
     env.globals["strftime_now"] = _strftime_now
     env.globals["dict"] = _DictType()
     env.globals["namespace"] = _Namespace
-    env.tests["one_of"] = is_one_of
+    env.tests["one_of"] = is_any_of
     return env
 
 
-class _Compiled:
+class _CompiledTemplate:
     """One template's source, compiled, and the form in which it wants `content`."""
 
     def __init__(self, source: str) -> None:
@@ -203,9 +203,9 @@ class _Compiled:
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)
-        self.copies = copies_of(tree, parts=self.content_format == "parts")
+        self.copies = find_copy_conditions(tree, parts=self.content_format == "parts")
         """What texts must be like to be copied; None where the template may do more with them."""
-        rest = rest_of(tree)
+        rest = suffix_template(tree)
         self.rest = None if rest is None else env.from_string(rest)
         """What follows a conversation's known beginning."""
 
@@ -213,11 +213,11 @@ class _Compiled:
     def bounded(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
         """The template and its rest as they are rendered in bounded time; None where that is not proven."""
         env = _environment()
-        chat_bounds.equip(env)
-        tree, rest = chat_bounds.bounded_of(env.parse(self.source)), None
+        template_limits.equip(env)
+        tree, rest = template_limits.add_limits(env.parse(self.source)), None
         if tree is not None and self.rest is not None:
-            rest = rest_of(env.parse(self.source))
-            rest = None if rest is None else chat_bounds.bounded_of(rest)
+            rest = suffix_template(env.parse(self.source))
+            rest = None if rest is None else template_limits.add_limits(rest)
         if tree is None or (rest is None and self.rest is not None):
             return None
         return env.from_string(tree), None if rest is None else env.from_string(rest)
@@ -229,7 +229,7 @@ class _Compiled:
         if seconds_max is not None:
             assert self.bounded is not None
             template, rest = self.bounded
-        if rest is not None and KNOWN in values:
+        if rest is not None and UNRENDERED_MESSAGES in values:
             template = rest
         context = template.new_context({**self._globals, **values}, shared=True)
         if seconds_max is not None:
@@ -238,13 +238,17 @@ class _Compiled:
 
 
 @lru_cache(maxsize=64)
-def _compile(source: str) -> _Compiled:
-    return _Compiled(source)
+def _compile(source: str) -> _CompiledTemplate:
+    return _CompiledTemplate(source)
 
 
-def _skeletons(compiled: _Compiled) -> Skeletons | None:
+def _skeletons(compiled: _CompiledTemplate) -> RenderedTextCache | None:
     copies = compiled.copies
-    return None if copies is None else Skeletons(copies.lacks, copies.edges, parts=compiled.content_format == "parts")
+    return (
+        None
+        if copies is None
+        else RenderedTextCache(copies.lacks, copies.edges, parts=compiled.content_format == "parts")
+    )
 
 
 @lru_cache(maxsize=64)
@@ -253,9 +257,9 @@ def _needs_system_first(source: str, seconds_max: float | None) -> bool:
     chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
         if seconds_max is not None:
-            chat_bounds.equip(env)
+            template_limits.equip(env)
         tree = env.parse(source)
-        template = env.from_string(tree if seconds_max is None else chat_bounds.bounded_of(tree) or "")
+        template = env.from_string(tree if seconds_max is None else template_limits.add_limits(tree) or "")
         context = template.new_context({"messages": chat, "add_generation_prompt": False})
         if seconds_max is not None:
             context.limit(seconds_max)  # type: ignore[attr-defined]
@@ -307,7 +311,7 @@ class ChatTemplate:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compiled(self.source(override, has_tools=has_tools)).content_format
 
-    def skeletons(self, *, has_tools: bool) -> Skeletons | None:
+    def skeletons(self, *, has_tools: bool) -> RenderedTextCache | None:
         """Of what is written around messages, where nothing else is done with them."""
         return self._skeletons[self.source(has_tools=has_tools)]
 
@@ -340,7 +344,8 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`. `behind`: only of what
-        follows so many messages, which stand for a known beginning (prompts/chat_rest.py); for a template with `rest`.
+        follows so many messages, which stand for a known beginning (prompts/template_suffix.py); for a template with
+        `rest`.
 
         Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
         """
@@ -376,9 +381,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         if behind:
-            context[KNOWN] = chat[:behind]
+            context[UNRENDERED_MESSAGES] = chat[:behind]
         else:
-            context.pop(KNOWN, None)  # a client's own variable
+            context.pop(UNRENDERED_MESSAGES, None)  # a client's own variable
         text = self._render(compiled, context)
         if final_text is None:
             return text
@@ -386,10 +391,10 @@ class ChatTemplate:
             return _cut_at_tag(text, final_text)
         return _cut_ending(self._render(compiled, {**context, "messages": whole_chat}), _behind_tag(text))
 
-    def _render(self, compiled: _Compiled, context: dict[str, Any]) -> str:
+    def _render(self, compiled: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
             return compiled.render(context, self._seconds_max)
-        except chat_bounds.TooLong as error:
+        except template_limits.RenderLimitError as error:
             self.is_bounded = False
             raise RequestError(str(error), param="messages") from error
         except jinja2.TemplateError as error:
@@ -400,7 +405,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
 
     @staticmethod
-    def _compiled(source: str) -> _Compiled:
+    def _compiled(source: str) -> _CompiledTemplate:
         try:
             return _compile(source)
         except ChatTemplateError as error:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from prompts.errors import RequestError, bad_value
-from prompts.history.hosted import hosted_text
+from prompts.history.hosted_tools import hosted_text
 from prompts.schemas import (
     COUNT_MAX,
     Count,

@@ -5,8 +5,8 @@ normalizes, pre-tokenizes and encodes each piece by itself. So the ids of a prom
 its **segments**, a segment being a special token and the text up to the next one, and a chat whose earlier turns are
 cached costs only its new turn.
 
-What is not cached is mostly a new turn, short and ASCII: `prompts/words.py` encodes it by its words where it can, the
-library where not.
+What is not cached is mostly a new turn, short and ASCII: `prompts/bpe_encoder.py` encodes it by its words where it can,
+the library where not.
 
 Where that does not hold for a tokenizer, `plan_segments` says why and there is no cache for it: the rules are in
 `_why_not`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical to
@@ -30,8 +30,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from prompts.prefixes import LENGTH_MIN, Beginning, Beginnings
-from prompts.words import WordEncoder, plan_words
+from prompts.bpe_encoder import BpeEncoder, plan_words
+from prompts.encoded_prefixes import LENGTH_MIN, EncodedPrefix, EncodedPrefixCache
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
 ID_TYPE = "I"
@@ -64,7 +64,7 @@ class SegmentPlan:
     """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
     splitter: re.Pattern[str] | None = None
     """`pattern` in a group, where every token that it finds is a cut."""
-    words: WordEncoder | None = None
+    words: BpeEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
     longest: int = 0
     """Characters of an added token."""
@@ -116,7 +116,7 @@ class SegmentCache:
         self._short_max = short_max
         self._plan = plan
         self._max_bytes = max_bytes
-        self._beginnings = Beginnings(max_bytes // _BEGINNINGS_SHARE)
+        self._beginnings = EncodedPrefixCache(max_bytes // _BEGINNINGS_SHARE)
         self._segments_bytes_max = max_bytes - max_bytes // _BEGINNINGS_SHARE
         self._entries: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
@@ -191,7 +191,7 @@ class SegmentCache:
             self._starts[begins] = starts
         return starts
 
-    def _known_beginning(self, text: str) -> Beginning | None:
+    def _known_beginning(self, text: str) -> EncodedPrefix | None:
         """The longest that is known of this text and at whose end the text is cut."""
         with self._lock:
             found = self._beginnings.find(text)
@@ -206,7 +206,7 @@ class SegmentCache:
         return found
 
     def _keep_beginning(
-        self, text: str, known: Beginning | None, segments: Sequence[str], parts: Sequence[bytes]
+        self, text: str, known: EncodedPrefix | None, segments: Sequence[str], parts: Sequence[bytes]
     ) -> None:
         """Remember this text up to its last turn, unless little would be won over what is known of it."""
         rest = segments[-_KEPT_BEFORE_END:]
@@ -218,7 +218,7 @@ class SegmentCache:
         if anchor is None or anchor.group() not in self._plan.anchors:
             return
         ids = b"".join(parts[:-_KEPT_BEFORE_END])
-        fresh = Beginning(text[: end + anchor.end()], end, ids if known is None else known.ids + ids)
+        fresh = EncodedPrefix(text[: end + anchor.end()], end, ids if known is None else known.ids + ids)
         with self._lock:
             self._beginnings.keep(fresh)
 
@@ -311,7 +311,7 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
     contents = [token["content"] for token in literal]
     anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
     planned = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES, cuts)
-    words = planned if isinstance(planned, WordEncoder) else None
+    words = planned if isinstance(planned, BpeEncoder) else None
     splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
     longest = max(map(len, contents))
     plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, splitter, words, longest)

@@ -18,9 +18,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
+from prompts.chat_rendering import ChatPrompt, render_chat
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError, bad_value
-from prompts.messages import ChatPrompt, render_chat
 from prompts.schemas import CompletionRequest, Prompt
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentCache, SegmentPlan, SegmentStats, encode_plain, plan_segments
 

@@ -1,6 +1,7 @@
 """Bodies are read where they do no harm: short ones at once, longer ones in a thread, long ones in another process.
 
-What a client sends decides how long it takes to parse, to render and to encode, and how much memory (prompts/apart.py).
+What a client sends decides how long it takes to parse, to render and to encode, and how much memory
+(prompts/worker_pool.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.api.schemas.constraint_check import check_constraint
 from engine.grammars import GrammarVocabulary
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer
-from prompts.apart import Ended, Processes
+from prompts.worker_pool import WorkerPool, WorkerProcessError
 
 T = TypeVar("T")
 BodyParser = Callable[[bytes, Tokenizer, ModelLimits], T]
@@ -58,8 +59,8 @@ class BodyReader:
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
-        self._processes = Processes((_load, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
-        self._compilers = Processes((_load_words, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
+        self._processes = WorkerPool((_load, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
+        self._compilers = WorkerPool((_load_words, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
@@ -78,7 +79,7 @@ class BodyReader:
     async def _read_apart(self, work: BodyParser[T], data: bytes) -> T:
         try:
             return await self._processes.use(data, lambda process: process.call(READ_S_MAX, _read, work, data))
-        except Ended as error:
+        except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
 
@@ -103,7 +104,7 @@ class BodyReader:
             checked: Constraint = await self._compilers.use(
                 b"", lambda process: process.call(GRAMMAR_S_MAX, _check, constraint)
             )
-        except Ended as error:
+        except WorkerProcessError as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
             message = f"{param}: takes more time or memory to compile than it may"
             raise RequestError(message, param=param) from error

@@ -210,7 +210,7 @@ private:
 
     static constexpr std::size_t kAtOnce = 64;
     static constexpr u32 kEnds = 1, kLeft = 2;
-    static constexpr u64 kMany = u64{1} << 31;  // as in prompts/words.py: without an end
+    static constexpr u64 kMany = u64{1} << 31;  // as in prompts/bpe_encoder.py: without an end
     std::vector<Part> parts_;   // while it is built
     std::vector<u32> joined_;   // by state and next character: four times the next state's, whether a word ends before it
     std::vector<u32> steps_;    // by state and next character: twice where the next state's begin, and whether it matches before

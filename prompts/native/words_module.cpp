@@ -17,7 +17,7 @@ using namespace blockcast;
 
 namespace {
 
-// (kind, chars 0 to 63, chars 64 to 127, least, most, wanted, branches, next), as prompts/words.py has them.
+// (kind, chars 0 to 63, chars 64 to 127, least, most, wanted, branches, next), as prompts/bpe_encoder.py has them.
 using Row = std::tuple<u32, u64, u64, u64, u64, bool, std::vector<u32>, u32>;
 
 Pattern pattern_of(const std::vector<Row>& rows) {
@@ -332,7 +332,7 @@ private:
 }  // namespace
 
 NB_MODULE(_words, module) {
-    module.doc() = "Short text to ids by its words. Use prompts.words.";
+    module.doc() = "Short text to ids by its words. Use prompts.bpe_encoder.";
     nb::set_leak_warnings(false);
     module.def("begin_alike", &begin_alike);
     module.def("digest32", [](nb::bytes data, u64 before) { return digest32(data.c_str(), data.size(), before); });

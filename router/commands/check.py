@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 import zmq
 
-from events import BlockStored, EventFeed, Join, Message, Origin, StreamConfig, StreamSource, Subscriber
+from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from prompts.routing import parse_routing
 from router.decide.workers import ServedModel
@@ -116,7 +116,7 @@ class Check:
         with ExitStack() as stack:
             listening = [source for source in self._facts.sources if await self._listens(source)]
             deaf = [source for source in self._facts.sources if source not in listening]
-            subscriber = stack.enter_context(Subscriber(self._streams(listening, Join.LIVE)))
+            subscriber = stack.enter_context(Subscriber(self._streams(listening, StartMode.LIVE)))
             bound = _bind(subscriber.feed, deaf)
             await asyncio.sleep(0.5)  # a subscription takes a moment
             first = await self._ask("request", {"prompt": ids})
@@ -217,11 +217,15 @@ class Check:
         writer.close()
         return True
 
-    def _streams(self, sources: Sequence[EventSource], join: Join) -> list[StreamSource]:
+    def _streams(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """All topics are taken, so that one that is named wrongly is seen."""
         return [
             StreamSource(
-                str(source.data_parallel_rank), source.endpoint, source.replay_endpoint, None, StreamConfig(join=join)
+                str(source.data_parallel_rank),
+                source.endpoint,
+                source.replay_endpoint,
+                None,
+                StreamConfig(start_mode=join),
             )
             for source in sources
         ]
@@ -282,7 +286,7 @@ class Check:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
             return Finding("replay", False, f'{text}; vLLM: "replay_endpoint": "tcp://*:5558"')
         deadline = time.monotonic() + EVENTS_S
-        with Subscriber(self._streams(sources, Join.RING)) as subscriber:
+        with Subscriber(self._streams(sources, StartMode.RING)) as subscriber:
             while time.monotonic() < deadline:
                 item = await asyncio.to_thread(subscriber.get, 0.1)
                 if isinstance(item, Message) and item.origin is not Origin.LIVE:
@@ -378,7 +382,7 @@ def _bind(feed: EventFeed, deaf: Sequence[EventSource]) -> bool:
         try:
             feed.bind(
                 source.endpoint,
-                lambda topic: StreamSource(f"bound {topic}", "", None, topic, StreamConfig(join=Join.LIVE)),
+                lambda topic: StreamSource(f"bound {topic}", "", None, topic, StreamConfig(start_mode=StartMode.LIVE)),
             )
         except zmq.ZMQError:
             continue

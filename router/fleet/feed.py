@@ -24,8 +24,17 @@ from events.codec import batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
-from events.stream_memory import digest
-from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Overflowed, Restarted
+from events.stream_buffers import digest
+from events.stream_types import (
+    Apply,
+    Clear,
+    DroppedMessages,
+    Gap,
+    Instruction,
+    MalformedMessage,
+    Origin,
+    PublisherRestarted,
+)
 from router.fleet.streams import FullCache, StreamCounters, WorkerStream
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
@@ -390,14 +399,14 @@ class IndexFeed:
                 self._clear(stream)
             elif isinstance(instruction, Gap):
                 counters.gaps += 1
-            elif isinstance(instruction, Restarted):
+            elif isinstance(instruction, PublisherRestarted):
                 counters.restarts += 1
                 stream.full = FullCache()
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
-            elif isinstance(instruction, Malformed):
+            elif isinstance(instruction, MalformedMessage):
                 counters.malformed += 1
                 stream.skipped([instruction.reason])
-            elif isinstance(instruction, Overflowed):
+            elif isinstance(instruction, DroppedMessages):
                 counters.overflowed += instruction.count
         return None
 

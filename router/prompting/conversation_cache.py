@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from prompts.bpe_encoder import begin_alike, digests, digests_among
 from prompts.routing import Kind, RoutingRequest
 from prompts.schemas import Message
-from prompts.words import begin_alike, digests, digests_among
 
 BODY_BYTES_MIN = 1024
 """Bytes of a body below which it is not worth caching."""

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from prompts.anthropic import MessagesRequest, depends_on_template
+from prompts.bpe_encoder import count_openings
+from prompts.chat_rendering import render_chat
 from prompts.errors import RequestError
-from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, chat_of, has_media, read_routing
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
-from prompts.words import count_openings
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,

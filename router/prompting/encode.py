@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from prompts.bpe_encoder import count_openings
 from prompts.errors import RequestError
 from prompts.responses import response_of
 from prompts.routing import RoutedBody, RoutingRequest, chat_of, check_object, read_values
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
-from prompts.words import count_openings
 
 TOKENS_MAX = 2**21
 """Of a prompt for a model that does not tell how many it takes."""

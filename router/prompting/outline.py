@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
+from prompts.bpe_encoder import digest32, message_words
+from prompts.chat_rendering import BILLING_LINE
 from prompts.chat_template import Message
 from prompts.errors import RequestError
-from prompts.messages import BILLING_LINE
 from prompts.routing import RoutingRequest, chat_of
-from prompts.words import digest32, message_words
 from router.prompting.outlined import BILLED, CALLS, ROLE, THINKS, Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}

@@ -1,4 +1,4 @@
-"""Large bodies, read by processes of their own (prompts/apart.py), so that nobody waits for them here.
+"""Large bodies, read by processes of their own (prompts/worker_pool.py), so that nobody waits for them here.
 
 Owns how many wait and for how long, and what is done in such a process: first it says where a body should go, then it
 is told what to make of it. Invariant: `waiting_bytes` is the sum of the bodies that are waited for, at most
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from prompts.apart import Ended, Process, Processes
 from prompts.errors import RequestError
 from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
+from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.config import PoolConfig
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_suffix import cache_conversation, is_cacheable
@@ -90,7 +90,7 @@ class Helpers:
     def __init__(self, config: PoolConfig, *, chat_template: str | None, cache_bytes: int) -> None:
         self._config = config
         setup = _Shelf, (chat_template, cache_bytes)
-        self.processes = Processes(setup, config.count, config.memory_mb << 20)
+        self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
         self.waiting_bytes = 0
         self._parties: dict[str, int] = {}
         """party -> bytes of its bodies that wait or are being read."""
@@ -113,7 +113,7 @@ class Helpers:
         self._check_room(party, size)
         looked: list[tuple[RoutingRequest, FieldSpans]] = []
 
-        async def work(process: Process) -> Made:
+        async def work(process: WorkerProcess) -> Made:
             if not wanted():
                 raise _not_now("the client left")
             looked.append(await self._look(process, body, kind))
@@ -123,7 +123,7 @@ class Helpers:
         self._wait(party, size)
         try:
             made = await self.processes.use(body[0], work, party)
-        except Ended as error:
+        except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
             if not looked:
@@ -159,7 +159,7 @@ class Helpers:
             found: Outline | None = await self.processes.use(
                 body[0], lambda process: process.call(self._config.seconds_max, _outline, body, kind)
             )
-        except (Ended, RequestError):
+        except (WorkerProcessError, RequestError):
             return None
         return found
 
@@ -168,7 +168,7 @@ class Helpers:
         self.processes.close_idle(now - self._config.idle_s)
 
     async def _look(
-        self, process: Process, body: Sequence[bytes], kind: Kind | None
+        self, process: WorkerProcess, body: Sequence[bytes], kind: Kind | None
     ) -> tuple[RoutingRequest, FieldSpans]:
         try:
             fields, spans = await process.call(START_S_MAX, _look, body)
@@ -178,7 +178,7 @@ class Helpers:
         chats = fields.pop("chats")
         return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields), spans
 
-    async def _make(self, process: Process, order: Order) -> Made:
+    async def _make(self, process: WorkerProcess, order: Order) -> Made:
         await process.call(START_S_MAX, _load, order.folder)
         made: Made
         seconds_max = min(self._config.seconds_max, order.seconds_max or math.inf)

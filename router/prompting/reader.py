@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import msgspec
 
+from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.messages import render_chat
 from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError

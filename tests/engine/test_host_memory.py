@@ -55,7 +55,7 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
                     assert output.error is None
                     said.setdefault(output.request_id, []).extend(output.token_ids)
                 core.check_invariants()
-                assert set(events.resident) == resident_in(cached)
+                assert set(events.resident_set) == resident_in(cached)
             for name, text in zip(names, texts[first : first + 3], strict=True):
                 text += said[name] + [rng.randrange(2048) for _ in range(12)]
     return said, core

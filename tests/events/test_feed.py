@@ -22,12 +22,12 @@ from events import (
     EventFeed,
     EventPublisher,
     Instruction,
-    Join,
     KVEventsConfig,
     Message,
     Notice,
     Origin,
-    Restarted,
+    PublisherRestarted,
+    StartMode,
     StreamConfig,
     StreamSource,
     Subscriber,
@@ -35,7 +35,7 @@ from events import (
 )
 from events.codec import encode_batch
 from events.frames import END_SEQ, pack_seq
-from events.stream_types import Malformed
+from events.stream_types import MalformedMessage
 
 BLOCK = 4
 
@@ -68,10 +68,15 @@ def publish() -> Iterator[Callable[..., EventPublisher]]:
         publisher.close()
 
 
-def source_of(publisher: EventPublisher, join: Join = Join.SNAPSHOT, **more: Any) -> StreamSource:
+def source_of(publisher: EventPublisher, join: StartMode = StartMode.SNAPSHOT, **more: Any) -> StreamSource:
     source = publisher.source()
     return StreamSource(
-        "w", source.endpoint, source.replay_endpoint, source.topic, StreamConfig(join=join, tail_check_s=0.3), **more
+        "w",
+        source.endpoint,
+        source.replay_endpoint,
+        source.topic,
+        StreamConfig(start_mode=join, tail_check_s=0.3),
+        **more,
     )
 
 
@@ -158,7 +163,7 @@ def test_restarted_worker_on_the_same_address(publish: Publish, follow: Follow) 
         for key in range(100, 120):
             second.publish([stored(key)])
         follower.until(lambda: follower.held == names(set(range(100, 120))))
-        assert follower.saw(Restarted)
+        assert follower.saw(PublisherRestarted)
     finally:
         second.close()
 
@@ -193,7 +198,7 @@ def test_without_replay_events_come_live(publish: Publish, follow: Follow) -> No
 def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
     publisher = publish(topic="kv2")
     source = publisher.source()
-    other = StreamSource("w", source.endpoint, None, "kv", StreamConfig(join=Join.LIVE))
+    other = StreamSource("w", source.endpoint, None, "kv", StreamConfig(start_mode=StartMode.LIVE))
     follower = follow(other, source_of(publisher))
     publisher.publish([stored(1)])
     follower.until(lambda: follower.held == names({1}))
@@ -203,7 +208,7 @@ def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
 def test_dropped_live_batches_are_replayed(publish: Publish, follow: Follow) -> None:
     """A raw PUB that loses a batch on the way, with a replay socket that has it."""
     publisher = publish(max_queue_size=1)
-    follower = follow(source_of(publisher, Join.RING))
+    follower = follow(source_of(publisher, StartMode.RING))
     publisher.publish([stored(1)])
     follower.until(lambda: follower.held == names({1}))
     for key in range(2, 2000):
@@ -219,7 +224,11 @@ def test_publisher_that_connects_is_known_by_its_topic(follow: Follow) -> None:
     follower = follow()
 
     def accept(topic: str) -> StreamSource | None:
-        return StreamSource(f"worker {topic}", "", None, topic, StreamConfig(join=Join.LIVE)) if topic == "a" else None
+        return (
+            StreamSource(f"worker {topic}", "", None, topic, StreamConfig(start_mode=StartMode.LIVE))
+            if topic == "a"
+            else None
+        )
 
     endpoint = follower.subscriber.feed.bind("tcp://127.0.0.1:*", accept)
     publishers = [EventPublisher(config(endpoint, None, topic=topic)) for topic in ("a", "b")]
@@ -290,13 +299,13 @@ def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Foll
         for seq, events in ((5, [stored(3)]), (6, []), (7, []), (8, [stored(4)])):
             send(seq, one, *events)
         follower.until(lambda: follower.held == names(set(range(5))))
-        assert not follower.saw(Malformed)
+        assert not follower.saw(MalformedMessage)
         send(9, other, stored(7))
         answer(8, other, 6)
         follower.until(lambda: follower.held == names({6, 7}))
-        assert follower.saw(Restarted)
+        assert follower.saw(PublisherRestarted)
         pub.send_multipart([b"kv@w", b"x" * 12, b""])
-        follower.until(lambda: follower.saw(Malformed))
+        follower.until(lambda: follower.saw(MalformedMessage))
     finally:
         pub.close(0)
         router.close(0)
@@ -305,7 +314,7 @@ def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Foll
 
 def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> None:
     publisher = publish()
-    first = follow(source_of(publisher, Join.RING))
+    first = follow(source_of(publisher, StartMode.RING))
     for key in range(4):
         publisher.publish([stored(key)])
     first.until(lambda: len(first.messages) == 4)
@@ -313,7 +322,7 @@ def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> No
     first.subscriber.close()
     for key in range(4, 9):
         publisher.publish([stored(key)])
-    second = follow(source_of(publisher, Join.LIVE, resume=position))
+    second = follow(source_of(publisher, StartMode.LIVE, resume=position))
     second.until(lambda: len(second.messages) == 5)
     assert [m.seq for m in second.messages] == [4, 5, 6, 7, 8]
     assert not second.saw(Clear)
@@ -335,7 +344,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
     try:
         first = context.socket(zmq.PUB)
         port = first.bind_to_random_port("tcp://127.0.0.1")
-        feed._add(StreamSource("w", f"tcp://127.0.0.1:{port}", None, None, StreamConfig(join=Join.LIVE)))
+        feed._add(StreamSource("w", f"tcp://127.0.0.1:{port}", None, None, StreamConfig(start_mode=StartMode.LIVE)))
         (subscription,) = set(feed._subscriptions.values())
         assert subscription.monitor.poll(10_000)
         feed._read_monitor(subscription)

@@ -33,9 +33,9 @@ from events import (
     decode_batch,
     encode_batch,
 )
+from events.replay_buffer import ReplayBuffer
 from events.replies import replay_reply, snapshot_reply
-from events.resident import ResidentSet
-from events.ring import Ring
+from events.resident_set import ResidentSet
 
 BLOCK = 2
 Name = int
@@ -108,7 +108,7 @@ def apply_all(payloads: list[bytes]) -> Resident:
 @given(st.integers(0, 2**32), st.integers(0, 40), st.sampled_from([1, 4, 1024]))
 def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, chunk: int) -> None:
     """Guarantee 6, and the snapshot keeps 1, 2 and 3 itself."""
-    rng, cache, ring, shadow = random.Random(seed), ModelCache(), Ring(1000), ResidentSet()
+    rng, cache, ring, shadow = random.Random(seed), ModelCache(), ReplayBuffer(1000), ResidentSet()
     last = None
     for _ in range(step_count):
         events = cache.random_step(rng)

@@ -13,14 +13,14 @@ from stream_world import World
 from events import (
     Apply,
     Clear,
+    DuplicateBatch,
     Gap,
     Instruction,
-    Join,
     Origin,
+    PublisherRestarted,
     RequestReplay,
     RequestSnapshot,
-    Restarted,
-    Stale,
+    StartMode,
     StreamConfig,
     StreamPhase,
     StreamState,
@@ -91,15 +91,17 @@ def test_snapshot_publisher_ends_exact(
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from(list(Join)))
-def test_ring_publisher_never_leaves_a_false_hit(script: list[tuple[str, int]], ring_size: int, join: Join) -> None:
+@given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from(list(StartMode)))
+def test_ring_publisher_never_leaves_a_false_hit(
+    script: list[tuple[str, int]], ring_size: int, join: StartMode
+) -> None:
     """Without snapshots (vLLM) a short ring may lose blocks, but what is held is resident; a full ring is exact."""
-    world = World(StreamConfig(join=join), ring_size, snapshots=False)
+    world = World(StreamConfig(start_mode=join), ring_size, snapshots=False)
     world.connect()
     run(world, script)
     world.settle()
     assert world.follower.held <= world.publisher.resident
-    if ring_size == 1000 and join is not Join.LIVE:
+    if ring_size == 1000 and join is not StartMode.LIVE:
         assert world.follower.held == world.publisher.resident
 
 
@@ -142,7 +144,7 @@ def test_restart_of_an_idle_publisher_is_noticed() -> None:
     world = live_follower(5)
     world.restart()
     world.settle()
-    assert any(isinstance(notice, Restarted) for notice in world.follower.notices)
+    assert any(isinstance(notice, PublisherRestarted) for notice in world.follower.notices)
     assert world.follower.held == set()
 
 
@@ -155,7 +157,7 @@ def test_restart_whose_new_seq_is_already_higher_is_noticed() -> None:
     seq, payload = world.publisher.toggle(50)
     world.wire.append((seq, payload))
     world.settle()
-    assert any(isinstance(notice, Restarted) for notice in world.follower.notices)
+    assert any(isinstance(notice, PublisherRestarted) for notice in world.follower.notices)
     assert world.follower.held == world.publisher.resident
 
 
@@ -171,13 +173,13 @@ def test_a_blip_keeps_everything_and_asks_once() -> None:
 
 def test_repeated_batch_is_stale() -> None:
     world = live_follower(5)
-    assert world.follower.stream.live(2, world.publisher.batches[2], 0.0) == [Stale(2)]
+    assert world.follower.stream.live(2, world.publisher.batches[2], 0.0) == [DuplicateBatch(2)]
 
 
 def test_a_known_seq_with_other_bytes_is_a_restart() -> None:
     world = live_follower(5)
     instructions = world.follower.stream.live(2, b"1:2:+9", 0.0)
-    assert [type(i) for i in instructions] == [Restarted, Clear, RequestSnapshot]
+    assert [type(i) for i in instructions] == [PublisherRestarted, Clear, RequestSnapshot]
 
 
 def test_lost_last_batch_is_found_by_the_check_after_silence() -> None:
@@ -194,7 +196,7 @@ def test_changed_epoch_clears_and_an_equal_one_does_not() -> None:
     world = live_follower(5)
     assert world.follower.stream.epoch("a", 0.0) == []
     assert world.follower.stream.epoch("a", 0.0) == []
-    assert [type(i) for i in world.follower.stream.epoch("b", 0.0)] == [Restarted, Clear, RequestSnapshot]
+    assert [type(i) for i in world.follower.stream.epoch("b", 0.0)] == [PublisherRestarted, Clear, RequestSnapshot]
 
 
 def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
@@ -217,7 +219,7 @@ def test_resume_continues_from_the_saved_position() -> None:
     assert position is not None
     for key in range(10, 14):
         world.publisher.toggle(key)
-    second = StreamState(StreamConfig(join=Join.LIVE), resume=position)
+    second = StreamState(StreamConfig(start_mode=StartMode.LIVE), resume=position)
     (request,) = second.connected(0.0)
     assert isinstance(request, RequestReplay)
     got: list[Instruction] = []
@@ -324,11 +326,11 @@ def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
     for seq in (0, 4, 5, 6, 1000):
         stream = snapshotted(can_replay=False)
         restarted, clear, request = stream.live(seq, b"of another", 1.0, B)
-        assert isinstance(restarted, Restarted)
+        assert isinstance(restarted, PublisherRestarted)
         assert isinstance(clear, Clear)
         assert isinstance(request, RequestSnapshot)
         assert stream.stats.restarts == 1
-        assert stream.snapshot(request.request_id, seq, A, [b"old"], 1.1)[0] == Restarted(
+        assert stream.snapshot(request.request_id, seq, A, [b"old"], 1.1)[0] == PublisherRestarted(
             "the publisher has another id"
         )
         stream.check_invariants()
@@ -358,7 +360,7 @@ def test_a_replay_of_another_process_is_a_restart() -> None:
     (request,) = stream.connected(1.0)
     assert isinstance(request, RequestReplay)
     restarted, clear, again = stream.reply(request.request_id, 5, b"5", 1.1, B)
-    assert isinstance(restarted, Restarted)
+    assert isinstance(restarted, PublisherRestarted)
     assert isinstance(clear, Clear)
     assert isinstance(again, RequestSnapshot)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.anthropic import as_chat, find_media, parse_count, parse_messages
+from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.messages import render_chat
 from prompts.routing import has_media
 from prompts.schemas import ChatRequest
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
+from prompts.chat_rendering import render_chat
 from prompts.chat_template import _environment, _with_reasoning, _without_nulls
-from prompts.messages import render_chat
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
 chat_templates = importlib.util.module_from_spec(_spec)

@@ -3,7 +3,7 @@
 //
 //     fuzz_words PATTERNS SECONDS SEED
 //
-// PATTERNS has the patterns of tokenizers as prompts/words.py makes them: for each tokenizer how many, for each of those how
+// PATTERNS has the patterns of tokenizers as prompts/bpe_encoder.py makes them: for each tokenizer how many, for each of those how
 // many parts, then the parts: kind, characters (two numbers), least, most, wanted, how many branches, the branches, next.
 //
 // Besides what the sanitizers catch: words are the whole text, in order, one match after the other; pairs make of a word what a naive search makes of it;

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.tiny.tokenizer import write_tokenizer
+from prompts.bpe_encoder import digests
 from prompts.chat_template import ChatTemplate
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
-from prompts.words import digests
 from router.prompting import conversation_suffix
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
@@ -142,7 +142,7 @@ def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
     if kind == "chat" and rng.random() < 0.2:
         fields |= rng.choice(
             ({"add_generation_prompt": False}, {"continue_final_message": True}, {"reasoning_effort": "low"},
-             {"chat_template_kwargs": {"blockcast_known": [], "behind": 3}}, {"truncate_prompt_tokens": 9})
+             {"chat_template_kwargs": {"blockcast_unrendered": [], "behind": 3}}, {"truncate_prompt_tokens": 9})
         )  # fmt: skip
     return fields
 

@@ -22,7 +22,16 @@ from events.feed_sockets import MESSAGE_BYTES_MAX, TOPIC_BYTES_MAX, TOPICS_MAX, 
 from events.frames import END_SEQ, pack_seq
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import Apply, Clear, Gap, Instruction, Join, Malformed, Overflowed, StreamConfig
+from events.stream_types import (
+    Apply,
+    Clear,
+    DroppedMessages,
+    Gap,
+    Instruction,
+    MalformedMessage,
+    StartMode,
+    StreamConfig,
+)
 from events.types import BlockStored, Event
 from router.fleet.feed import IndexFeed
 from router.index import make_index
@@ -72,7 +81,7 @@ class Pub:
         self.seq += 1
 
     def source(self, name: str) -> StreamSource:
-        return StreamSource(name, f"tcp://127.0.0.1:{self.port}", config=StreamConfig(join=Join.LIVE))
+        return StreamSource(name, f"tcp://127.0.0.1:{self.port}", config=StreamConfig(start_mode=StartMode.LIVE))
 
 
 KEPT: list[zmq.Socket[bytes]] = []
@@ -130,7 +139,7 @@ def test_a_stream_that_raises_begins_anew_and_the_others_go_on(
 
     handler.does = poisoned
     keep_sending(bad, lambda: feed.faults, "it raises")
-    keep_sending(bad, lambda: {Clear, Malformed} <= handler.kinds("bad"), "what it held is forgotten")
+    keep_sending(bad, lambda: {Clear, MalformedMessage} <= handler.kinds("bad"), "what it held is forgotten")
     keep_sending(good, lambda: handler.applied("good") > 3, "the other is followed")
     assert feed.fault() is None
     handler.does = lambda stream_id, instruction: None
@@ -252,7 +261,7 @@ def test_a_stream_that_could_not_be_opened_is_tried_again(started: Callable[[Any
     handler = Recorder()
     feed = started(handler)
     feed.add(StreamSource("a", "tcp://no port"))
-    until(lambda: Malformed in handler.kinds("a"), "the failure is told")
+    until(lambda: MalformedMessage in handler.kinds("a"), "the failure is told")
     first = len(handler.told)
     until(lambda: len(handler.told) > first, "tried again")
     feed.remove("a")
@@ -355,7 +364,9 @@ def test_topics_of_strangers_are_bounded(context: zmq.Context[Any], index_feed: 
 def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started: Callable[[Any], EventFeed]) -> None:
     handler = Recorder()
     feed = started(handler)
-    address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(join=Join.LIVE)))
+    address = feed.bind(
+        "tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(start_mode=StartMode.LIVE))
+    )
     socket = pub_socket(context)
     socket.connect(address)
     release = threading.Event()
@@ -369,7 +380,7 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started:
         time.sleep(0.0001)
     until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.overflowed, "it overflows")
     assert len(feed._streams["a"].todo) <= WAITING_MAX
-    until(lambda: Overflowed in handler.kinds("a"), "it is told")
+    until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
 
@@ -379,7 +390,9 @@ def test_the_bytes_that_wait_for_one_topic_are_bounded(
     monkeypatch.setattr(feed_sockets, "WAITING_BYTES_MAX", 10_000)
     handler = Recorder()
     feed = started(handler)
-    address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(join=Join.LIVE)))
+    address = feed.bind(
+        "tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(start_mode=StartMode.LIVE))
+    )
     socket = pub_socket(context)
     socket.connect(address)
     release, seq = threading.Event(), itertools.count()
@@ -394,7 +407,7 @@ def test_the_bytes_that_wait_for_one_topic_are_bounded(
 
     def overflows() -> bool:
         send()
-        return Overflowed in handler.kinds("a")
+        return DroppedMessages in handler.kinds("a")
 
     until(overflows, "it overflows")
     assert feed._streams["a"].waiting_bytes <= 11_000
@@ -444,7 +457,7 @@ def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
     release.set()
     handler.does = lambda stream_id, instruction: None
     until(lambda: (feed._streams["a"].state.position or (0, 0))[0] == pub.seq - 1, "all of it")
-    assert not {Overflowed, Gap} & handler.kinds("a")
+    assert not {DroppedMessages, Gap} & handler.kinds("a")
 
 
 class Replier:
@@ -488,16 +501,18 @@ def test_replies_wait_here_and_not_in_zeromq(
     try:
         feed = started(handler)
         source = dataclasses.replace(
-            pub.source("a"), replay_endpoint=f"tcp://127.0.0.1:{replier.port}", config=StreamConfig(join=Join.RING)
+            pub.source("a"),
+            replay_endpoint=f"tcp://127.0.0.1:{replier.port}",
+            config=StreamConfig(start_mode=StartMode.RING),
         )
         feed.add(source)
         if bytes_max > 10**6:
             keep_sending(pub, lambda: handler.applied("a") >= 800, "the ring is replayed")
             applied = [what.seq for _, what in list(handler.told) if isinstance(what, Apply)]
             assert applied[:800] == list(range(800))
-            assert Overflowed not in handler.kinds("a")
+            assert DroppedMessages not in handler.kinds("a")
         else:
-            keep_sending(pub, lambda: Overflowed in handler.kinds("a"), "the replies are too many")
+            keep_sending(pub, lambda: DroppedMessages in handler.kinds("a"), "the replies are too many")
             keep_sending(pub, lambda: replier.asked >= 2, "it asks again")
             assert feed._streams["a"].reply_bytes <= bytes_max + 300
             assert feed.fault() is None
@@ -557,7 +572,7 @@ def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
     """Neither with what is no message nor by claiming a worker that is there under another topic."""
     handler = Recorder()
     feed = started(handler)
-    config = StreamConfig(join=Join.LIVE)
+    config = StreamConfig(start_mode=StartMode.LIVE)
     address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic.split("@")[0], "", config=config))
     own, stranger = pub_socket(context), pub_socket(context)
     for socket in (own, stranger):

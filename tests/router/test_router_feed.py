@@ -17,7 +17,7 @@ from reference import ReferenceIndex
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import Join, StreamConfig
+from events.stream_types import StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.fleet.feed import IndexFeed
 from router.fleet.streams import EVICTIONS_SURE
@@ -318,13 +318,13 @@ def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, 
 
 
 def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
-    from events.stream_types import Apply, Malformed, Origin
+    from events.stream_types import Apply, MalformedMessage, Origin
 
     holder = index.add_holder("a", "m")
     feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
     stream_id = next(iter(feed._streams))
     feed.handle(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
-    feed.handle(stream_id, Malformed("a frame of two parts"), b"")
+    feed.handle(stream_id, MalformedMessage("a frame of two parts"), b"")
     (row,) = feed.details("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
@@ -499,7 +499,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
-    monkeypatch.setattr("router.fleet.streams.StreamConfig", lambda: StreamConfig(join=Join.RING))
+    monkeypatch.setattr("router.fleet.streams.StreamConfig", lambda: StreamConfig(start_mode=StartMode.RING))
     pair = Pair()
     yield pair
     pair.close()

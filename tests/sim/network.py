@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
+from events.replay_buffer import ReplayBuffer, ReplayEntry
 from events.replies import Message, replay_reply, snapshot_reply
-from events.resident import ResidentSet
-from events.ring import Ring, RingEntry
+from events.resident_set import ResidentSet
 
 
 class SimPublisher:
@@ -22,10 +22,10 @@ class SimPublisher:
 
     def __init__(self, epoch: str, ring_size: int, snapshots: bool) -> None:
         self.epoch = epoch
-        self.ring = Ring(ring_size)
+        self.ring = ReplayBuffer(ring_size)
         self.snapshots = snapshots
         self._shadow = ResidentSet()
-        self._last: RingEntry | None = None
+        self._last: ReplayEntry | None = None
 
     def publish(self, events: list[Event], now: float) -> Message:
         entry = self.ring.append(now, events, 0)

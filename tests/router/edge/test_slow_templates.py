@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts.apart import Process
 from prompts.errors import RequestError
 from prompts.tokenizer import Tokenizer
+from prompts.worker_pool import WorkerProcess
 from router.prompting import reader
 from router.prompting.config import PoolConfig
 from router.prompting.pool import Helpers, Order
@@ -130,12 +130,12 @@ def test_keys_take_turns_at_the_helpers() -> None:
         order: list[str] = []
         gate = asyncio.Event()
 
-        async def hold(process: Process) -> None:
+        async def hold(process: WorkerProcess) -> None:
             await gate.wait()
             raise RequestError("done", param=None)
 
         async def take(party: str) -> None:
-            async def note(process: Process) -> None:
+            async def note(process: WorkerProcess) -> None:
                 order.append(party)
 
             await helpers.processes.use(b"", note, party)

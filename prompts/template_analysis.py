@@ -1,5 +1,5 @@
 """Whether a chat template only copies what messages say: what it writes is then the same for all chats of the same
-roles, but for the texts that it writes out (prompts/skeletons.py).
+roles, but for the texts that it writes out (prompts/rendered_text_cache.py).
 
 The template's tree is run in the abstract, for messages of a role and a text and nothing else. A value is all messages,
 one of them, a text as a message has it, a text with such a text in it, something that is not there, or something in
@@ -39,7 +39,7 @@ _STEPS_MAX = 50_000
 """Statements and expressions looked at, each as often as its loop or its macro is: templates take some hundreds."""
 
 
-class Copies(NamedTuple):
+class CopyConditions(NamedTuple):
     """What a text must be like where a template copies it."""
 
     lacks: tuple[str, ...]
@@ -48,22 +48,22 @@ class Copies(NamedTuple):
     """Characters with which it must neither begin nor end."""
 
 
-class _Doubt(Exception):
+class _UnsupportedTemplate(Exception):
     """The template is not of the kind."""
 
 
-def copies_of(tree: nodes.Template, *, parts: bool = False) -> Copies | None:
+def find_copy_conditions(tree: nodes.Template, *, parts: bool = False) -> CopyConditions | None:
     """The texts that the template copies, if there is no blank one among them; None where it may not copy. `parts`: it
     is given contents as lists, each of one part."""
-    run = _Run(_PARTS if parts else _TEXT)
+    run = _AbstractInterpreter(_PARTS if parts else _TEXT)
     try:
         run.all(tree.body, {"messages": frozenset((_LIST,))})
-    except (_Doubt, RecursionError):
+    except (_UnsupportedTemplate, RecursionError):
         return None
-    return Copies(tuple(sorted(run.lacks)), "".join(sorted(run.edges)))
+    return CopyConditions(tuple(sorted(run.lacks)), "".join(sorted(run.edges)))
 
 
-class _Run:
+class _AbstractInterpreter:
     def __init__(self, content: Kind) -> None:
         self._items = {
             _MESSAGE: {"role": _OTHER, "content": content}, _PART: {"type": _OTHER, "text": _TEXT},
@@ -100,7 +100,7 @@ class _Run:
             return {**names, node.target.name: self._block(node.body, names)}
         if isinstance(node, nodes.Macro):
             if self._macros.get(node.name, (node,))[0] is not node or node.name in names:
-                raise _Doubt
+                raise _UnsupportedTemplate
             self._macros[node.name] = (node, names)
             return names
         if isinstance(node, nodes.CallBlock) and isinstance(node.call.node, nodes.ExtensionAttribute):
@@ -111,12 +111,12 @@ class _Run:
             return names
         if isinstance(node, (nodes.Continue, nodes.Break)):
             return names
-        raise _Doubt
+        raise _UnsupportedTemplate
 
     def _step(self) -> None:
         self._steps += 1
         if self._steps > _STEPS_MAX:
-            raise _Doubt
+            raise _UnsupportedTemplate
 
     def _if(self, node: nodes.If, names: Names) -> Names:
         ends: list[Names] = []
@@ -133,7 +133,7 @@ class _Run:
     def _for(self, node: nodes.For, names: Names) -> None:
         over = self.of(node.iter, names)
         if node.recursive or not over <= {_LIST, _PARTS, _OTHER, _ABSENT}:
-            raise _Doubt
+            raise _UnsupportedTemplate
         self.all(node.else_, dict(names))
         if over == {_ABSENT}:
             return
@@ -142,7 +142,7 @@ class _Run:
         if isinstance(node.target, nodes.Name):
             inside[node.target.name] = items
         elif not over <= _BARE:
-            raise _Doubt
+            raise _UnsupportedTemplate
         else:
             inside |= dict.fromkeys(_targets(node.target), items)
         if node.test is not None:
@@ -156,11 +156,11 @@ class _Run:
     def _assign(self, node: nodes.Assign, names: Names) -> Names:
         found = self.of(node.node, names)
         if any(name in self._macros for name in _targets(node.target)):
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(node.target, nodes.Name):
             return {**names, node.target.name: found}
         if not found <= _BARE:
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(node.target, nodes.NSRef):
             return names
         return {**names, **dict.fromkeys(_targets(node.target), found)}
@@ -177,7 +177,7 @@ class _Run:
     def _of(self, node: nodes.Node, names: Names, allowed: Kinds) -> Kinds:
         found = self.of(node, names)
         if not found <= allowed:
-            raise _Doubt
+            raise _UnsupportedTemplate
         return found
 
     def _bare(self, found: Iterable[nodes.Node | None], names: Names) -> Kinds:
@@ -192,7 +192,7 @@ class _Run:
         self._step()
         if isinstance(node, nodes.Name):
             if node.name in _STATEFUL or node.name in self._macros:
-                raise _Doubt
+                raise _UnsupportedTemplate
             return names.get(node.name, frozenset((_OTHER,)))
         if isinstance(node, nodes.Getattr):
             return self._item(node.node, node.attr, names)
@@ -224,7 +224,7 @@ class _Run:
             return frozenset((_OTHER,))
         if isinstance(node, (nodes.BinExpr, nodes.UnaryExpr, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair)):
             return self._bare(node.iter_child_nodes(), names)
-        raise _Doubt
+        raise _UnsupportedTemplate
 
     @staticmethod
     def _joined(parts: Sequence[Kinds]) -> Kinds:
@@ -235,7 +235,7 @@ class _Run:
         for kind in self._of(of, names, frozenset((_OTHER, _ABSENT, _MESSAGE, _PART, _LOOP))):
             if kind in self._items:
                 if name in _OF_DICT:
-                    raise _Doubt
+                    raise _UnsupportedTemplate
                 found.add(self._items[kind].get(name, _ABSENT))
             elif kind == _LOOP and name in ("previtem", "nextitem"):
                 found |= {_MESSAGE, _OTHER}
@@ -253,7 +253,7 @@ class _Run:
             self._bare((node.node, arg), names)
             return frozenset((_OTHER,))
         if not of <= {_LIST, *_BARE}:
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(arg, nodes.Slice):
             self._bare((arg.start, arg.stop, arg.step), names)
             return of
@@ -263,7 +263,7 @@ class _Run:
 
     def _filter(self, node: nodes.Filter, names: Names) -> Kinds:
         if node.node is None or node.name == "random":
-            raise _Doubt
+            raise _UnsupportedTemplate
         of, args = self.of(node.node, names), [*node.args, *node.kwargs, node.dyn_args, node.dyn_kwargs]
         plain = not any(arg is not None for arg in args)
         if _TEXT in of and of <= {_TEXT, *_BARE} and (plain and node.name in ("trim", "string")):
@@ -279,13 +279,13 @@ class _Run:
             self._bare((arg.value if isinstance(arg, nodes.Keyword) else arg for arg in args if arg), names)
             return of
         if not of <= _BARE:
-            raise _Doubt
+            raise _UnsupportedTemplate
         return self._bare((arg.value if isinstance(arg, nodes.Keyword) else arg for arg in args if arg), names)
 
     def _call(self, node: nodes.Call, names: Names) -> Kinds:
         args = [*node.args, *(pair.value for pair in node.kwargs)]
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(node.node, nodes.Name) and node.node.name in self._macros:
             return self._macro(node, names)
         if isinstance(node.node, nodes.Getattr):
@@ -324,7 +324,7 @@ class _Run:
         macro, known = self._macros[node.node.name]
         places = [arg.name for arg in macro.args]
         if len(node.args) > len(places) or self._deep == _CALLS_DEEP_MAX:
-            raise _Doubt
+            raise _UnsupportedTemplate
         inside = _either([known, names])
         given = [self.of(default, inside) for default in macro.defaults]
         inside |= dict.fromkeys(places, frozenset((_OTHER,)))
@@ -332,7 +332,7 @@ class _Run:
         for name, arg in [*zip(places, node.args), *((pair.key, pair.value) for pair in node.kwargs)]:
             inside[name] = self.of(arg, names)
         if "caller" in places or not {pair.key for pair in node.kwargs} <= set(places):
-            raise _Doubt
+            raise _UnsupportedTemplate
         self._deep += 1
         found = self._block(macro.body, inside)
         self._deep -= 1
@@ -364,14 +364,14 @@ class _Run:
             if of == {_TEXT} and self._asks(node, of):
                 return False
         if _LOOP in found:
-            raise _Doubt
+            raise _UnsupportedTemplate
         return True if found <= {_TEXT, _MESSAGE, _PARTS, _PART} else False if found == {_ABSENT} else None
 
     def _test(self, node: nodes.Test, names: Names) -> bool | None:
         of = self.of(node.node, names)
         says = {kind: _IS[kind].get(node.name) for kind in of if kind in _IS}
         if not of <= _BARE and (None in says.values() or _LOOP in of):
-            raise _Doubt
+            raise _UnsupportedTemplate
         self._bare((*(node.args or ()), *(node.kwargs or ()), node.dyn_args, node.dyn_kwargs), names)
         known = set(says.values()) if _OTHER not in of else {None}
         return known.pop() if len(known) == 1 else None
@@ -381,7 +381,7 @@ class _Run:
         if left <= _BARE and all(right <= _BARE for right in rights):
             return None
         if len(node.ops) != 1:
-            raise _Doubt
+            raise _UnsupportedTemplate
         how, right = node.ops[0].op, rights[0]
         if how in ("in", "notin") and isinstance(node.expr, nodes.Const) and isinstance(node.expr.value, str):
             within, text = right, node.expr.value
@@ -392,9 +392,9 @@ class _Run:
             if not isinstance(text, str) or not text:
                 text = None
         else:
-            raise _Doubt
+            raise _UnsupportedTemplate
         if _TEXT not in within or not within <= {_TEXT, *_BARE} or text == "":
-            raise _Doubt
+            raise _UnsupportedTemplate
         if text is not None:
             self.lacks.add(text)
         return how in ("notin", "ne") if within == {_TEXT} else None

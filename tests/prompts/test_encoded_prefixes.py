@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from prompts import prefixes, segments
-from prompts.prefixes import Beginning, Beginnings
+from prompts import encoded_prefixes, segments
+from prompts.encoded_prefixes import EncodedPrefix, EncodedPrefixCache
 from prompts.segments import SegmentCache, SegmentPlan, encode_plain, plan_segments
 
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of tests are short: everything from 8 characters on is long enough to be kept."""
-    monkeypatch.setattr(prefixes, "LENGTH_MIN", 8)
+    monkeypatch.setattr(encoded_prefixes, "LENGTH_MIN", 8)
     monkeypatch.setattr(segments, "LENGTH_MIN", 8)
-    monkeypatch.setattr(prefixes, "_SAMPLE", 2)
+    monkeypatch.setattr(encoded_prefixes, "_SAMPLE", 2)
 
 
 @cache
@@ -91,10 +91,10 @@ steps = st.lists(st.tuples(st.booleans(), st.text("ab", min_size=1, max_size=40)
 
 @given(steps=steps, max_bytes=st.sampled_from([0, 2_000, 8_000]))
 def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) -> None:
-    book = Beginnings(max_bytes)
+    book = EncodedPrefixCache(max_bytes)
     for keeps, text, more in steps:
         if keeps:
-            book.keep(Beginning(text, len(text) - 1, bytes(4 * more)))
+            book.keep(EncodedPrefix(text, len(text) - 1, bytes(4 * more)))
         found = book.find(text)
         assert found is None or text.startswith(found.text)
         if keeps and max_bytes == 8_000 and len(text) >= 8:
@@ -104,7 +104,7 @@ def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) ->
 
 
 def test_a_text_too_long_for_the_memory_is_not_kept() -> None:
-    book = Beginnings(10_000)
-    book.keep(Beginning("a" * 5_000, 4_999, b""))
+    book = EncodedPrefixCache(10_000)
+    book.keep(EncodedPrefix("a" * 5_000, 4_999, b""))
     assert len(book) == 0
     assert book.find("a" * 6_000) is None

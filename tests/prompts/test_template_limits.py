@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.chat_bounds import TEXT_CHARS_MAX, bounded_of
 from prompts.chat_template import SOURCE_CHARS_MAX, ChatTemplate, ChatTemplateError, _environment
 from prompts.errors import RequestError
+from prompts.template_limits import TEXT_CHARS_MAX, add_limits
 from tests.prompts.chat_templates import ALL
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -109,7 +109,7 @@ def test_what_grows_is_refused_before_it_is_large(step: str) -> None:
     ],
 )
 def test_what_is_not_proven_is_not_rendered_here(source: str) -> None:
-    assert bounded_of(_environment().parse(source)) is None
+    assert add_limits(_environment().parse(source)) is None
     template = limited(source)
     assert not template.is_bounded
     with pytest.raises(RequestError, match="too long"):

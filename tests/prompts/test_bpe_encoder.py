@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from prompts import words
+from prompts import bpe_encoder
 from prompts._words import Words, count_openings, digest32
+from prompts.bpe_encoder import BpeEncoder, ascii_pattern, plan_words
 from prompts.segments import SegmentPlan, plan_segments
-from prompts.words import WordEncoder, ascii_pattern, plan_words
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _O200K_CAPS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -59,10 +59,10 @@ def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenize
 
 
 @cache
-def encoder(name: str) -> WordEncoder:
+def encoder(name: str) -> BpeEncoder:
     hf = tokenizer(name)
     made = plan_words(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
-    assert isinstance(made, WordEncoder), made
+    assert isinstance(made, BpeEncoder), made
     return made
 
 
@@ -115,10 +115,10 @@ def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, te
 
 
 @cache
-def mixing(name: str, form: str) -> WordEncoder:
+def mixing(name: str, form: str) -> BpeEncoder:
     hf = tokenizer(name, form, normalized=False)
     made = plan_words(hf, json.loads(hf.to_str()), CORPUS)
-    assert isinstance(made, WordEncoder), made
+    assert isinstance(made, BpeEncoder), made
     return made
 
 
@@ -155,7 +155,7 @@ TAILS = st.builds("{}{}".format, st.lists(REPEATED, min_size=1, max_size=3).map(
 @settings(max_examples=examples(600), deadline=None)
 @example(pattern=r"\s+(?!\S)|\s+", text="a  b ").via("what GPT-2 ends in")
 def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str) -> None:
-    rows = words.parts_of(pattern)
+    rows = bpe_encoder.parts_of(pattern)
     if rows is None:
         assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
         return
@@ -185,15 +185,15 @@ def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "WORDS_MAX", 5)
+    monkeypatch.setattr(bpe_encoder, "WORDS_MAX", 5)
     hf = tokenizer("llama3")
     made = plan_words(hf, json.loads(hf.to_str()), [])
-    assert isinstance(made, WordEncoder)
+    assert isinstance(made, BpeEncoder)
     for number in range(50):
         text = f"word{number % 7}x and more{number}"
         assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
         assert len(made.words) <= 5
-    assert made.encode("x" * (words.TEXT_MAX + 1)) is None
+    assert made.encode("x" * (bpe_encoder.TEXT_MAX + 1)) is None
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -255,14 +255,14 @@ def test_other_kinds_of_tokenizers_are_refused() -> None:
 
 def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tokenizer("llama3")
-    monkeypatch.setattr(words, "ascii_pattern", lambda pattern: r"[^\s]+|\s+")
+    monkeypatch.setattr(bpe_encoder, "ascii_pattern", lambda pattern: r"[^\s]+|\s+")
     refused = plan_words(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
     assert isinstance(refused, str)
     assert "other ids" in refused
 
 
 def test_a_pattern_with_many_alternatives_is_known() -> None:
-    rows = words.parts_of("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
+    rows = bpe_encoder.parts_of("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
     assert rows is not None
     found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", lambda word: [len(word)])
     assert found == array("I", [66, 24, 1, 2]).tobytes()
@@ -280,7 +280,7 @@ def test_a_pattern_with_too_many_states_is_refused() -> None:
 
 @pytest.mark.parametrize("pattern", [r"a(?=bc)", r"a(?=b*)", r"a(?!b|cd)", r"a(?=)"])
 def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
-    assert words.parts_of(pattern) is None
+    assert bpe_encoder.parts_of(pattern) is None
 
 
 @given(
@@ -320,7 +320,7 @@ def test_digests_of_texts_that_differ_little_differ_in_half_of_their_bits() -> N
 @settings(max_examples=examples(300), deadline=None)
 def test_texts_are_cut_at_the_leftmost_longest_token(tokens: list[str], text: str, cuts: int) -> None:
     """`cuts`: at so many of them; any other leaves the text to the library."""
-    rows = words.parts_of("[a-z<|>]")
+    rows = bpe_encoder.parts_of("[a-z<|>]")
     assert rows is not None
     added = [(token, 1000 + i if i < cuts else None) for i, token in enumerate(tokens)]
     made = Words([rows], 7, 100, None, added)

@@ -23,7 +23,7 @@ _ENTRY_BYTES = 300
 _Key = tuple[int, str, str, str]
 
 
-class Beginning(msgspec.Struct, eq=False):
+class EncodedPrefix(msgspec.Struct, eq=False):
     """`text[:end]` has the ids `ids`; `text` runs on a little, as far as it must be the same again."""
 
     text: str
@@ -35,16 +35,16 @@ class Beginning(msgspec.Struct, eq=False):
         return _ENTRY_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.ids)
 
 
-class Beginnings:
+class EncodedPrefixCache:
     """Not thread-safe: the caller has the lock."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._alike: OrderedDict[_Key, list[Beginning]] = OrderedDict()
+        self._alike: OrderedDict[_Key, list[EncodedPrefix]] = OrderedDict()
         """Least recently used first; in a list, most recently used last."""
         self.used_bytes = 0
 
-    def find(self, text: str) -> Beginning | None:
+    def find(self, text: str) -> EncodedPrefix | None:
         """The longest kept beginning of `text`."""
         level = _level(len(text))
         while level >= LENGTH_MIN:
@@ -59,7 +59,7 @@ class Beginnings:
             level //= 2
         return None
 
-    def keep(self, fresh: Beginning) -> None:
+    def keep(self, fresh: EncodedPrefix) -> None:
         """Remember it; of those that look alike, what it continues and the oldest make way."""
         if not LENGTH_MIN <= len(fresh.text) <= LENGTH_MAX or fresh.cost > self._max_bytes // 4:
             return

@@ -3,8 +3,8 @@
 Most templates write something first (from the first message, the tools, the request's fields), then one text for each
 message, then an opening for the answer. Where the text of a message hangs on that message alone, on its neighbours, on
 the first message and on what is the same in every turn, the text of a conversation that returns is that of its known
-beginning and what `rest_of` writes. Templates that look at anything else (the last question, a count, a date) have no
-such part: a doubt is a no.
+beginning and what `suffix_template` writes. Templates that look at anything else (the last question, a count, a date)
+have no such part: a doubt is a no.
 
 The rest is rendered of FIRST * n, BEFORE, *messages: nothing is written for those two, who are there to be looked at.
 BEFORE is the neighbour of the first that is written, and n keeps that one's place even or odd.
@@ -16,25 +16,25 @@ from collections.abc import Iterable
 
 from jinja2 import nodes
 
-KNOWN = "blockcast_known"
+UNRENDERED_MESSAGES = "blockcast_unrendered"
 """The template's variable that holds FIRST and BEFORE; its test that finds out by identity is `one_of`."""
 _STATEFUL = frozenset(("cycler", "joiner", "lipsum", "strftime_now"))
 _NEIGHBOURS = frozenset(("first", "last", "previtem", "nextitem"))
 
 
-class _Doubt(Exception):
+class _UnsupportedTemplate(Exception):
     """The template is not of the kind."""
 
 
-def is_one_of(value: object, known: Iterable[object]) -> bool:
+def is_any_of(value: object, known: Iterable[object]) -> bool:
     return any(value is one for one in known)
 
 
-def rest_of(tree: nodes.Template) -> nodes.Template | None:
+def suffix_template(tree: nodes.Template) -> nodes.Template | None:
     """`tree`, changed so that it writes the rest only; None where the text cannot be cut like that."""
     try:
         _Analysis(tree).cut()
-    except _Doubt:
+    except _UnsupportedTemplate:
         return None
     return tree
 
@@ -56,24 +56,24 @@ class _Analysis:
                 self._lists.add(assign.target.name)
         loops = [i for i, node in enumerate(tree.body) if isinstance(node, nodes.For) and self._is_list(node.iter)]
         if len(loops) != 1:
-            raise _Doubt
+            raise _UnsupportedTemplate
         at = loops[0]
         loop = tree.body[at]
         assert isinstance(loop, nodes.For)
         if loop.test is not None or loop.else_ or loop.recursive or not isinstance(loop.target, nodes.Name):
-            raise _Doubt
+            raise _UnsupportedTemplate
         whole = isinstance(loop.iter, nodes.Name) and loop.iter.name == "messages" and self._cut_at is None
         for node in (*tree.body[:at], *tree.body[at + 1 :]):
             self._check(node, of_message=False)
         if self._cut_at is not None:  # from there on, the first is another one
             after = [*tree.body[self._cut_at + 1 :], *tree.find_all(nodes.Macro)]
             if at <= self._cut_at or any(_asks_first(node) for node in after):
-                raise _Doubt
+                raise _UnsupportedTemplate
         for node in loop.body:
             self._check(node, of_message=True, whole=whole)
         tree.body = [*_silent(tree.body[:at]), *tree.body[at:]]
         name = nodes.Name(loop.target.name, "load")
-        known = nodes.Test(name, "one_of", [nodes.Name(KNOWN, "load")], [], None, None)
+        known = nodes.Test(name, "one_of", [nodes.Name(UNRENDERED_MESSAGES, "load")], [], None, None)
         loop.body = [nodes.If(nodes.Not(known), loop.body, [], [])]
         assert tree.environment is not None
         tree.set_environment(tree.environment)
@@ -90,7 +90,7 @@ class _Analysis:
                     break
                 self._cut_at = number
                 return
-        raise _Doubt
+        raise _UnsupportedTemplate
 
     def _is_list(self, node: nodes.Node) -> bool:
         if isinstance(node, nodes.Name):
@@ -102,20 +102,20 @@ class _Analysis:
         return _is_name(node.node, "messages") and from_second and cut.stop is None and cut.step is None
 
     def _check(self, node: nodes.Node, *, of_message: bool, whole: bool = False) -> None:
-        """Raises _Doubt where it may look at what it must not. `of_message`: stands in the body of the loop over
-        messages, which goes over all of them (`whole`), and in no other loop there."""
+        """Raises _UnsupportedTemplate where it may look at what it must not. `of_message`: stands in the body of the
+        loop over messages, which goes over all of them (`whole`), and in no other loop there."""
         kind = type(node)
         if kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block):
-            raise _Doubt
+            raise _UnsupportedTemplate
         if kind is nodes.Macro and any(True for _ in node.find_all(nodes.NSRef)):
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(node, nodes.Filter) and node.name == "random":
-            raise _Doubt
+            raise _UnsupportedTemplate
         if of_message and kind in (nodes.NSRef, nodes.Break):
-            raise _Doubt
+            raise _UnsupportedTemplate
         if isinstance(node, nodes.Name):
             if node.name in self._lists or node.name in _STATEFUL or (of_message and node.name == "loop"):
-                raise _Doubt
+                raise _UnsupportedTemplate
             return
         if isinstance(node, nodes.Getitem) and self._may_index(node, of_message and whole):
             return
@@ -129,7 +129,7 @@ class _Analysis:
             inner = (node.target, *node.body, *node.else_, *((node.test,) if node.test is not None else ()))
             self._check(node.iter, of_message=of_message, whole=whole)
             if of_message and any(True for _ in node.find_all(nodes.NSRef)):
-                raise _Doubt
+                raise _UnsupportedTemplate
             for part in inner:
                 self._check(part, of_message=False)
             return
@@ -202,6 +202,6 @@ def _silent(body: list[nodes.Node]) -> list[nodes.Node]:
         elif isinstance(node, (nodes.Output, nodes.CallBlock, nodes.FilterBlock)):
             continue
         elif not isinstance(node, (nodes.Assign, nodes.AssignBlock, nodes.Macro)):
-            raise _Doubt
+            raise _UnsupportedTemplate
         kept.append(node)
     return kept

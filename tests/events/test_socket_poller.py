@@ -1,4 +1,4 @@
-"""Readiness against ZeroMQ's own poll: whatever has something to read is found, and nothing else."""
+"""SocketPoller against ZeroMQ's own poll: whatever has something to read is found, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from events.wake import Readiness
+from events.loop_thread import SocketPoller
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    ready = Readiness()
+    ready = SocketPoller()
     pairs: list[tuple[Any, Any, list[int]]] = []
     for turn in range(1500):
         kind = rng.randrange(8)
@@ -63,7 +63,7 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
 
 
 def test_a_bell_is_no_socket(context: Any) -> None:
-    ready = Readiness()
+    ready = SocketPoller()
     out, into = os.pipe()
     ready.watch(out)
     assert ready.poll(0) == (False, [])

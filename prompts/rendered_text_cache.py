@@ -1,8 +1,8 @@
 """What a chat template writes around the texts of messages, kept: a chat of known roles is put together of it.
 
-Only for templates that copy texts (prompts/chat_copies.py), and messages of a role and a text that such a template
-would copy. Each skeleton was compared with what the template made of the chat that it was made for. Invariant: the text
-is the template's own, or None.
+Only for templates that copy texts (prompts/template_analysis.py), and messages of a role and a text that such a
+template would copy. Each skeleton was compared with what the template made of the chat that it was made for. Invariant:
+the text is the template's own, or None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 Key = tuple[object, ...]
 
 
-class _Skeleton:
+class _PromptSkeleton:
     """`before`, then for each of `places` the text of that message, stripped or not, and what follows it."""
 
     def __init__(self, before: str, places: list[tuple[int, bool, bool, str]]) -> None:
@@ -43,16 +43,16 @@ class _Skeleton:
         return "".join(parts)
 
 
-class Skeletons:
+class RenderedTextCache:
     """Of one template with its variables."""
 
     def __init__(self, lacks: Sequence[str], edges: str, *, parts: bool = False) -> None:
-        """`lacks`, `edges`: what texts must be like (prompts/chat_copies.py:Copies). `parts`: contents are lists of
-        parts, here of one."""
+        """`lacks`, `edges`: what texts must be like (prompts/template_analysis.py:Copies). `parts`: contents are lists
+        of parts, here of one."""
         self._form = list if parts else str
         self._lacks = tuple(lacks)
         self._edges = edges
-        self._kept: dict[Key, _Skeleton | None] = {}
+        self._kept: dict[Key, _PromptSkeleton | None] = {}
 
     def key(self, messages: Sequence[Message], told: object = ()) -> Key | None:
         """What tells the chat from those that have another skeleton; None where it has none. `told`: what else the
@@ -109,7 +109,7 @@ class Skeletons:
             self._kept[key] = made if made is not None and made.fill(texts) == text else None
         return text
 
-    def _made(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> _Skeleton | None:
+    def _made(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> _PromptSkeleton | None:
         """None where it cannot be told what stands where."""
         names = [f"x{number}x{secrets.token_hex(16)}x" for number in range(len(messages))]
         stands = [_LEFT + name + _RIGHT for name in names]
@@ -124,7 +124,7 @@ class Skeletons:
             (names.index(name), not left, not right, after)
             for left, name, right, after in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4])
         ]
-        made = _Skeleton(parts[0], places)
+        made = _PromptSkeleton(parts[0], places)
         return None if any(edge in part for edge in (_LEFT, _RIGHT) for part in (parts[0], *parts[4::4])) else made
 
 

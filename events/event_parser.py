@@ -28,7 +28,7 @@ _INT = msgspec.msgpack.Decoder(int)
 _BLOCKS_OF_KEYS = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
 
 
-def read_event(raw: Raw) -> tuple[str, Event | None]:
+def parse_event(raw: Raw) -> tuple[str, Event | None]:
     """The event and the name of its type; None for the event where the type is not known.
 
     Raises what msgspec raises (ValidationError, UnicodeDecodeError) for what cannot be read.

@@ -17,7 +17,7 @@ STUCK_S = 15.0
 """A turn that takes so long is a fault."""
 
 
-class Bell:
+class WakeupPipe:
     """Ringing is cheap when it rang already. The owner makes sure that nobody rings a closed bell."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
-        self.bell = Bell()
+        self.bell = WakeupPipe()
         self.iteration = 0
         self._name, self._run = name, run
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ Socket = Any
 """zmq.Socket[bytes]."""
 
 
-class Readiness:
+class SocketPoller:
     """ZeroMQ's own poll looks at every socket each time: with 2,000 streams that is 4,000 looks a round. Here the
     kernel's epoll says whose descriptor rang. It rings once for any number of messages, and only until the socket is
     next looked at; so a socket that was found readable is asked again each round until it is not. Linux only.

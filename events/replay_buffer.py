@@ -13,7 +13,7 @@ from events.codec import encode_batch
 from events.types import Event, EventBatch
 
 
-class RingEntry:
+class ReplayEntry:
     """One batch of the stream. `payload()` always returns the same bytes, live and replayed."""
 
     __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
@@ -39,21 +39,21 @@ class RingEntry:
         return self._payload
 
 
-class Ring:
+class ReplayBuffer:
     """At most `capacity` batches; the oldest leaves when a new one comes. Appending and reading never fail."""
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[RingEntry] = deque(maxlen=capacity)
+        self._entries: deque[ReplayEntry] = deque(maxlen=capacity)
         self.next_seq = 0
 
-    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> RingEntry:
+    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> ReplayEntry:
         """Give a batch its sequence number and its place. Its events are not looked at before they are needed."""
-        entry = RingEntry(self.next_seq, ts, events, dp_rank)
+        entry = ReplayEntry(self.next_seq, ts, events, dp_rank)
         self._entries.append(entry)
         self.next_seq += 1
         return entry
 
-    def since(self, start_seq: int) -> list[RingEntry]:
+    def since(self, start_seq: int) -> list[ReplayEntry]:
         """The entries with `seq >= start_seq` that are still here, in order."""
         first = self.next_seq - len(self._entries)
         skip = max(0, start_seq - first)

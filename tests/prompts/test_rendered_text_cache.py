@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from engine.tiny.tokenizer import CHAT_TEMPLATE
 from prompts import ChatTemplate, parse_routing
-from prompts.chat_copies import copies_of
+from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import _environment
 from prompts.errors import RequestError
-from prompts.messages import BILLING_LINE, render_chat
-from prompts.skeletons import _KEPT_MAX, MESSAGES_MAX, Skeletons
+from prompts.rendered_text_cache import _KEPT_MAX, MESSAGES_MAX, RenderedTextCache
+from prompts.template_analysis import find_copy_conditions
 from tests.prompts import chat_templates
 
 BODY = "{% for message in messages %}<{{ message.role }}>BODY{% endfor %}{% if add_generation_prompt %}END{% endif %}"
@@ -143,7 +143,7 @@ def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("body", OTHERWISE)
 def test_what_else_is_done_with_a_text_is_a_doubt(body: str) -> None:
-    assert copies_of(_environment().parse(BODY.replace("BODY", body))) is None
+    assert find_copy_conditions(_environment().parse(BODY.replace("BODY", body))) is None
 
 
 def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
@@ -152,7 +152,7 @@ def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
     def render(messages: list[dict[str, Any]]) -> str:
         return "".join("!" if m["content"] == "odd" else m["content"] for m in messages)
 
-    made = Skeletons((), "")
+    made = RenderedTextCache((), "")
     for text in ("odd", "even"):
         chat = [{"role": "user", "content": text}]
         key = made.key(chat)
@@ -161,7 +161,7 @@ def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    made, calls = Skeletons((), ""), []
+    made, calls = RenderedTextCache((), ""), []
 
     def render(messages: list[dict[str, Any]]) -> str:
         calls.append(len(messages))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prompts.history.hosted import hosted_text
+from prompts.history.hosted_tools import hosted_text
 from prompts.schemas import Message
 
 Block = dict[str, Any]

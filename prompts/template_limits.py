@@ -1,6 +1,6 @@
 """Chat templates that may be rendered where others wait: each is proven to end soon, or to be interrupted soon.
 
-A template is a program out of a checkpoint's folder. `bounded_of` accepts one whose every operation takes time in
+A template is a program out of a checkpoint's folder. `add_limits` accepts one whose every operation takes time in
 proportion to its operands, and whose values cannot grow but by concatenation. Such a template is changed so that it
 looks at the clock in each turn of a loop and at each call of a macro, and so that what is put together is measured.
 Whatever is not on the lists below is a doubt, and a doubt is a no: that template is rendered in a process with a
@@ -62,7 +62,7 @@ _SPACES: Final = "namespaces"
 _ARGUMENTS: Final = "arguments"
 
 
-class TooLong(jinja2.TemplateError):
+class RenderLimitError(jinja2.TemplateError):
     """A template ran out of its time, or made more than it may."""
 
 
@@ -82,17 +82,17 @@ class Context(jinja2.runtime.Context):
 
 @jinja2.pass_context
 def in_time(context: Context, _: object = None) -> bool:
-    """A test that is always true. Raises TooLong where the rendering took its time."""
+    """A test that is always true. Raises RenderLimitError where the rendering took its time."""
     now = time.perf_counter()
     if now > context.deadline_s:
         if time.thread_time() - context.started_cpu_s > context.seconds_max:
-            raise TooLong("the chat template takes too long")
+            raise RenderLimitError("the chat template takes too long")
         context.deadline_s = now + context.seconds_max  # others had the processor
     return True
 
 
 def measured(value: Any) -> Any:
-    """A value that was put together. Raises TooLong where it is too large."""
+    """A value that was put together. Raises RenderLimitError where it is too large."""
     kind = type(value)
     if kind is str:
         most = TEXT_CHARS_MAX
@@ -101,15 +101,15 @@ def measured(value: Any) -> Any:
     else:
         return value
     if len(value) > most:
-        raise TooLong("the chat template makes too much of the messages")
+        raise RenderLimitError("the chat template makes too much of the messages")
     return value
 
 
 def concat(parts: Iterable[str]) -> str:
-    """What a template or a macro writes. Raises TooLong where that is too much."""
+    """What a template or a macro writes. Raises RenderLimitError where that is too much."""
     written = list(parts)
     if sum(map(len, written)) > PROMPT_CHARS_MAX:
-        raise TooLong("the chat template makes too much of the messages")
+        raise RenderLimitError("the chat template makes too much of the messages")
     return "".join(written)
 
 
@@ -134,11 +134,11 @@ def equip(env: jinja2.Environment) -> None:
     env.filters["join"] = join
 
 
-def bounded_of(tree: nodes.Template) -> nodes.Template | None:
-    """`tree`, changed so that it ends in time or raises TooLong; None where that cannot be promised."""
+def add_limits(tree: nodes.Template) -> nodes.Template | None:
+    """`tree`, changed so that it ends in time or raises RenderLimitError; None where that cannot be promised."""
     try:
-        _Proof(tree).check(tree)
-    except (_Doubt, RecursionError):
+        _TerminationCheck(tree).check(tree)
+    except (_UnsupportedTemplate, RecursionError):
         return None
     _insert(tree)
     assert tree.environment is not None
@@ -146,35 +146,35 @@ def bounded_of(tree: nodes.Template) -> nodes.Template | None:
     return tree
 
 
-class _Doubt(Exception):
+class _UnsupportedTemplate(Exception):
     """The template is not of the kind."""
 
 
-class _Proof:
+class _TerminationCheck:
     def __init__(self, tree: nodes.Template) -> None:
         self._macros = {macro.name for macro in tree.find_all(nodes.Macro)}
         self._arguments = {name.name for macro in tree.find_all(nodes.Macro) for name in macro.args}
         stored = [name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")]
         if (self._macros | _FUNCTIONS) & set(stored):
-            raise _Doubt
+            raise _UnsupportedTemplate
         self._spaces = _only_namespaces(tree)
         self._levels = self._find_levels(tree)
 
     def check(self, node: nodes.Node) -> None:
-        """Raises _Doubt."""
+        """Raises _UnsupportedTemplate."""
         kind = type(node)
         if kind is nodes.Const:
             self._const(node)  # type: ignore[arg-type]
         elif isinstance(node, nodes.For):
             if node.recursive:
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif isinstance(node, nodes.Filter):
             self._filter(node)
         elif isinstance(node, nodes.Call):
             self._call(node)
         elif isinstance(node, nodes.Test):
             if node.name not in _TESTS or node.dyn_args is not None or node.dyn_kwargs is not None:
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif isinstance(node, nodes.Getattr):
             _known_attribute(node.attr)
         elif isinstance(node, nodes.Getitem):
@@ -184,92 +184,92 @@ class _Proof:
             _own_name(node.attr)
         elif isinstance(node, (nodes.Pair, nodes.Keyword)):
             if isinstance(node.key, nodes.Node) and not isinstance(node.key, nodes.Const):
-                raise _Doubt
+                raise _UnsupportedTemplate
             _own_name(node.key.value if isinstance(node.key, nodes.Const) else node.key)
         elif isinstance(node, nodes.Mod):
             if not _is_number(node.left):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif isinstance(node, nodes.AssignBlock):
             if node.filter is not None:
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif isinstance(node, nodes.CallBlock):
             if not isinstance(node.call.node, nodes.ExtensionAttribute):
-                raise _Doubt
+                raise _UnsupportedTemplate
             for part in node.body:
                 self.check(part)
             return
         elif kind not in _PLAIN:
-            raise _Doubt
+            raise _UnsupportedTemplate
         joins = isinstance(node, (nodes.Add, nodes.Concat))
         if joins and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
-            raise _Doubt
+            raise _UnsupportedTemplate
         for child in node.iter_child_nodes():
             self.check(child)
 
     @staticmethod
     def _const(node: nodes.Const) -> None:
         if isinstance(node.value, (int, float)) and abs(node.value) > _CONST_MAX:
-            raise _Doubt
+            raise _UnsupportedTemplate
 
     def _filter(self, node: nodes.Filter) -> None:
         if node.node is None or node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise _Doubt
+            raise _UnsupportedTemplate
         args = [*node.args, *(pair.value for pair in node.kwargs)]
         name = node.name
         if name in _FILTERS:
             return
         if name in _CHOOSING:
             if not all(_is_constant(arg) for arg in args) or any(pair.key != "attribute" for pair in node.kwargs):
-                raise _Doubt
+                raise _UnsupportedTemplate
             named = [arg.value for arg in args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
             for one in named:
                 _known_attribute(one)
             if name == "map" and not node.kwargs and (len(args) != 1 or named[:1] == [] or named[0] not in _MAPPED):
-                raise _Doubt
+                raise _UnsupportedTemplate
             tests = args[:1] if name in ("select", "reject") else args[1:2] if name != "map" else []
             if any(not isinstance(test, nodes.Const) or test.value not in _TESTS for test in tests):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif name == "join":
             if node.kwargs or not all(_is_short(arg) for arg in args):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif name == "tojson":
             if any(not isinstance(arg, nodes.Const) for arg in args) or any(_is_more(arg, 16) for arg in args):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif name in ("replace", "indent"):
             if not all(_is_short(arg) for arg in args) or any(_is_more(arg, 16) for arg in args):
-                raise _Doubt
+                raise _UnsupportedTemplate
         else:
-            raise _Doubt
+            raise _UnsupportedTemplate
 
     def _call(self, node: nodes.Call) -> None:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise _Doubt
+            raise _UnsupportedTemplate
         called = node.node
         if isinstance(called, nodes.Name):
             if called.name not in self._macros and called.name not in _FUNCTIONS:
-                raise _Doubt
+                raise _UnsupportedTemplate
             if called.name == "strftime_now" and not all(_is_short(arg) for arg in node.args):
-                raise _Doubt
+                raise _UnsupportedTemplate
             if called.name in ("dict", "namespace") and node.args:
-                raise _Doubt
+                raise _UnsupportedTemplate
             return
         if not isinstance(called, nodes.Getattr):
-            raise _Doubt
+            raise _UnsupportedTemplate
         if called.attr == "join":
             if not _is_short(called.node):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif called.attr == "replace":
             if not all(_is_short(arg) for arg in node.args):
-                raise _Doubt
+                raise _UnsupportedTemplate
         elif called.attr not in _METHODS:
-            raise _Doubt
+            raise _UnsupportedTemplate
 
     # Lists in lists ---------------------------------------------------------------------------------------------------
 
     def _find_levels(self, tree: nodes.Template) -> dict[str, int]:
         """name -> 1 where it may stand for a list that the template made, 0 where it may only stand for what came with
-        the request, for a text, or for a list of items of those. Raises _Doubt where lists of such lists could be made:
-        a few statements would make one that is written out without end."""
+        the request, for a text, or for a list of items of those. Raises _UnsupportedTemplate where lists of such lists
+        could be made: a few statements would make one that is written out without end."""
         levels: dict[str, int] = {}
         self._levels = levels
         for _ in range(len(self._arguments) + 64):
@@ -277,11 +277,11 @@ class _Proof:
             for node in tree.find_all((nodes.Assign, nodes.For, nodes.Call, nodes.Macro)):
                 for name, level in self._told(node):
                     if level > 1:
-                        raise _Doubt
+                        raise _UnsupportedTemplate
                     levels[name] = max(levels.get(name, 0), level)
             if levels == before:
                 return levels
-        raise _Doubt
+        raise _UnsupportedTemplate
 
     def _told(self, node: nodes.Node) -> Iterator[tuple[str, int]]:
         if isinstance(node, nodes.Assign):
@@ -354,13 +354,13 @@ def _names(target: nodes.Node) -> list[str]:
 
 def _known_attribute(name: str) -> None:
     if name in _OTHER_METHODS:
-        raise _Doubt
+        raise _UnsupportedTemplate
 
 
 def _own_name(name: object) -> None:
     """What a template may call something of its own: not what methods are called, which it could hide there."""
     if name in _METHODS or name in _MEASURED_METHODS or name in _OTHER_METHODS:
-        raise _Doubt
+        raise _UnsupportedTemplate
 
 
 def _is_constant(node: nodes.Node) -> bool:

@@ -35,15 +35,15 @@ NICE = 5
 """Who waits for a large body waits a little longer than everybody else."""
 _BOOTSTRAP = (
     f"import os; os.nice({NICE}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from prompts.apart import main; sys.exit(main(int(sys.argv[2])))"
+    "from prompts.worker_pool import main; sys.exit(main(int(sys.argv[2])))"
 )
 
 
-class Ended(Exception):
+class WorkerProcessError(Exception):
     """The process died or was ended; the message says why."""
 
 
-class Process:
+class WorkerProcess:
     """Our side of one. It has one user at a time."""
 
     def __init__(self, setup: Setup, memory_bytes: int, threads: ThreadPoolExecutor) -> None:
@@ -59,15 +59,16 @@ class Process:
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """What `work(set up, *arguments)` comes to there; `work` is a function of a module. Nobody waits here: what is
-        large goes to the process and comes back in a thread. Raises RequestError that it raised, or Ended."""
+        large goes to the process and comes back in a thread. Raises RequestError that it raised, or
+        WorkerProcessError."""
         loop = asyncio.get_running_loop()
         asked = loop.run_in_executor(self._threads, self._call, (work, arguments))
         try:
             refused, found, self.fit = await asyncio.wait_for(asked, seconds_max)
         except asyncio.TimeoutError:
-            raise Ended(f"not done within {seconds_max:g} s") from None
+            raise WorkerProcessError(f"not done within {seconds_max:g} s") from None
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise Ended(f"{type(error).__name__}: {error}") from None
+            raise WorkerProcessError(f"{type(error).__name__}: {error}") from None
         if refused is not None:
             raise RequestError(**refused)
         return found
@@ -115,17 +116,17 @@ class Process:
         self._hang_up()
 
 
-class Processes:
+class WorkerPool:
     """All of one server. `close` them."""
 
     def __init__(self, setup: Setup, count: int, memory_bytes: int) -> None:
         """`memory_bytes`: of one process."""
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="apart")
-        self.all = [Process(setup, memory_bytes, self._threads) for _ in range(count)]
-        self._waiting: dict[str, deque[asyncio.Future[Process]]] = {}
+        self.all = [WorkerProcess(setup, memory_bytes, self._threads) for _ in range(count)]
+        self._waiting: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
         """Who waits for a process, by party, the next one first."""
 
-    async def use(self, beginning: bytes, work: Callable[[Process], Awaitable[T]], party: str = "") -> T:
+    async def use(self, beginning: bytes, work: Callable[[WorkerProcess], Awaitable[T]], party: str = "") -> T:
         """What `work` comes to with the process that read others with the same beginning, where that one is free: it
         has their text encoded. `party`: for whom; parties take turns. Where work raises what is no RequestError, or is
         cancelled, the process ends."""
@@ -144,13 +145,13 @@ class Processes:
                 process.end()
             self._give(process)
 
-    async def _take(self, beginning: bytes, party: str) -> Process:
+    async def _take(self, beginning: bytes, party: str) -> WorkerProcess:
         usual = self.all[zlib.crc32(beginning[:BEGINNING_BYTES]) % len(self.all)]
         for process in (usual, *self.all):
             if not process.is_busy:
                 process.is_busy = True
                 return process
-        waiter: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(party, deque()).append(waiter)
         try:
             return await waiter
@@ -159,7 +160,7 @@ class Processes:
                 self._give(waiter.result())
             raise
 
-    def _give(self, process: Process) -> None:
+    def _give(self, process: WorkerProcess) -> None:
         """Hand a process to who waits next: parties take turns."""
         while self._waiting:
             party = next(iter(self._waiting))

@@ -109,7 +109,7 @@ _PATTERN_PARTS = re.compile(
 )
 
 
-class WordEncoder:
+class BpeEncoder:
     """Encodes text of one tokenizer. Thread-safe."""
 
     def __init__(
@@ -152,7 +152,7 @@ _BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 
 def plan_words(
     hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str], cuts: frozenset[str] = frozenset()
-) -> WordEncoder | str:
+) -> BpeEncoder | str:
     """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
     tokens before and behind which texts are encoded for themselves."""
     if not _FOUND:
@@ -180,7 +180,7 @@ def plan_words(
     added = [(content, hf.token_to_id(content) if content in cuts else None) for content in contents]
     try:
         mixes = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
-        encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]), mixes)
+        encoder = BpeEncoder(hf, steps, added, _pairs(spec["model"]), mixes)
     except ValueError as error:
         return f"its pattern is not for words: {error}"
     for sample in samples:

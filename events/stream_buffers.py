@@ -39,7 +39,7 @@ class AppliedBatches:
         assert len(self._digests) <= self._count_max
 
 
-class EarlyBatches:
+class OutOfOrderBatches:
     """Live batches that wait for the ones before them. What does not fit is dropped, and shows as a gap."""
 
     def __init__(self, frames_max: int, bytes_max: int) -> None:
