@@ -174,7 +174,7 @@ def measure_decision() -> Result:
     for i in range(2 * WORKERS):
         core.route(RouteRequest(f"bg{i}", "m", SCOPE, None, 500 + i, worker=f"w{i % WORKERS}"), 0.0)
         if i >= WORKERS:
-            core.first_token(f"bg{i}", 0.1)
+            core.record_first_token(f"bg{i}", 0.1)
 
     routed_s = []
     for i in range(200):
@@ -183,7 +183,7 @@ def measure_decision() -> Result:
         placed = core.route(request, now)
         routed_s.append(time.thread_time() - started)
         assert isinstance(placed, Forward)
-        core.aborted("r", now)
+        core.abort_request("r", now)
     return {"route_us_16k_tokens": round(statistics.median(routed_s) * 1e6, 1)}
 
 
@@ -209,12 +209,12 @@ def measure_route(workers: int) -> Result:
     for i in range(4 * workers):
         route(f"bg{i}", 0.1 * i / workers)
         if rng.random() < 0.9:
-            core.first_token(f"bg{i}", 0.1 * i / workers + 0.01)
+            core.record_first_token(f"bg{i}", 0.1 * i / workers + 0.01)
     routed_s = []
     for i in range(400):
         now = 1.0 + i * 1e-3
         routed_s.append(route("r", now))
-        core.aborted("r", now)
+        core.abort_request("r", now)
         core.tick(now)
     return {f"route_us_{workers}_workers": round(statistics.median(routed_s) * 1e6, 1)}
 

@@ -407,11 +407,11 @@ class RouterProcess:
         self._feed.events.revive()
         for worker_id, at_s in list(self._feed.emptied.items()):  # another thread adds
             if at_s > self._emptied_s:
-                self._core.emptied(worker_id, at_s)
+                self._core.clear_worker_cache(worker_id, at_s)
         self._emptied_s = now
         for worker_id in self._core.workers:
             self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
-        self._core.caches_seen({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
+        self._core.record_cache_sizes({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
 
     def _stream_changed(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""

@@ -4,12 +4,11 @@ Every method that changes state takes `now` (seconds of one monotonic clock, nev
 instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
 thread; the index behind it may be fed by another.
 
-A request's life: `route` -> Forward (in flight), Enqueue (kept in the queue) or Refuse (forgotten at once). In
-flight it ends by `finished`, `aborted` or `failed`, the last of which may start another attempt. Held it ends by a
-Forward, a Refuse or `aborted`, at the latest one tick after its deadline. Invariants: a request is held or in flight,
-never both; in flight it has exactly one entry in the tracker and at most one pin; when all have ended, every counter of
-load is zero and no pin outlives its grace.
-"""
+A request's life: `route` -> Forward (in flight), Enqueue (kept in the queue) or Refuse (forgotten at once). In flight
+it ends by `finish_request`, `abort_request` or `fail_attempt`, the last of which may start another attempt. Queued it
+ends by a Forward, a Refuse or `abort_request`, at the latest one tick after its deadline. Invariants: a request is
+queued or in flight, never both; in flight it has exactly one entry in the tracker and at most one pin; when all have
+ended, every counter of load is zero and no pin outlives its grace. """
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.decide.output_lengths import OutputLengths
-from router.decide.queue import ActiveRequest, QueuePosition, RequestQueue, RetryBudget, gave_up
+from router.decide.queue import ActiveRequest, QueuePosition, RequestQueue, RetryBudget, refuse_after_failure
 from router.decide.registry import CoreSnapshot, WorkerRegistry, worker_row
 from router.decide.reported_load import EngineLoad
 from router.decide.target import Target
@@ -44,15 +43,15 @@ from router.decide.workers import Breaker, CacheView, ServedModel, Worker, Worke
 from router.index.protocol import PrefixIndex
 
 QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as much as all others could."
-TRIES: Final = 24
+QUEUED_TRIES_MAX: Final = 24
 """Held requests that are tried at each first token and each tick."""
-TRY_EVERY_S: Final = 0.05
+QUEUED_TRY_INTERVAL_S: Final = 0.05
 SUSPICIONS_MAX: Final = 2
 """Workers that a request may have ended or broken, after which it gets no other one."""
 _AFTER_FIRST_BYTE: Final = (FailureKind.STALLED, FailureKind.STREAM)
 _MAY_END_WORKERS: Final = (FailureKind.INTERNAL, FailureKind.RESET, FailureKind.STREAM)
 """What a worker looks like whose process this very request ended."""
-Placed = TypeVar("Placed", bound=Forward | Enqueue | Refuse)
+PlacementT = TypeVar("PlacementT", bound=Forward | Enqueue | Refuse)
 
 
 class RouterCore:
@@ -62,25 +61,27 @@ class RouterCore:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.book = CacheState(index, config)
-        self.registry = WorkerRegistry(index, self.tracker, self.book, Breaker(config.health))
+        self.cache_state = CacheState(index, config)
+        self.registry = WorkerRegistry(index, self.tracker, self.cache_state, Breaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
-        self.stillness = StallDetector(config.health.stalled_s)
+        self.stall_detector = StallDetector(config.health.stalled_s)
         self.counters: Counter[str] = Counter()
-        self._lengths = OutputLengths()
+        self._output_lengths = OutputLengths()
         self._rng = random.Random(seed)
-        self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, self._rng)
-        self._live: dict[str, ActiveRequest] = {}
-        self._held = RequestQueue(config.queue)
-        self._holds = config.queue.fair and config.policy == "kv" and config.policy_function is None
+        self._chooser = Chooser(self.registry, self.tracker, self.cache_state, self._output_lengths, config, self._rng)
+        self._active: dict[str, ActiveRequest] = {}
+        self._queue = RequestQueue(config.queue)
+        self._queues_when_busy = config.queue.fair and config.policy == "kv" and config.policy_function is None
         """Requests wait here while every worker is busy."""
-        self._behind = config.queue.background_priority if config.queue.background_priority is not None else math.inf
+        self._background_priority = (
+            config.queue.background_priority if config.queue.background_priority is not None else math.inf
+        )
         """From this priority on, a request is in the background."""
-        self._in_background: dict[str, str] = {}
+        self._background_targets: dict[str, str] = {}
         """Background request in flight -> the target it is on."""
         self._next_try_s = 0.0
-        self._retries = RetryBudget(config.retry)
+        self._retry_budget = RetryBudget(config.retry)
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
@@ -93,17 +94,17 @@ class RouterCore:
             return []
         self.watchdog.forget(worker_id)
         self.registry.remove(worker_id)
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def worker_up(self, worker_id: str, now: float) -> list[Instruction]:
+    def mark_worker_up(self, worker_id: str, now: float) -> list[Instruction]:
         """A health check succeeded."""
         worker = self.workers.get(worker_id)
         if worker is None or not self.registry.breaker.success(worker):
             return []
         self.registry.changed()
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
+    def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
         """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
         worker = self.workers.get(worker_id)
         if worker is None:
@@ -111,54 +112,60 @@ class RouterCore:
         was_down = worker.is_down
         self.registry.breaker.down(worker, now, reason)
         self.registry.changed()
-        return [] if was_down else [self._lost(worker), *self._try_held(now)]
+        return [] if was_down else [self._clear_lost_cache(worker), *self._try_queued(now)]
 
-    def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
+    def set_draining(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
         self.workers[worker_id].is_drained = on
         self.registry.changed()
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def sleep(self, worker_id: str, now: float, *, on: bool) -> list[Instruction]:
+    def set_asleep(self, worker_id: str, now: float, *, on: bool) -> list[Instruction]:
         """Its engine says that it sleeps, or (`on` is False) that it does not."""
         worker = self.workers.get(worker_id)
         if worker is None or worker.is_asleep is on:
             return []
         worker.is_asleep = on
         self.registry.changed()
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def emptied(self, worker_id: str, at_s: float) -> None:
+    def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
         """The engine forgot all that was cached."""
         for target in self.registry.targets_of(worker_id):
             flights = self.tracker.requests.items()
-            self.book.emptied(target, [name for name, one in flights if one.target is target and one.routed_s <= at_s])
+            self.cache_state.emptied(
+                target,
+                [request_id for request_id, flight in flights if flight.target is target and flight.routed_s <= at_s],
+            )
 
-    def look(self, moved: Mapping[str, float], now: float) -> set[str]:
+    def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Notice workers that stand still: others are preferred to them until they move. See StallDetector.look."""
-        changed = self.stillness.look(moved, now)
-        self.registry.avoided = frozenset(self.stillness.workers)
-        return changed
+        changed_workers = self.stall_detector.look(last_byte_s, now)
+        self.registry.avoided = frozenset(self.stall_detector.workers)
+        return changed_workers
 
-    def sent_to(self, worker_id: str) -> list[int]:
+    def in_flight_by_rank(self, worker_id: str) -> list[int]:
         """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
         return [target.requests for target in self.registry.targets_of(worker_id)]
 
-    def engine_says(self, worker_id: str, loads: Sequence[EngineLoad | None], sent: Sequence[int], now: float) -> None:
-        """The load that a worker told, or not, of each rank; `sent`: what `sent_to` said when it was asked."""
-        for target, load, count in zip(self.registry.targets_of(worker_id), loads, sent):
+    def record_engine_load(
+        self, worker_id: str, loads: Sequence[EngineLoad | None], in_flight: Sequence[int], now: float
+    ) -> None:
+        """The load that a worker told, or not, of each rank; `in_flight`: what `in_flight_by_rank` said
+        when it was asked."""
+        for target, load, count in zip(self.registry.targets_of(worker_id), loads, in_flight):
             self.tracker.hear_load(target.name, load, now, sent=count)
 
-    def caches_seen(self, seen: Mapping[str, Sequence[int | None]]) -> None:
+    def record_cache_sizes(self, sizes: Mapping[str, Sequence[int | None]]) -> None:
         """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
-        changed = False
-        for worker_id, tokens in seen.items():
+        has_changed = False
+        for worker_id, tokens in sizes.items():
             for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
                 if target.seen_tokens != seen_tokens:
                     target.seen_tokens = seen_tokens
-                    self.book.join(target, self.workers[worker_id].spec)
-                    changed = True
-        if changed:
+                    self.cache_state.join(target, self.workers[worker_id].spec)
+                    has_changed = True
+        if has_changed:
             self.registry.changed()
 
     def resolve_model(self, name: str) -> ServedModel | None:
@@ -168,13 +175,13 @@ class RouterCore:
     # A request's life --------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Enqueue | Refuse:
         """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
-        assert request.request_id not in self._live, f"request {request.request_id} is already known"
-        if len(self._live) >= self.config.requests_max:
+        assert request.request_id not in self._active, f"request {request.request_id} is already known"
+        if len(self._active) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
-        self._retries.arrived(request.tenant)
-        live = self._live[request.request_id] = ActiveRequest(request, now, explain=explain)
-        return self._settle(live, self._place(live, now))
+        self._retry_budget.add_request(request.tenant)
+        live = self._active[request.request_id] = ActiveRequest(request, now, explain=explain)
+        return self._forget_refused(live, self._place(live, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
@@ -183,51 +190,51 @@ class RouterCore:
         self._rng.setstate(chance)
         return choice if isinstance(choice, Refuse) else self._chooser.decision(request, choice, now, explain=True)
 
-    def others(self, request_id: str, count: int, now: float) -> list[str]:
+    def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
         with the shortest queues, the shortest first."""
-        live = self._live.get(request_id)
+        live = self._active.get(request_id)
         if live is None or live.decision is None or not count:
             return []
-        found = self.registry.candidates(live.request, live.tried | {live.decision.worker})
-        if isinstance(found, Refuse):
+        candidates = self.registry.candidates(live.request, live.tried_workers | {live.decision.worker})
+        if isinstance(candidates, Refuse):
             return []
-        drawn = self._rng.sample(found, min(len(found), 4 * count))
-        drawn.sort(key=lambda target: target.queue_s(now))
-        return list(dict.fromkeys(target.worker_id for target in drawn))[:count]
+        sample = self._rng.sample(candidates, min(len(candidates), 4 * count))
+        sample.sort(key=lambda target: target.queue_s(now))
+        return list(dict.fromkeys(target.worker_id for target in sample))[:count]
 
-    def first_token(self, request_id: str, now: float) -> list[Instruction]:
+    def record_first_token(self, request_id: str, now: float) -> list[Instruction]:
         """The first byte of the answer's content came (call it for streams only)."""
-        live = self._live.get(request_id)
+        live = self._active.get(request_id)
         if live is None or live.decision is None:
             return []
-        live.first_token_seen = True
+        live.has_first_token = True
         if self.tracker.first_token(request_id, now) is None:
             return []
         self.registry.alive(live.decision.worker, now)
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
+    def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
         load, and teaches what steps take."""
         self.tracker.progress(request_id, output_tokens, at_s)
-        live = self._live.get(request_id)
+        live = self._active.get(request_id)
         worker = self.workers.get(live.decision.worker) if live is not None and live.decision is not None else None
         if worker is not None and at_s is not None:
             worker.heard_s = at_s
 
-    def finished(
-        self, request_id: str, usage: ReportedUsage | None, now: float, *, refused: bool = False
+    def finish_request(
+        self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:
-        """The whole answer was passed on. `refused`: it is an error of the worker's, which computed nothing for it."""
-        live = self._live.pop(request_id, None)
+        """The whole answer was passed on. `is_error`: it is an error of the worker's, which computed nothing for it."""
+        live = self._active.pop(request_id, None)
         if live is None or live.decision is None:
             return []
-        request, decision, told = live.request, live.decision, usage or ReportedUsage()
+        request, decision, reported = live.request, live.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
-        if not refused:
-            self._lengths.seen(request, self.tracker.answered(request_id, told.completion_tokens, now))
-        self._end_attempt(live, now, computed=not refused, reported_cached=told.cached_tokens)
+        if not is_error:
+            self._output_lengths.seen(request, self.tracker.answered(request_id, reported.completion_tokens, now))
+        self._end_attempt(live, now, is_computed=not is_error, reported_cached=reported.cached_tokens)
         self._end_session(request)
         self.registry.alive(decision.worker, now)
         worker = self.workers.get(decision.worker)
@@ -238,132 +245,145 @@ class RouterCore:
                 counted_tokens=request.prompt_tokens
                 if request.token_ids is not None and request.prompts == 1 and request.home is None
                 else None,
-                prompt_tokens=told.prompt_tokens,
+                prompt_tokens=reported.prompt_tokens,
                 predicted_cached=decision.predicted_cached_tokens,
-                cached_tokens=told.cached_tokens,
+                cached_tokens=reported.cached_tokens,
                 resident=decision.terms.resident_tokens,
                 block_tokens=worker.spec.block_size,
             )
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def aborted(self, request_id: str, now: float) -> list[Instruction]:
-        """The client left, held or in flight; the edge cancels upstream by itself."""
-        live = self._live.pop(request_id, None)
+    def abort_request(self, request_id: str, now: float) -> list[Instruction]:
+        """The client left, queued or in flight; the edge cancels upstream by itself."""
+        live = self._active.pop(request_id, None)
         if live is None:
             return []
         self.counters["aborted"] += 1
         if live.decision is None:
-            self._held.drop(request_id)
+            self._queue.remove(request_id)
             return []
-        self._end_attempt(live, now, computed=live.first_token_seen)
+        self._end_attempt(live, now, is_computed=live.has_first_token)
         self._end_session(live.request)
-        return self._try_held(now)
+        return self._try_queued(now)
 
-    def failed(
+    def fail_attempt(
         self,
         request_id: str,
         kind: FailureKind,
         now: float,
-        rest: RouteRequest | None = None,
+        continuation: RouteRequest | None = None,
         *,
         silent_s: float = 0.0,
         was_sent: bool = False,
     ) -> list[Instruction]:
         """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
         first Forward, Enqueue or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without
-        one, unless the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm.
-        `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
-        live = self._live.get(request_id)
+        one, unless the edge says what the `continuation` of it is; that has no budget: what was admitted once is no
+        storm. `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
+        live = self._active.get(request_id)
         if live is None or live.decision is None:
             return []
         worker_id = live.decision.worker
         instructions: list[Instruction] = []
         worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
-        self._end_attempt(live, now, computed=live.first_token_seen)
+        self._end_attempt(live, now, is_computed=live.has_first_token)
         if worker is not None and _is_of_worker(kind, live.request, worker, now - silent_s):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
             self.registry.changed()
             if went_down and fatal:
-                instructions.append(self._lost(worker))
-        if rest is None and (kind in _AFTER_FIRST_BYTE or live.first_token_seen):
-            del self._live[request_id]
+                instructions.append(self._clear_lost_cache(worker))
+        if continuation is None and (kind in _AFTER_FIRST_BYTE or live.has_first_token):
+            del self._active[request_id]
             self.counters["failed"] += 1
-            return instructions + self._try_held(now)
-        is_whole = rest is None or rest is live.request
-        live.suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
+            return instructions + self._try_queued(now)
+        is_whole = continuation is None or continuation is live.request
+        live.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
         live.decision = None
-        live.tried |= {worker_id}
+        live.tried_workers |= {worker_id}
         live.attempt += 1
-        instructions.insert(0, self._retry(live, kind, now) if rest is None else self._go_on(live, rest, kind, now))
-        return instructions + self._try_held(now)
+        instructions.insert(
+            0, self._retry(live, kind, now) if continuation is None else self._continue(live, continuation, kind, now)
+        )
+        return instructions + self._try_queued(now)
 
-    def move(
-        self, request_id: str, now: float, rest: RouteRequest | None = None, *, stalled: bool = False
+    def move_request(
+        self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False
     ) -> list[Instruction]:
-        """Have another worker answer a request whose worker is lost, or the `rest` of its answer; as `failed` where
-        that is possible. Empty where the request stays: nobody else can take it, or it was tried often enough.
-        `stalled`: the worker is up and stands still in the middle, which counts as a failure of it."""
-        live = self._live.get(request_id)
-        if live is None or live.decision is None or (rest is None and live.first_token_seen):
+        """Have another worker answer a request whose worker is lost, or the `continuation` of its answer; as
+        `fail_attempt` where that is possible. Empty where the request stays: nobody else can take it, or it was tried
+        often enough. `is_stalled`: the worker is up and stands still in the middle, which counts as a failure of it."""
+        live = self._active.get(request_id)
+        if live is None or live.decision is None or (continuation is None and live.has_first_token):
             return []
-        others = self.registry.candidates(rest or live.request, live.tried | {live.decision.worker})
-        if isinstance(others, Refuse) or others[0].worker_id in self.registry.avoided:
+        candidates = self.registry.candidates(continuation or live.request, live.tried_workers | {live.decision.worker})
+        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided:
             return []
-        if rest is None and not self._retries.has_one(live.request.tenant, live.attempt + 1):
+        if continuation is None and not self._retry_budget.has_retry(live.request.tenant, live.attempt + 1):
             return []
-        if self._held.full(self._where(live)):
+        if self._queue.is_full(self._queue_position(live)):
             return []
-        kind = FailureKind.STALLED if stalled and rest is not None else FailureKind.LOST
-        return self.failed(request_id, kind, now, rest, silent_s=self.config.health.stalled_s)
+        kind = FailureKind.STALLED if is_stalled and continuation is not None else FailureKind.LOST
+        return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
+        """Deadlines, queued requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
-        self.book.tick(now)
+        self.cache_state.tick(now)
         if [worker for worker in self.registry.down if self.registry.breaker.half_open(worker, now)]:
             self.registry.changed()
-        due = self._held.due(now)
-        expired = [self._expire(self._live[request_id], now, refuse=refuse) for request_id, refuse in due]
-        return [*expired, *self._try_held(now)]
+        due_requests = self._queue.pop_expired(now)
+        instructions = [
+            self._expire(self._active[request_id], now, refuse=refuse) for request_id, refuse in due_requests
+        ]
+        return [*instructions, *self._try_queued(now)]
 
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
         times = [worker.open_until_s for worker in self.registry.down]
-        released_s = self.book.next_tick()
+        released_s = self.cache_state.next_tick()
         if released_s is not None:
             times.append(released_s)
-        if len(self._held):
-            times.append(min(self._next_try_s, self._held.next_deadline()))
+        if len(self._queue):
+            times.append(min(self._next_try_s, self._queue.next_deadline()))
         return min(times, default=None)
 
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
-        self, live: ActiveRequest, now: float, *, ahead: Mapping[str, float] | None = None, may_hold: bool = True
+        self,
+        live: ActiveRequest,
+        now: float,
+        *,
+        queued_ahead_s: Mapping[str, float] | None = None,
+        may_queue: bool = True,
     ) -> Forward | Enqueue | Refuse:
-        """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
-        Refuse the caller calls `_settle`, or finds another answer."""
-        choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
+        """Choose, then commit or enqueue. `queued_ahead_s`: what is queued and goes first, by target; None: to be found
+        out. On a Refuse the caller calls `_forget_refused`, or finds another answer."""
+        choice = self._choose(live, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
         request, queue = live.request, self.config.queue
         if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not live.attempt:
-            late = self._late(live, choice, now)
-            if late is not None:
-                return late
-        if may_hold and request.priority >= self._behind:
-            if self._held.counts[0] or not self._is_idle(choice.target, now):
-                return self._hold(live, choice, now)
-        elif may_hold and self._holds and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s)):
-            return self._hold(live, choice, now)  # or who has just come would pass by those who wait for that worker
-        if len(self._held):
+            refusal = self._check_ttft_limit(live, choice, now)
+            if refusal is not None:
+                return refusal
+        if may_queue and request.priority >= self._background_priority:
+            if self._queue.counts[0] or not self._has_background_room(choice.target, now):
+                return self._enqueue(live, choice, now)
+        elif (
+            may_queue
+            and self._queues_when_busy
+            and (choice.wait_s > queue.hold_above_s or (queued_ahead_s is None and choice.held_s))
+        ):
+            return self._enqueue(live, choice, now)  # or who has just come would pass by those who wait for that worker
+        if len(self._queue):
             if queue.fair:
-                self._held.sent(self._where(live), choice.charge_s / request.share)
-            self._held.drop(request.request_id)
+                self._queue.charge(self._queue_position(live), choice.charge_s / request.share)
+            self._queue.remove(request.request_id)
         return self._commit(live, choice, now)
 
-    def _late(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
+    def _check_ttft_limit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
         request, config = live.request, self.config.queue
         limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
@@ -383,33 +403,38 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
 
-    def _where(self, live: ActiveRequest) -> QueuePosition:
+    def _queue_position(self, live: ActiveRequest) -> QueuePosition:
         request = live.request
-        background = request.priority >= self._behind
+        background = request.priority >= self._background_priority
         return QueuePosition(request.tenant, background, request.priority, live.arrived_s)
 
-    def _is_idle(self, target: Target, now: float) -> bool:
+    def _has_background_room(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
         if target.queue_s(now) > 0.0 or target.seat_s > 0.0 or target.prefills:
             return False
-        running = sum(name == target.name for name in self._in_background.values())
+        running = sum(name == target.name for name in self._background_targets.values())
         return running < self.config.queue.background_running
 
     def _choose(
-        self, live: ActiveRequest, now: float, *, ahead: Mapping[str, float] | None = None, in_line: bool = True
+        self,
+        live: ActiveRequest,
+        now: float,
+        *,
+        queued_ahead_s: Mapping[str, float] | None = None,
+        behind_queue: bool = True,
     ) -> RoutingChoice | Refuse:
-        """Price the candidates. `in_line`: it would have to wait behind what is held."""
+        """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
         self.tracker.advance(now)
-        candidates = self.registry.candidates(live.request, live.tried)
+        candidates = self.registry.candidates(live.request, live.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if live.request.priority >= self._behind and in_line:
-            candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
+        if live.request.priority >= self._background_priority and behind_queue:
+            candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
         choice = self._chooser.choose(
-            live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, explain=live.explain
+            live.request, candidates, now, ahead=queued_ahead_s, held_s=self._queue.prefill_s, explain=live.explain
         )
-        if in_line and self._holds and ahead is None and len(self._held):
-            self._chooser.choose_again(choice, self._held.ahead_of(self._where(live)))
+        if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
+            self._chooser.choose_again(choice, self._queue.prefill_ahead_of(self._queue_position(live)))
         return choice
 
     def _commit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
@@ -432,7 +457,7 @@ class RouterCore:
             load_s=choice.cost.load_seconds(choice.winner) / target.load.factor,
         )
         if choice.prompt is not None:
-            self.book.sent(
+            self.cache_state.sent(
                 request.request_id,
                 target,
                 choice.prompt,
@@ -449,106 +474,112 @@ class RouterCore:
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.changed()
-        if request.priority >= self._behind:
-            self._in_background[request.request_id] = target.name
+        if request.priority >= self._background_priority:
+            self._background_targets[request.request_id] = target.name
         target.routed += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 
     # The queue ---------------------------------------------------------------------------------------------------
-    def _hold(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
+    def _enqueue(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         request, config = live.request, self.config.queue
-        known, where = request.request_id in self._held, self._where(live)
-        if not known and self._held.full(where):
+        is_queued, position = request.request_id in self._queue, self._queue_position(live)
+        if not is_queued and self._queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
-        wait_s = config.background_wait_s_max if where.background else config.wait_s_max
+        wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
         deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + wait_s
-        self._held.put(
+        self._queue.put(
             request.request_id,
-            where,
+            position,
             target=choice.target.name,
             prefill_s=choice.prefill_s,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
-            refuse=request.deadline_s is not None or not where.background,
+            refuse_at_deadline=request.deadline_s is not None or not position.is_background,
         )
-        if not known:
+        if not is_queued:
             self.counters["held"] += 1
-            if len(self._held) == 1:
-                self._next_try_s = now + TRY_EVERY_S
+            if len(self._queue) == 1:
+                self._next_try_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request.request_id, deadline_s)
 
-    def _try_held(self, now: float) -> list[Instruction]:
-        """Try the first few held requests again; each that is placed or refused yields an instruction."""
+    def _try_queued(self, now: float) -> list[Instruction]:
+        """Try the first few queued requests again; each that is placed or refused yields an instruction."""
         config = self.config.queue
-        if not len(self._held):
+        if not len(self._queue):
             return []
         self.tracker.advance(now)
-        self._next_try_s = now + TRY_EVERY_S
+        self._next_try_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Instruction] = []
-        ahead: dict[str, float] = {}
-        for request_id in self._held.first(TRIES):
+        queued_ahead_s: dict[str, float] = {}
+        for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
             if not self.tracker.any_free(config.hold_above_s, now):
                 break
-            live = self._live[request_id]
-            placed = self._settle(live, self._place(live, now, ahead=ahead))
-            if isinstance(placed, Enqueue):
-                target, prefill_s = self._held.held_for(request_id)
-                ahead[target] = ahead.get(target, 0.0) + prefill_s
+            live = self._active[request_id]
+            instruction = self._forget_refused(live, self._place(live, now, queued_ahead_s=queued_ahead_s))
+            if isinstance(instruction, Enqueue):
+                target, prefill_s = self._queue.target_of(request_id)
+                queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
             else:
-                instructions.append(placed)
+                instructions.append(instruction)
         return instructions
 
     def _expire(self, live: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
-        """A held request's deadline came."""
-        self._held.drop(live.request.request_id)
+        """A queued request's deadline came."""
+        self._queue.remove(live.request.request_id)
         if refuse:
             if live.request.deadline_s is None:  # to send it now would make all who ask for their share pay for it
                 waited_s = now - live.arrived_s
-                return self._settle(live, Refuse(live.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s))
+                return self._forget_refused(
+                    live, Refuse(live.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
+                )
             message = "The request's deadline passed while it waited in the router."
-            return self._settle(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
+            return self._forget_refused(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
         self.counters["deadline_forwards"] += 1
-        placed = self._place(live, now, may_hold=False)
-        assert not isinstance(placed, Enqueue)
-        return self._settle(live, placed)
+        instruction = self._place(live, now, may_queue=False)
+        assert not isinstance(instruction, Enqueue)
+        return self._forget_refused(live, instruction)
 
     # Ends --------------------------------------------------------------------------------------------------------
     def _retry(self, live: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
-        if live.suspicions < SUSPICIONS_MAX and self._retries.take(live.request.tenant, live.attempt):
-            placed = self._place(live, now)
-            if not isinstance(placed, Refuse):
+        if live.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(live.request.tenant, live.attempt):
+            instruction = self._place(live, now)
+            if not isinstance(instruction, Refuse):
                 self.counters["retried"] += 1
-                return placed
-        return self._settle(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
+                return instruction
+        return self._forget_refused(
+            live, refuse_after_failure(live.request.request_id, kind, self.registry.retry_after_s(now))
+        )
 
-    def _settle(self, live: ActiveRequest, placed: Placed) -> Placed:
+    def _forget_refused(self, live: ActiveRequest, instruction: PlacementT) -> PlacementT:
         """What is refused is forgotten."""
-        if isinstance(placed, Refuse):
-            self._held.drop(live.request.request_id)
-            del self._live[live.request.request_id]
+        if isinstance(instruction, Refuse):
+            self._queue.remove(live.request.request_id)
+            del self._active[live.request.request_id]
             self.counters["refused"] += 1
-        return placed
+        return instruction
 
-    def _go_on(
-        self, live: ActiveRequest, rest: RouteRequest, kind: FailureKind, now: float
+    def _continue(
+        self, live: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        live.request, live.first_token_seen = rest, False
-        if live.suspicions >= SUSPICIONS_MAX:
-            return self._settle(live, gave_up(rest.request_id, kind, self.registry.retry_after_s(now)))
-        placed = self._settle(live, self._place(live, now))
-        self.counters["continued"] += not isinstance(placed, Refuse)
-        return placed
+        live.request, live.has_first_token = continuation, False
+        if live.crash_suspicions >= SUSPICIONS_MAX:
+            return self._forget_refused(
+                live, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
+            )
+        instruction = self._forget_refused(live, self._place(live, now))
+        self.counters["continued"] += not isinstance(instruction, Refuse)
+        return instruction
 
     def _end_attempt(
-        self, live: ActiveRequest, now: float, *, computed: bool, reported_cached: int | None = None
+        self, live: ActiveRequest, now: float, *, is_computed: bool, reported_cached: int | None = None
     ) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = live.request
-        self._in_background.pop(request.request_id, None)
-        self.tracker.end(request.request_id, now, computed=computed, reported_cached=reported_cached)
+        self._background_targets.pop(request.request_id, None)
+        self.tracker.end(request.request_id, now, computed=is_computed, reported_cached=reported_cached)
         over = request.session if request.final else None
-        self.book.ended(request.request_id, now, computed=computed, over=over)
+        self.cache_state.ended(request.request_id, now, computed=is_computed, over=over)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
@@ -557,11 +588,11 @@ class RouterCore:
     def _end_session(self, request: RouteRequest) -> None:
         if request.final and request.session is not None:
             self._chooser.sessions.forget(request.session)
-            self._lengths.forget(request)
+            self._output_lengths.forget(request)
 
-    def _lost(self, worker: Worker) -> WorkerLost:
+    def _clear_lost_cache(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
-            self.book.lost(target)
+            self.cache_state.lost(target)
         return WorkerLost(worker.worker_id)
 
     # Seeing ------------------------------------------------------------------------------------------------------
@@ -571,24 +602,26 @@ class RouterCore:
         rows = []
         for worker_id, worker in self.workers.items():
             alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
-            alarms += self.stillness.alarms(worker_id, now)
+            alarms += self.stall_detector.alarms(worker_id, now)
             targets = self.registry.targets_of(worker_id)
             rows += [worker_row(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
         if self._chooser.own is not None:
             counters["policy_failed"] = self._chooser.own.failures
-        return CoreSnapshot(rows, len(self._held), len(self._live) - len(self._held), counters)
+        return CoreSnapshot(rows, len(self._queue), len(self._active) - len(self._queue), counters)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests after every stimulus."""
         self.tracker.check_invariants()
-        self._held.check_invariants()
-        for request_id, live in self._live.items():
-            held, sent = request_id in self._held, request_id in self.tracker.requests
-            assert held == (live.decision is None) == (not sent), f"{request_id}: {held=}, {sent=}, {live.decision}"
-        assert set(self.tracker.requests) <= set(self._live)
-        assert set(self._in_background) <= set(self._live)
-        self.book.check_invariants(set(self.tracker.requests))
+        self._queue.check_invariants()
+        for request_id, live in self._active.items():
+            is_queued, is_in_flight = request_id in self._queue, request_id in self.tracker.requests
+            assert is_queued == (live.decision is None) == (not is_in_flight), (
+                f"{request_id}: {is_queued=}, {is_in_flight=}, {live.decision}"
+            )
+        assert set(self.tracker.requests) <= set(self._active)
+        assert set(self._background_targets) <= set(self._active)
+        self.cache_state.check_invariants(set(self.tracker.requests))
 
 
 def _is_of_worker(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:

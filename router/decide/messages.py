@@ -60,7 +60,7 @@ class RouteRequest(msgspec.Struct, eq=False):
     role: str | None = None
     """Role label a worker must carry, or None for any."""
     deadline_s: float | None = None
-    """Absolute time after which a held request is refused; None takes the queue's default."""
+    """Absolute time after which a queued request is refused; None takes the queue's default."""
     ttft_s_max: float | None = None
     """The longest predicted wait for its first token with which it is taken; None: the configured one."""
     tenant: str = ""
@@ -178,7 +178,7 @@ class Decision(msgspec.Struct, eq=False):
     terms: Terms
     decided_s: float
     waited_s: float = 0.0
-    """How long the queue held it."""
+    """How long it was queued."""
     best: Terms | None = None
     """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
     candidates: list[Terms] = []

@@ -23,27 +23,27 @@ from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 from router.tenancy.fair import FairTurns
 
-AHEAD_MAX: Final = 1024
+LOOKAHEAD_MAX: Final = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
 TENANTS_MAX: Final = 4096
 """Tenants whose retries are counted; who asked longest ago begins anew."""
-_BUDGET_TIMES: Final = 10.0
+_BUDGET_MULTIPLE: Final = 10.0
 """The retry budget grows to at most so many times its least."""
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request that is held or in flight."""
+    """A request that is queued or in flight."""
 
     request: RouteRequest
     arrived_s: float
     explain: bool
     """Its decisions carry every candidate's terms."""
     attempt: int = 0
-    tried: frozenset[str] = frozenset()
+    tried_workers: frozenset[str] = frozenset()
     decision: Decision | None = None
     """Set while in flight."""
-    first_token_seen: bool = False
-    suspicions: int = 0
+    has_first_token: bool = False
+    crash_suspicions: int = 0
     """Workers that this very request may have ended, or makes fail."""
 
 
@@ -53,37 +53,37 @@ class RetryBudget:
 
     def __init__(self, config: RetryConfig) -> None:
         self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
-        self._least = float(config.budget_min)
-        self._most = _BUDGET_TIMES * max(config.budget_min, 1)
-        self._left: OrderedDict[str, float] = OrderedDict()
+        self._initial = float(config.budget_min)
+        self._retries_max = _BUDGET_MULTIPLE * max(config.budget_min, 1)
+        self._retries: OrderedDict[str, float] = OrderedDict()
         """Tenant -> retries; the one that asked longest ago is first."""
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._retries)
 
-    def arrived(self, tenant: str) -> None:
+    def add_request(self, tenant: str) -> None:
         """A new request came."""
-        self._put(tenant, min(self._left.get(tenant, self._least) + self._ratio, self._most))
+        self._store(tenant, min(self._retries.get(tenant, self._initial) + self._ratio, self._retries_max))
 
-    def take(self, tenant: str, attempt: int) -> bool:
+    def spend(self, tenant: str, attempt: int) -> bool:
         """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if not self.has_one(tenant, attempt):
+        if not self.has_retry(tenant, attempt):
             return False
-        self._put(tenant, self._left.get(tenant, self._least) - 1.0)
+        self._store(tenant, self._retries.get(tenant, self._initial) - 1.0)
         return True
 
-    def has_one(self, tenant: str, attempt: int) -> bool:
-        """Whether `take` would."""
-        return attempt < self._attempts_max and self._left.get(tenant, self._least) >= 1.0
+    def has_retry(self, tenant: str, attempt: int) -> bool:
+        """Whether `spend` would."""
+        return attempt < self._attempts_max and self._retries.get(tenant, self._initial) >= 1.0
 
-    def _put(self, tenant: str, left: float) -> None:
-        self._left[tenant] = left
-        self._left.move_to_end(tenant)
-        if len(self._left) > TENANTS_MAX:
-            self._left.popitem(last=False)
+    def _store(self, tenant: str, retries: float) -> None:
+        self._retries[tenant] = retries
+        self._retries.move_to_end(tenant)
+        if len(self._retries) > TENANTS_MAX:
+            self._retries.popitem(last=False)
 
 
-def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
+def refuse_after_failure(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
     """The answer where no other worker could be tried."""
     status, code = 502, "upstream_failed"
     if kind is FailureKind.OVERLOADED:
@@ -96,11 +96,11 @@ def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
 
 @dataclass(slots=True)
 class _QueuedRequest:
-    key: tuple[int, float, int]
-    line: str
-    background: bool
+    sort_key: tuple[int, float, int]
+    line_name: str
+    is_background: bool
     deadline_s: float
-    refuse: bool
+    refuse_at_deadline: bool
     target: str
     prefill_s: float
     charge_s: float
@@ -111,7 +111,7 @@ class QueuePosition:
     """Where in the queue a request belongs."""
 
     tenant: str
-    background: bool
+    is_background: bool
     priority: int
     arrived_s: float
 
@@ -124,136 +124,144 @@ class RequestQueue:
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
-        self._held: dict[str, _QueuedRequest] = {}
+        self._requests: dict[str, _QueuedRequest] = {}
         self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
         """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
-        self._turns = (FairTurns(), FairTurns())
+        self._fair_turns = (FairTurns(), FairTurns())
         self._deadlines: list[tuple[float, str]] = []
-        self._count = 0
+        self._arrivals = 0
         self.counts = [0, 0]
         """Requests that wait, and those of the background."""
         self.prefill_s = 0.0
-        """Sum of P over all that is held, but for the background."""
+        """Sum of P over all that is queued, but for the background."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._held
+        return request_id in self._requests
 
-    def full(self, place: QueuePosition) -> bool:
+    def is_full(self, position: QueuePosition) -> bool:
         """Each of the two has its bound, so that neither keeps the other out; and with `fair` no tenant waits with more
         than are left for all others."""
-        left = self._config.requests_max - self.counts[place.background]
-        if self._config.fair and left > 0:
-            return len(self._lines[place.background].get(place.tenant, ())) >= left
-        return left <= 0
+        room = self._config.requests_max - self.counts[position.is_background]
+        if self._config.fair and room > 0:
+            return len(self._lines[position.is_background].get(position.tenant, ())) >= room
+        return room <= 0
 
     def put(
         self,
         request_id: str,
-        place: QueuePosition,
+        position: QueuePosition,
         *,
         target: str,
         prefill_s: float,
         charge_s: float,
         deadline_s: float,
-        refuse: bool,
+        refuse_at_deadline: bool,
     ) -> None:
-        """Hold it for `target` (P there), or for another target when it is held already. `charge_s`: what its turn
-        costs its tenant. `refuse`: at its deadline it is refused, else forwarded to the cheapest worker."""
-        known, background = self._held.get(request_id), place.background
-        key = (place.priority, place.arrived_s, self._count)
-        if known is not None:
-            assert known.key[:2] == key[:2], f"held request {request_id} has another place than before"
-            self._add(background, prefill_s - known.prefill_s)
-            known.target, known.prefill_s, known.charge_s = target, prefill_s, charge_s
+        """Queue it for `target` (P there), or for another target when it is queued already. `charge_s`: what its turn
+        costs its tenant. `refuse_at_deadline`: at its deadline it is refused, else forwarded to the cheapest worker."""
+        entry, is_background = self._requests.get(request_id), position.is_background
+        key = (position.priority, position.arrived_s, self._arrivals)
+        if entry is not None:
+            assert entry.sort_key[:2] == key[:2], f"queued request {request_id} has another place than before"
+            self._add_prefill(is_background, prefill_s - entry.prefill_s)
+            entry.target, entry.prefill_s, entry.charge_s = target, prefill_s, charge_s
             return
-        self._count += 1
-        self._add(background, prefill_s)
-        self.counts[background] += 1
-        held = _QueuedRequest(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
-        self._held[request_id] = held
+        self._arrivals += 1
+        self._add_prefill(is_background, prefill_s)
+        self.counts[is_background] += 1
+        queued = _QueuedRequest(
+            key, self._line_name(position), is_background, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
+        )
+        self._requests[request_id] = queued
         heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._lines[background].setdefault(held.line, []), (key, request_id))
+        bisect.insort(self._lines[is_background].setdefault(queued.line_name, []), (key, request_id))
 
-    def drop(self, request_id: str) -> bool:
-        """Take it out, wherever it goes; False where it was not held."""
-        known = self._held.pop(request_id, None)
-        if known is None:
+    def remove(self, request_id: str) -> bool:
+        """Take it out, wherever it goes; False where it was not queued."""
+        entry = self._requests.pop(request_id, None)
+        if entry is None:
             return False
-        background = known.background
-        self._unlist(request_id, known)
-        self.counts[background] -= 1
-        if not self._lines[background]:
-            self._turns[background].over()
-        self._add(background, -known.prefill_s)
+        is_background = entry.is_background
+        self._remove_from_line(request_id, entry)
+        self.counts[is_background] -= 1
+        if not self._lines[is_background]:
+            self._fair_turns[is_background].over()
+        self._add_prefill(is_background, -entry.prefill_s)
         if not self.counts[0]:
             self.prefill_s = 0.0  # so that rounding never accumulates
-        if len(self._deadlines) > 2 * len(self._held) + 64:
-            self._deadlines = [(held.deadline_s, rid) for rid, held in self._held.items()]
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [(queued.deadline_s, queued_id) for queued_id, queued in self._requests.items()]
             heapq.heapify(self._deadlines)
         return True
 
-    def sent(self, place: QueuePosition, charge_s: float) -> None:
-        """A request was sent, whether or not it was held, while others wait: its tenant has had a turn. Call it before
-        `drop`, which forgets all turns with the last who waits."""
-        if self._config.fair and self.counts[place.background]:
-            self._turns[place.background].charge(self._line(place), charge_s, self._lines[place.background])
+    def charge(self, position: QueuePosition, charge_s: float) -> None:
+        """A request was sent, whether or not it was queued, while others wait: its tenant has had a turn. Call it
+        before `remove`, which forgets all turns with the last who waits."""
+        if self._config.fair and self.counts[position.is_background]:
+            self._fair_turns[position.is_background].charge(
+                self._line_name(position), charge_s, self._lines[position.is_background]
+            )
 
-    def ahead_of(self, place: QueuePosition) -> dict[str, float]:
-        """target -> seconds of prefill held for it that would be tried before such a request."""
-        found: dict[str, float] = {}
-        key = (place.priority, place.arrived_s, self._count)
-        own, left = self._line(place), AHEAD_MAX
-        before: list[Iterable[str]] = []
-        for background in range(place.background + 1):
-            lines, turns = self._lines[background], self._turns[background]
-            if background < place.background:
-                before.append(self._in_turn(background))
+    def prefill_ahead_of(self, position: QueuePosition) -> dict[str, float]:
+        """target -> seconds of prefill queued for it that would be tried before such a request."""
+        prefill_s: dict[str, float] = {}
+        key = (position.priority, position.arrived_s, self._arrivals)
+        line_name, limit = self._line_name(position), LOOKAHEAD_MAX
+        iterators: list[Iterable[str]] = []
+        for background in range(position.is_background + 1):
+            lines, turns = self._lines[background], self._fair_turns[background]
+            if background < position.is_background:
+                iterators.append(self._in_order(background))
                 continue
-            mine = list(itertools.takewhile(lambda one: one[0] <= key, lines.get(own, ())))
-            at_s = turns.at(own) + sum(self._held[request_id].charge_s for _, request_id in mine[:left])
-            before.append(request_id for _, request_id in mine)
-            before += [self._until(line, turns.at(name), at_s) for name, line in lines.items() if name != own]
-        for request_id in itertools.islice(itertools.chain.from_iterable(before), left):
-            held = self._held[request_id]
-            found[held.target] = found.get(held.target, 0.0) + held.prefill_s
-        return found
+            same_line = list(itertools.takewhile(lambda entry: entry[0] <= key, lines.get(line_name, ())))
+            at_s = turns.at(line_name) + sum(self._requests[request_id].charge_s for _, request_id in same_line[:limit])
+            iterators.append(request_id for _, request_id in same_line)
+            iterators += [
+                self._served_before(line, turns.at(name), at_s) for name, line in lines.items() if name != line_name
+            ]
+        for request_id in itertools.islice(itertools.chain.from_iterable(iterators), limit):
+            request = self._requests[request_id]
+            prefill_s[request.target] = prefill_s.get(request.target, 0.0) + request.prefill_s
+        return prefill_s
 
-    def _until(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
+    def _served_before(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
         """Those of a line whose turn comes before a line that has been given `end_s`."""
         for _, request_id in line:
             if at_s >= end_s:
                 return
             yield request_id
-            at_s += self._held[request_id].charge_s
+            at_s += self._requests[request_id].charge_s
 
-    def held_for(self, request_id: str) -> tuple[str, float]:
-        """(target, P there) of a held request."""
-        held = self._held[request_id]
-        return held.target, held.prefill_s
+    def target_of(self, request_id: str) -> tuple[str, float]:
+        """(target, P there) of a queued request."""
+        request = self._requests[request_id]
+        return request.target, request.prefill_s
 
-    def first(self, count: int) -> list[str]:
+    def next_requests(self, count: int) -> list[str]:
         """The next `count` to try, and of the background as many besides: it may find room where the others do not."""
-        return [*itertools.islice(self._in_turn(0), count), *itertools.islice(self._in_turn(1), count)]
+        return [*itertools.islice(self._in_order(0), count), *itertools.islice(self._in_order(1), count)]
 
-    def _in_turn(self, background: int) -> Iterator[str]:
+    def _in_order(self, background: int) -> Iterator[str]:
         lines = self._lines[background]
         if len(lines) == 1:
             return (request_id for (line,) in (lines.values(),) for _, request_id in line)
-        costs = {name: ((one, self._held[one].charge_s) for _, one in line) for name, line in lines.items()}
-        return self._turns[background].merged(costs)
+        costs = {name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()}
+        return self._fair_turns[background].merged(costs)
 
-    def due(self, now: float) -> list[tuple[str, bool]]:
-        """(request, refuse) of those whose deadline has come; the caller drops them."""
-        found: dict[str, bool] = {}
+    def pop_expired(self, now: float) -> list[tuple[str, bool]]:
+        """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""
+        expired: dict[str, bool] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
-            held = self._held.get(request_id)
-            if held is not None and held.deadline_s == deadline_s:
-                found[request_id] = held.refuse  # a request that came back to the queue stands here twice
-        return list(found.items())
+            request = self._requests.get(request_id)
+            if request is not None and request.deadline_s == deadline_s:
+                expired[request_id] = (
+                    request.refuse_at_deadline
+                )  # a request that came back to the queue stands here twice
+        return list(expired.items())
 
     def next_deadline(self) -> float:
         """Earliest time at which `due` may find something."""
@@ -261,31 +269,31 @@ class RequestQueue:
 
     def check_invariants(self) -> None:
         """The lists and the dict agree and the lists are sorted."""
-        listed: list[str] = []
+        request_ids: list[str] = []
         for background, lines in enumerate(self._lines):
             for name, line in lines.items():
                 assert line, f"the line {name!r} is empty"
                 assert sorted(line) == line
-                assert all(self._held[request_id].line == name for _, request_id in line)
-                listed += [request_id for _, request_id in line]
+                assert all(self._requests[request_id].line_name == name for _, request_id in line)
+                request_ids += [request_id for _, request_id in line]
             assert sum(map(len, lines.values())) == self.counts[background]
-        assert len(listed) == len(set(listed))
-        assert set(listed) == set(self._held)
-        waiting = (self._held[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)
+        assert len(request_ids) == len(set(request_ids))
+        assert set(request_ids) == set(self._requests)
+        waiting = (self._requests[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)
         assert math.isclose(self.prefill_s, sum(waiting), abs_tol=1e-6)
 
-    def _line(self, place: QueuePosition) -> str:
-        return place.tenant if self._config.fair else ""
+    def _line_name(self, position: QueuePosition) -> str:
+        return position.tenant if self._config.fair else ""
 
-    def _add(self, background: bool, prefill_s: float) -> None:
+    def _add_prefill(self, background: bool, prefill_s: float) -> None:
         if not background:
             self.prefill_s += prefill_s
 
-    def _unlist(self, request_id: str, held: _QueuedRequest) -> None:
-        lines = self._lines[held.background]
-        line = lines[held.line]
-        i = bisect.bisect_left(line, (held.key, request_id))
-        assert line[i][1] == request_id, f"held request {request_id} is not where its key says"
+    def _remove_from_line(self, request_id: str, request: _QueuedRequest) -> None:
+        lines = self._lines[request.is_background]
+        line = lines[request.line_name]
+        i = bisect.bisect_left(line, (request.sort_key, request_id))
+        assert line[i][1] == request_id, f"queued request {request_id} is not where its key says"
         del line[i]
         if not line:
-            del lines[held.line]
+            del lines[request.line_name]

@@ -162,7 +162,7 @@ class Exchange:
         finally:
             if self.in_core:
                 self.in_core = False
-                self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
+                self._proxy.perform(self._proxy.core.abort_request(self.request_id, self._proxy.now()))
 
     def client_paused(self) -> None:
         """The client reads slower than the worker writes."""
@@ -282,7 +282,7 @@ class Exchange:
         kind = RETRYABLE.get(head.status)
         if kind is not None and self.in_core:
             self._proxy.attempt_failed(self.decision, kind, head.reason_line.decode("latin-1"))
-            instructions = self._proxy.core.failed(self.request_id, kind, self._proxy.now())
+            instructions = self._proxy.core.fail_attempt(self.request_id, kind, self._proxy.now())
             if not gives_up(instructions, self.request_id):
                 self._drop_connection()
                 self._proxy.perform(instructions)
@@ -331,7 +331,7 @@ class Exchange:
         if begins:
             self.progress.began = True
             if self.in_core and self.route is not None and self.route.stream and head.status == 200:
-                proxy.perform(proxy.core.first_token(self.request_id, now))
+                proxy.perform(proxy.core.record_first_token(self.request_id, now))
         if content is not None:
             data = bytes(content)
             content.clear()
@@ -358,7 +358,7 @@ class Exchange:
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
         if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
-            proxy.core.progress(self.request_id, progress.reads, now)
+            proxy.core.record_progress(self.request_id, progress.reads, now)
 
     def _speaks(self, data: bytes) -> bool:
         """Whether the model has begun: a stream of Responses begins with events that say only that it was asked."""
@@ -387,10 +387,10 @@ class Exchange:
             self.in_core = False
             refused = head.status >= 400
             if self.route is not None and self.route.stream:
-                self._proxy.core.progress(self.request_id, self.progress.reads)
+                self._proxy.core.record_progress(self.request_id, self.progress.reads)
             # Of an answer that went on, it is about another request than the last one that was routed.
             usage = None if self._stream is not None and self._stream.goes_on else self.usage
-            self._proxy.perform(self._proxy.core.finished(self.request_id, usage, now, refused=refused))
+            self._proxy.perform(self._proxy.core.finish_request(self.request_id, usage, now, is_error=refused))
         return True
 
     # Ends ---------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ class Exchange:
         if self.client.answering:
             self._go_on(reason, FailureKind.STALLED if stalled else FailureKind.LOST, moves=True)
             return
-        instructions = proxy.core.move(self.request_id, proxy.now())
+        instructions = proxy.core.move_request(self.request_id, proxy.now())
         if instructions:
             self._drop_connection()
             proxy.attempt_failed(self.decision, FailureKind.LOST, reason)
@@ -463,7 +463,7 @@ class Exchange:
         proxy = self._proxy
         proxy.attempt_failed(self.decision, kind, reason)
         if self.in_core:
-            told = proxy.core.failed(self.request_id, kind, proxy.now(), silent_s=silent_s, was_sent=was_sent)
+            told = proxy.core.fail_attempt(self.request_id, kind, proxy.now(), silent_s=silent_s, was_sent=was_sent)
             proxy.perform(told)
         else:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
@@ -524,11 +524,11 @@ class Exchange:
             return False
         now = proxy.now()
         if moves:
-            instructions = proxy.core.move(self.request_id, now, rest, stalled=kind is FailureKind.STALLED)
+            instructions = proxy.core.move_request(self.request_id, now, rest, is_stalled=kind is FailureKind.STALLED)
             if not instructions:
                 return False
         else:
-            instructions = proxy.core.failed(self.request_id, kind, now, rest, silent_s=self._silent_s())
+            instructions = proxy.core.fail_attempt(self.request_id, kind, now, rest, silent_s=self._silent_s())
         if gives_up(instructions, self.request_id):
             self.in_core = False
             proxy.perform(instructions[1:])

@@ -142,8 +142,8 @@ class Proxy(Carrier):
             moved_s, decision = exchange.moved_s, exchange.decision
             if moved_s is not None and decision is not None:
                 moved[decision.worker] = max(moved_s, moved.get(decision.worker, moved_s))
-        for worker_id in self.core.look(moved, now):
-            if worker_id in self.core.stillness.workers:
+        for worker_id in self.core.update_stalled_workers(moved, now):
+            if worker_id in self.core.stall_detector.workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)
             else:
                 log.info("worker %s stands still no more", worker_id)
@@ -155,7 +155,7 @@ class Proxy(Carrier):
         decision = exchange.decision
         if decision is None or exchange.done:
             return
-        worker, still = self.core.workers.get(decision.worker), self.core.stillness
+        worker, still = self.core.workers.get(decision.worker), self.core.stall_detector
         try:
             if worker is None and exchange.first_byte_s is None:
                 exchange.move("the worker was removed")
@@ -171,9 +171,9 @@ class Proxy(Carrier):
     def forget(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
         """What the core would do about this very request is not wanted any more."""
         now = self.now()
-        instructions = self.core.failed(request_id, kind, now, silent_s=silent_s) if kind is not None else []
+        instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
         if not gives_up(instructions, request_id):
-            instructions = instructions + self.core.aborted(request_id, now)
+            instructions = instructions + self.core.abort_request(request_id, now)
         self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
 
     def first_byte(self, request_id: str) -> None:

@@ -229,7 +229,7 @@ class Fleet:
             await asyncio.wait({looking}, timeout=LOOK_TURN_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._perform(self._core.drain(worker_id, self._now(), on=on))
+        self._perform(self._core.set_draining(worker_id, self._now(), on=on))
 
     def suspect(self, worker_id: str) -> None:
         """Traffic to this worker failed: check it now."""
@@ -291,7 +291,7 @@ class Fleet:
                 worker_id, takes = flag.worker_id, addresses[address]
                 if worker_id in known and takes == (worker_id in drained):
                     (drained.discard if takes else drained.add)(worker_id)
-                    self._perform(self._core.drain(worker_id, self._now(), on=not takes))
+                    self._perform(self._core.set_draining(worker_id, self._now(), on=not takes))
             drained.intersection_update(flag.worker_id for flag in flags.values())
 
         self._spawn(self._keep_watching(lambda: watch_kubernetes(source, tell)))
@@ -369,10 +369,10 @@ class Fleet:
     async def _ask_load(self, member: _Member) -> None:
         """What does the worker itself say that it has to do?"""
         worker_id, silent = member.flag.worker_id, True
-        sent = self._core.sent_to(worker_id)
+        sent = self._core.in_flight_by_rank(worker_id)
         try:
             loads = await self._prober.loads(member.flag, len(sent))
-            self._core.engine_says(worker_id, loads, sent, self._now())
+            self._core.record_engine_load(worker_id, loads, sent, self._now())
             asleep = is_asleep(loads)
             silent = asleep is None
             if asleep is not None:
@@ -386,7 +386,7 @@ class Fleet:
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not asleep:
             self._feed.empty(worker_id)
-            self._perform(self._core.sleep(worker_id, self._now(), on=asleep))
+            self._perform(self._core.set_asleep(worker_id, self._now(), on=asleep))
 
     async def _look_at_models(self) -> None:
         """Ask all workers which models they serve."""
@@ -460,7 +460,7 @@ class Fleet:
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
         if worker.health_reason not in NOT_CURED_BY_HEALTH:
-            self._perform(self._core.worker_up(spec.worker_id, self._now()))
+            self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         self._sleep(spec.worker_id, asleep=facts.is_asleep)
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
@@ -489,7 +489,7 @@ class Fleet:
         member.failures += 1
         self.unusable[member.flag.worker_id] += 1
         if suspected or member.failures >= self._config.failures_to_down:
-            self._perform(self._core.worker_down(member.flag.worker_id, self._now(), member.problem))
+            self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""

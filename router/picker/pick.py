@@ -135,7 +135,9 @@ class Pick(Exchange):
     def _fallbacks(self, decision: Decision, keyed: bytes | None) -> Sequence[str]:
         workers, of = self._proxy.core.workers, self.picking.endpoints.of
         found: list[str] = []
-        for other in self._proxy.core.others(self.request_id, self.picking.config.fallbacks, decision.decided_s):
+        for other in self._proxy.core.fallback_workers(
+            self.request_id, self.picking.config.fallbacks, decision.decided_s
+        ):
             endpoint = of(other)
             fits = decision.rank is None or workers[other].spec.ranks > decision.rank
             if endpoint is not None and fits and self._keyed(other) == keyed:
@@ -178,7 +180,7 @@ class Pick(Exchange):
             self._speaks_now(now)
         self.progress.note(data, now)
         if self.in_core and self.progress.reads % PROGRESS_EVERY == 0:
-            self._proxy.core.progress(self.request_id, self.progress.reads, now)
+            self._proxy.core.record_progress(self.request_id, self.progress.reads, now)
 
     def completed(self) -> None:
         """The whole answer has passed."""
@@ -189,8 +191,8 @@ class Pick(Exchange):
             self.in_core = False
             core, now = self._proxy.core, self._proxy.now()
             if self.route is not None and self.route.stream and self._caller.sees_answer:
-                core.progress(self.request_id, self.progress.reads)
-            self._proxy.perform(core.finished(self.request_id, self.usage, now, refused=self._status >= 400))
+                core.record_progress(self.request_id, self.progress.reads)
+            self._proxy.perform(core.finish_request(self.request_id, self.usage, now, is_error=self._status >= 400))
 
     def left(self) -> None:
         """Envoy asks no more. Where the answer's body does not come by, that is its end."""
@@ -207,14 +209,14 @@ class Pick(Exchange):
         if not self.in_core or route is None:
             return
         self.route = route.replaced(worker=server, subset=None)
-        proxy.perform(proxy.core.failed(self.request_id, FailureKind.RESET, proxy.now(), self.route))
+        proxy.perform(proxy.core.fail_attempt(self.request_id, FailureKind.RESET, proxy.now(), self.route))
         if self.decision is None or self.decision.worker != server:
             self._forget_in_core(None)  # the core would not have it there: its load is not counted
 
     def _speaks_now(self, now: float) -> None:
         self.progress.began = True
         if self.in_core and self.route is not None and self.route.stream:
-            self._proxy.perform(self._proxy.core.first_token(self.request_id, now))
+            self._proxy.perform(self._proxy.core.record_first_token(self.request_id, now))
         self._proxy.first_byte(self.request_id)
 
     # From the process -----------------------------------------------------------------------------------------------

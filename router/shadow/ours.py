@@ -103,12 +103,12 @@ class Ours(Router):
         return self._perform([self.core.route(routed, now)])
 
     def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
-        return self._perform(self.core.first_token(str(request.index), now))
+        return self._perform(self.core.record_first_token(str(request.index), now))
 
     def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
-        self.core.progress(str(request.index), request.output_tokens)
+        self.core.record_progress(str(request.index), request.output_tokens)
         usage = ReportedUsage(request.prompt_tokens, cached_tokens, request.output_tokens)
-        return self._perform(self.core.finished(str(request.index), usage, now))
+        return self._perform(self.core.finish_request(str(request.index), usage, now))
 
     def tick_s(self) -> float | None:
         wake = self.core.next_tick()
@@ -153,7 +153,7 @@ class Ours(Router):
         for worker in cluster.workers:
             for job, said in worker.progress(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
-                    self.core.progress(str(job.request.index), said, cluster.now)
+                    self.core.record_progress(str(job.request.index), said, cluster.now)
         cluster.at(cluster.now + PROGRESS_S, self._progress)
 
     def _beat(self) -> None:

@@ -221,8 +221,8 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         assert process._reading.names is None
         assert not process._tenants.shares
         core = process._core
-        assert not core._holds
-        assert core._behind == float("inf")
+        assert not core._queues_when_busy
+        assert core._background_priority == float("inf")
         assert core.config.queue.ttft_s_max is None
         process._feed.close()
         process._helpers.processes.close()

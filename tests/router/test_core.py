@@ -61,10 +61,10 @@ def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_
     for result in results[4:]:  # all have something to do: what was promised counts
         assert isinstance(result, Forward)
         assert result.decision.predicted_cached_tokens == 200
-    core.first_token("r0", 1.2)
+    core.record_first_token("r0", 1.2)
     index.store(core.workers[first[0]].holders[0], prompt)
     for name in ("r1", "r2", "r3"):
-        core.finished(name, None, 1.2)
+        core.finish_request(name, None, 1.2)
     again = core.route(request("later", prompt + [9] * 4, output_max=4), 1.2)
     assert isinstance(again, Forward)
     assert again.decision.predicted_cached_tokens == 200
@@ -74,7 +74,7 @@ def test_ties_rotate() -> None:
     core, _ = make("abc")
     first = {sent_to(core.route(request(f"r{i}", [i] * 5), float(i * 100_000))) for i in range(1)}
     for i in range(1, 3):
-        core.finished(f"r{i - 1}", None, i * 1e5 - 1)
+        core.finish_request(f"r{i - 1}", None, i * 1e5 - 1)
         first.add(sent_to(core.route(request(f"r{i}", [i] * 5), i * 1e5)))
     assert first == {"a", "b", "c"}
 
@@ -82,22 +82,22 @@ def test_ties_rotate() -> None:
 def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> None:
     core, index = make("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
-    core.first_token("r1", 0.1)
-    core.finished("r1", None, 0.2)
+    core.record_first_token("r1", 0.1)
+    core.finish_request("r1", None, 0.2)
     assert len(index.pins) == 1
     wake = core.next_tick()
     assert wake == pytest.approx(1.2)
     core.tick(1.2)
     assert not index.pins
     core.route(request("r2", [1, 2, 3]), 2.0)
-    core.aborted("r2", 2.1)
+    core.abort_request("r2", 2.1)
     assert not index.pins
 
 
 def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
     core, index = make("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
-    core.finished("r1", None, 0.2, refused=True)
+    core.finish_request("r1", None, 0.2, is_error=True)
     assert not index.pins
 
 
@@ -105,10 +105,10 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
     core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
     tried = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
     for _ in range(2):
-        (again,) = core.failed("r", FailureKind.SERVER_ERROR, 0.1)
+        (again,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.1)
         tried.append(sent_to(again))
     assert sorted(tried) == ["a", "b", "c"]
-    (refusal,) = core.failed("r", FailureKind.SERVER_ERROR, 0.2)
+    (refusal,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
     assert refusal.status == 502
     assert not core.tracker.requests
@@ -117,15 +117,15 @@ def test_retry_goes_elsewhere_then_gives_up() -> None:
 def test_nothing_is_retried_after_the_first_byte() -> None:
     core, _ = make()
     core.route(request("r", [1, 2, 3]), 0.0)
-    core.first_token("r", 0.1)
-    assert core.failed("r", FailureKind.STREAM, 0.2) == []
+    core.record_first_token("r", 0.1)
+    assert core.fail_attempt("r", FailureKind.STREAM, 0.2) == []
     assert not core.tracker.requests
 
 
 def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
     core, _ = make()
     dead = sent_to(core.route(request("r", [1, 2, 3]), 0.0))
-    instructions = core.failed("r", FailureKind.CONNECT, 0.1)
+    instructions = core.fail_attempt("r", FailureKind.CONNECT, 0.1)
     other = sent_to(instructions[0])
     assert other != dead
     assert WorkerLost(dead) in instructions
@@ -133,33 +133,33 @@ def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
         assert sent_to(core.route(request(f"x{i}", [i]), 0.2)) == other
     core.tick(1.2)
     assert core.workers[dead].state is WorkerState.PROBING
-    assert core.worker_up(dead, 1.3) == []
+    assert core.mark_worker_up(dead, 1.3) == []
     assert core.workers[dead].state is WorkerState.UP
 
 
 def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
     core, _ = make("a")
-    core.worker_down("a", 0.0, "test")
+    core.mark_worker_down("a", 0.0, "test")
     refused = core.route(request("r0", [1]), 0.5)
     assert isinstance(refused, Refuse)
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_worker", 1.0)
     core.tick(1.0)
     assert sent_to(core.route(request("r1", [1]), 1.0)) == "a"
     assert isinstance(core.route(request("r2", [1]), 1.0), Refuse), "the probe has not come back"
-    core.failed("r1", FailureKind.SERVER_ERROR, 1.1)
+    core.fail_attempt("r1", FailureKind.SERVER_ERROR, 1.1)
     assert core.workers["a"].state is WorkerState.DOWN
     assert core.next_tick() == pytest.approx(3.1), "the pause has doubled"
     core.tick(3.1)
     core.route(request("r3", [1]), 3.1)
-    core.finished("r3", None, 3.2)
+    core.finish_request("r3", None, 3.2)
     assert core.workers["a"].state is WorkerState.UP
 
 
 def test_a_worker_that_goes_down_is_lost_once() -> None:
     core, _ = make("ab")
-    assert core.worker_down("a", 0.0, "no answer") == [WorkerLost("a")]
-    assert core.worker_down("a", 1.0, "no answer") == []
-    assert core.worker_down("zz", 1.0, "unknown") == []
+    assert core.mark_worker_down("a", 0.0, "no answer") == [WorkerLost("a")]
+    assert core.mark_worker_down("a", 1.0, "no answer") == []
+    assert core.mark_worker_down("zz", 1.0, "unknown") == []
     assert all(sent_to(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
 
 
@@ -167,14 +167,14 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     core, _ = make("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
     first = sent_to(core.route(request("r", [1]), 0.0))
     other = sent_to(core.route(request("s", [2]), 0.0))
-    (again,) = core.move("r", 1.0)
+    (again,) = core.move_request("r", 1.0)
     assert sent_to(again) != first
     assert core.workers[first].failures == 0
-    assert core.move("s", 1.0) == [], "the budget is used up"
+    assert core.move_request("s", 1.0) == [], "the budget is used up"
     assert core.tracker.requests["s"].target.worker_id == other
-    core.first_token("r", 2.0)
-    assert core.move("r", 2.0) == []
-    assert core.move("unknown", 2.0) == []
+    core.record_first_token("r", 2.0)
+    assert core.move_request("r", 2.0) == []
+    assert core.move_request("unknown", 2.0) == []
 
 
 @pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.STALLED])
@@ -190,9 +190,9 @@ def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
         core.route(request(f"r{number}", [number], stream=stream), 0.0)
     if others_heard:
         core.route(request("other", [9]), 0.0)
-        core.first_token("other", 3.0)
+        core.record_first_token("other", 3.0)
     for number in range(5):
-        core.failed(f"r{number}", kind, 10.0, silent_s=9.0)
+        core.fail_attempt(f"r{number}", kind, 10.0, silent_s=9.0)
     assert (core.workers["a"].state is WorkerState.DOWN) is goes_down
     core.check_invariants()
 
@@ -200,12 +200,12 @@ def test_a_timeout_counts_where_nobody_was_answered_meanwhile(
 def test_a_stream_that_moves_shows_that_its_worker_is_well() -> None:
     core, _ = make("a")
     core.route(request("moves", [9]), 0.0)
-    core.first_token("moves", 0.5)
+    core.record_first_token("moves", 0.5)
     for number in range(5):
         core.route(request(f"r{number}", [number]), 1.0)
-    core.progress("moves", 32, 6.0)
+    core.record_progress("moves", 32, 6.0)
     for number in range(5):
-        core.failed(f"r{number}", FailureKind.TIMEOUT, 10.0, silent_s=9.0)
+        core.fail_attempt(f"r{number}", FailureKind.TIMEOUT, 10.0, silent_s=9.0)
     assert core.workers["a"].state is WorkerState.UP
 
 
@@ -216,7 +216,7 @@ def test_a_request_that_may_end_workers_is_retried_once(first: FailureKind, seco
     core.route(request("r", [1]), 0.0)
     for kind, now in ((first, 0.1), (second, 0.2)):
         # a worker that takes the request on a kept connection, and cannot be reached then, may have been ended by it
-        told, *_ = core.failed("r", kind, now, was_sent=kind is FailureKind.CONNECT)
+        told, *_ = core.fail_attempt("r", kind, now, was_sent=kind is FailureKind.CONNECT)
         assert isinstance(told, Forward if now < 0.2 else Refuse)
     core.check_invariants()
 
@@ -225,16 +225,16 @@ def test_a_stream_that_ends_workers_before_its_first_token_goes_on_once() -> Non
     core, _ = make("abcd")
     asked = request("r", [1])
     core.route(asked, 0.0)
-    assert isinstance(core.failed("r", FailureKind.STREAM, 0.1, asked)[0], Forward)
-    assert isinstance(core.failed("r", FailureKind.RESET, 0.2)[0], Refuse)
+    assert isinstance(core.fail_attempt("r", FailureKind.STREAM, 0.1, asked)[0], Forward)
+    assert isinstance(core.fail_attempt("r", FailureKind.RESET, 0.2)[0], Refuse)
     core.check_invariants()
 
 
 def test_workers_that_cannot_be_reached_are_no_request_s_doing() -> None:
     core, _ = make("abcd")
     core.route(request("r", [1]), 0.0)
-    assert isinstance(core.failed("r", FailureKind.CONNECT, 0.1)[0], Forward)
-    assert isinstance(core.failed("r", FailureKind.CONNECT, 0.2)[0], Forward)
+    assert isinstance(core.fail_attempt("r", FailureKind.CONNECT, 0.1)[0], Forward)
+    assert isinstance(core.fail_attempt("r", FailureKind.CONNECT, 0.2)[0], Forward)
 
 
 def test_no_tenant_uses_up_the_retries_of_others() -> None:
@@ -244,7 +244,7 @@ def test_no_tenant_uses_up_the_retries_of_others() -> None:
     for i in range(20):
         for tenant in ("loud", "quiet") if i == 10 else ("loud",):
             core.route(request(f"{tenant}{i}", [i], tenant=tenant), 0.0)
-            told = core.failed(f"{tenant}{i}", FailureKind.SERVER_ERROR, 0.1)[0]
+            told = core.fail_attempt(f"{tenant}{i}", FailureKind.SERVER_ERROR, 0.1)[0]
             outcomes[tenant, type(told).__name__] += 1
     assert outcomes == {("loud", "Forward"): 3, ("loud", "Refuse"): 17, ("quiet", "Forward"): 1}
 
@@ -252,9 +252,9 @@ def test_no_tenant_uses_up_the_retries_of_others() -> None:
 def test_the_tenants_whose_retries_are_counted_are_bounded() -> None:
     budget = RetryBudget(RetryConfig(budget_min=1, budget_ratio=0.0))
     for number in range(2 * TENANTS_MAX):
-        budget.arrived(str(number))
-        assert budget.take(str(number), 1)
-        assert not budget.take(str(number), 1)
+        budget.add_request(str(number))
+        assert budget.spend(str(number), 1)
+        assert not budget.spend(str(number), 1)
     assert len(budget) == TENANTS_MAX
 
 
@@ -264,7 +264,7 @@ def test_the_retry_budget_ends_a_storm() -> None:
     outcomes: Counter[str] = Counter()
     for i in range(20):
         core.route(request(f"r{i}", [i]), 0.0)
-        for instruction in core.failed(f"r{i}", FailureKind.SERVER_ERROR, 0.1):
+        for instruction in core.fail_attempt(f"r{i}", FailureKind.SERVER_ERROR, 0.1):
             outcomes[type(instruction).__name__] += 1
     assert outcomes == {"Forward": 3, "Refuse": 17}
 
@@ -293,9 +293,9 @@ def test_eligibility_comes_before_cost() -> None:
     index.store(core.workers["a"].holders[0], prompt)
     assert sent_to(core.route(request("r1", prompt, worker="b"), 0.0)) == "b"
     assert sent_to(core.route(request("r2", prompt, role="big"), 0.0)) == "c"
-    core.drain("a", 0.0)
+    core.set_draining("a", 0.0)
     assert sent_to(core.route(request("r3", prompt), 0.0)) != "a"
-    core.drain("a", 0.0, on=False)
+    core.set_draining("a", 0.0, on=False)
     core.add_worker(spec("a", models=(ServedModel(MODEL, MODEL, max_model_len=50),)), 0.0)
     assert sent_to(core.route(request("r4", prompt), 0.0)) != "a"
 
@@ -314,7 +314,7 @@ def test_session_affinity_keeps_a_session_while_its_worker_lives() -> None:
     first = sent_to(core.route(request("r0", [1], session="s"), 0.0))
     for i in range(1, 8):
         assert sent_to(core.route(request(f"r{i}", [i] * 50, session="s"), 0.0)) == first
-    core.worker_down(first, 0.1, "test")
+    core.mark_worker_down(first, 0.1, "test")
     assert sent_to(core.route(request("r9", [1], session="s"), 0.2)) != first
 
 
@@ -322,7 +322,7 @@ def test_sticky_moves_only_the_lost_workers_sessions() -> None:
     core, _ = make("abcd", CoreConfig(policy="sticky"))
     before = {f"s{i}": sent_to(core.route(request(f"r{i}", [1], session=f"s{i}"), 0.0)) for i in range(40)}
     assert set(before.values()) == set("abcd")
-    core.worker_down("a", 1.0, "test")
+    core.mark_worker_down("a", 1.0, "test")
     for i, (session, worker) in enumerate(before.items()):
         now = sent_to(core.route(request(f"x{i}", [1], session=session), 1.0))
         assert now == worker or worker == "a"
@@ -332,12 +332,12 @@ def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
     core, _ = make("ab", cache_view=CacheView.HISTORY, cache_tokens=64 * 40)
     prompt = list(range(64 * 30 + 1))
     first = core.route(request("r0", prompt), 0.0)
-    core.finished("r0", None, 1.0)
+    core.finish_request("r0", None, 1.0)
     again = core.route(request("r1", prompt), 100.0)
     assert sent_to(again) == sent_to(first)
     assert isinstance(again, Forward)
     assert again.decision.predicted_cached_tokens == 64 * 30
-    core.finished("r1", None, 101.0)
+    core.finish_request("r1", None, 101.0)
     other = [10_000 + i for i in range(64 * 30)]
     core.route(request("r2", other, worker=sent_to(first)), 200.0)
     explained = core.explain(request("r3", prompt), 201.0)
@@ -359,7 +359,7 @@ def test_explain_changes_nothing_and_agrees_with_route() -> None:
     core, index = make("abc")
     prompt = list(range(300))
     index.store(core.workers["c"].holders[0], prompt[:200])
-    core.drain("b", 0.0)
+    core.set_draining("b", 0.0)
     explained = core.explain(request("r", prompt), 0.0)
     assert not isinstance(explained, Refuse)
     assert [t.worker for t in explained.candidates] == ["c", "a"]
@@ -382,7 +382,7 @@ def test_held_requests_go_at_a_first_token_as_they_came() -> None:
     assert isinstance(core.route(request("short", None, prompt_tokens=100), 0.0), Enqueue)
     assert core.tick(0.1) == []
     core.check_invariants()
-    instructions = core.first_token("big", 1.0)
+    instructions = core.record_first_token("big", 1.0)
     assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["long", "short"]
     assert all(isinstance(i, Forward) and i.decision.waited_s == 1.0 for i in instructions)
 
@@ -392,7 +392,7 @@ def test_priority_beats_arrival_in_the_held_queue() -> None:
     core.route(request("big", None, prompt_tokens=20_000), 0.0)
     core.route(request("short", None, prompt_tokens=6000), 0.0)
     core.route(request("urgent", None, prompt_tokens=8000, priority=-1), 0.0)
-    instructions = core.first_token("big", 3.0)
+    instructions = core.record_first_token("big", 3.0)
     assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["urgent"]
 
 
@@ -409,8 +409,8 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     index.store(core.workers["a"].holders[0], hot)
     placed = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
     workers = {sent_to(p) for p in placed if isinstance(p, Forward)}
-    held_for = {core._held.held_for(p.request_id)[0] for p in placed if isinstance(p, Enqueue)}
-    assert "b" in workers | held_for
+    queued_for = {core._queue.target_of(p.request_id)[0] for p in placed if isinstance(p, Enqueue)}
+    assert "b" in workers | queued_for
     explained = core.tick(0.05)
     assert all(isinstance(i, Forward) for i in explained)
 
@@ -438,8 +438,8 @@ def test_usage_feeds_the_watchdog() -> None:
     core, _ = make("a")
     for i in range(50):
         core.route(request(f"r{i}", list(range(i, i + 30))), float(i))
-        core.first_token(f"r{i}", i + 0.1)
-        core.finished(f"r{i}", ReportedUsage(prompt_tokens=37, cached_tokens=0), i + 0.2)
+        core.record_first_token(f"r{i}", i + 0.1)
+        core.finish_request(f"r{i}", ReportedUsage(prompt_tokens=37, cached_tokens=0), i + 0.2)
     alarms = core.snapshot(60.0).workers[0].alarms
     assert any(alarm.startswith("prompt_tokens:") for alarm in alarms)
 
@@ -469,15 +469,15 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
         now += rng.random() * 100
         for name, ids in (("small", huge[:100]), ("huge", huge)):
             core.route(request(f"{name}{number}", ids, worker="a"), now)
-        core.first_token(f"small{number}", now)
-        core.finished(f"small{number}", None, now)
+        core.record_first_token(f"small{number}", now)
+        core.finish_request(f"small{number}", None, now)
         if end == "refused":
-            core.finished(f"huge{number}", None, now + 1, refused=True)
+            core.finish_request(f"huge{number}", None, now + 1, is_error=True)
         elif end == "aborted":
-            core.aborted(f"huge{number}", now + 1)
+            core.abort_request(f"huge{number}", now + 1)
         else:
-            core.failed(f"huge{number}", FailureKind.RESET if end == "reset" else FailureKind.OVERLOADED, now + 1)
-        core.worker_up("a", now + 1)
+            core.fail_attempt(f"huge{number}", FailureKind.RESET if end == "reset" else FailureKind.OVERLOADED, now + 1)
+        core.mark_worker_up("a", now + 1)
         (row,) = [row for row in core.snapshot(now + 1).workers if row.target == "a"]
         used = max(used, row.utilisation)
         core.check_invariants()
@@ -491,22 +491,22 @@ def test_one_incident_is_one_pause() -> None:
     for number in range(10):
         core.route(request(f"r{number}", [number]), 0.0)
     for number in range(10):
-        core.failed(f"r{number}", FailureKind.TIMEOUT, 5.0 + number / 100)
+        core.fail_attempt(f"r{number}", FailureKind.TIMEOUT, 5.0 + number / 100)
     assert core.workers["a"].state is WorkerState.DOWN
     assert core.workers["a"].open_until_s == pytest.approx(6.02)
     core.route(request("held up", [1]), 6.0)
     core.tick(6.1)
     core.route(request("probe", [1]), 6.1)
-    core.failed("probe", FailureKind.TIMEOUT, 7.0)
+    core.fail_attempt("probe", FailureKind.TIMEOUT, 7.0)
     assert core.workers["a"].open_until_s == pytest.approx(9.0), "a probe that fails doubles the pause"
 
 
 def test_a_probe_that_its_client_gives_up_is_followed_by_another() -> None:
     core, _ = make("a", CoreConfig(health=HealthConfig(open_s=1.0)))
-    core.worker_down("a", 0.0, "gone")
+    core.mark_worker_down("a", 0.0, "gone")
     core.tick(1.5)
     core.route(request("first", [1]), 1.5)
-    core.aborted("first", 1.6)
+    core.abort_request("first", 1.6)
     assert sent_to(core.route(request("second", [1]), 1.7)) == "a"
 
 
@@ -514,17 +514,17 @@ def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None
     core, _ = make("ab")
     changes: list[tuple[str, str]] = []
     core.registry.on_state = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
-    core.drain("a", 0.0)
-    assert core.worker_down("a", 1.0, "refused") == [WorkerLost("a")]
-    assert core.worker_down("a", 1.5, "refused") == []
-    core.drain("a", 2.0, on=False)
+    core.set_draining("a", 0.0)
+    assert core.mark_worker_down("a", 1.0, "refused") == [WorkerLost("a")]
+    assert core.mark_worker_down("a", 1.5, "refused") == []
+    core.set_draining("a", 2.0, on=False)
     assert core.workers["a"].state is WorkerState.DOWN
     assert sent_to(core.route(request("r", [1]), 2.0)) == "b"
-    core.worker_up("a", 3.0)
-    core.drain("a", 4.0)
-    core.worker_down("a", 5.0, "refused")
-    core.worker_up("a", 6.0)
-    core.drain("a", 7.0, on=False)
+    core.mark_worker_up("a", 3.0)
+    core.set_draining("a", 4.0)
+    core.mark_worker_down("a", 5.0, "refused")
+    core.mark_worker_up("a", 6.0)
+    core.set_draining("a", 7.0, on=False)
     assert core.workers["a"].state is WorkerState.UP
     states = ["draining", "down", "up", "draining", "up"]
     assert changes == [("a", state) for state in states]
@@ -600,19 +600,19 @@ class Books(RuleBasedStateMachine):
     def first_token(self, data: st.DataObject) -> None:
         request_id = self.pick(data)
         self.started.add(request_id)
-        self.apply(self.core.first_token(request_id, self.now))
+        self.apply(self.core.record_first_token(request_id, self.now))
 
     @precondition(lambda self: "sent" in self.open.values())
     @rule(data=st.data(), tokens=st.integers(1, 500))
     def progress(self, data: st.DataObject, tokens: int) -> None:
-        self.core.progress(self.pick(data), tokens)
+        self.core.record_progress(self.pick(data), tokens)
 
     @precondition(lambda self: "sent" in self.open.values())
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         request_id = self.pick(data)
         del self.open[request_id]
-        self.apply(self.core.finished(request_id, ReportedUsage(10, 5, 3), self.now))
+        self.apply(self.core.finish_request(request_id, ReportedUsage(10, 5, 3), self.now))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -620,14 +620,14 @@ class Books(RuleBasedStateMachine):
         request_id = self.pick(data, ("sent", "held"))
         del self.open[request_id]
         self.held_since.pop(request_id, None)
-        self.apply(self.core.aborted(request_id, self.now))
+        self.apply(self.core.abort_request(request_id, self.now))
 
     @precondition(lambda self: "sent" in self.open.values())
     @rule(data=st.data(), kind=st.sampled_from(list(FailureKind)))
     def fail(self, data: st.DataObject, kind: FailureKind) -> None:
         request_id = self.pick(data)
         gone = kind in (FailureKind.STALLED, FailureKind.STREAM) or request_id in self.started
-        instructions = self.core.failed(request_id, kind, self.now)
+        instructions = self.core.fail_attempt(request_id, kind, self.now)
         if gone:
             del self.open[request_id]
         else:
@@ -640,7 +640,7 @@ class Books(RuleBasedStateMachine):
     def move(self, data: st.DataObject, stalled: bool) -> None:
         request_id = self.pick(data)
         before = self.core.tracker.requests[request_id]
-        instructions = self.core.move(request_id, self.now, stalled=stalled)
+        instructions = self.core.move_request(request_id, self.now, is_stalled=stalled)
         if instructions:
             assert request_id not in self.started
             assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
@@ -656,11 +656,11 @@ class Books(RuleBasedStateMachine):
         elif name not in core.workers:
             return
         elif what == "up":
-            self.apply(core.worker_up(name, self.now))
+            self.apply(core.mark_worker_up(name, self.now))
         elif what == "down":
-            self.apply(core.worker_down(name, self.now, "test"))
+            self.apply(core.mark_worker_down(name, self.now, "test"))
         elif what in ("drain", "undrain"):
-            self.apply(core.drain(name, self.now, on=what == "drain"))
+            self.apply(core.set_draining(name, self.now, on=what == "drain"))
         else:
             self.apply(core.remove_worker(name, self.now))
 
@@ -691,7 +691,7 @@ class Books(RuleBasedStateMachine):
             request_id = next(iter(self.open))
             del self.open[request_id]
             self.held_since.pop(request_id, None)
-            end = self.core.aborted(request_id, self.now)
+            end = self.core.abort_request(request_id, self.now)
             self.apply(end)
         self.core.tick(self.now + 10.0)
         self.core.check_invariants()

@@ -44,15 +44,15 @@ def play(core: RouterCore, first: int, count: int) -> None:
         if not isinstance(core.route(asked, now), Forward):
             raise AssertionError(f"{name} was not sent")
         if i % 11 == 0:
-            core.aborted(name, now + 0.1)
+            core.abort_request(name, now + 0.1)
         elif i % 13 == 0:
-            core.failed(name, FailureKind.RESET, now + 0.1)
-            core.aborted(name, now + 0.2)
+            core.fail_attempt(name, FailureKind.RESET, now + 0.1)
+            core.abort_request(name, now + 0.2)
         else:
-            core.first_token(name, now + 0.1)
-            core.progress(name, 3, now + 0.2)
+            core.record_first_token(name, now + 0.1)
+            core.record_progress(name, 3, now + 0.2)
             usage = ReportedUsage(300, 3, 16 * (i % 2)) if i % 3 else None
-            core.finished(name, usage, now + 0.3, refused=i % 17 == 0)
+            core.finish_request(name, usage, now + 0.3, is_error=i % 17 == 0)
         core.tick(now + 0.9)
 
 

@@ -42,9 +42,9 @@ def send(core: RouterCore, request: RouteRequest, now: float) -> str:
 
 def answer(core: RouterCore, name: str, at: float, tokens: int, usage: ReportedUsage | None) -> float:
     """Streamed at 15 ms a token; when it ended."""
-    core.first_token(name, at + 0.03)
+    core.record_first_token(name, at + 0.03)
     end = at + 0.03 + 0.015 * tokens
-    core.finished(name, usage, end)
+    core.finish_request(name, usage, end)
     core.tick(end)
     core.check_invariants()
     return end
@@ -72,7 +72,7 @@ def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> N
     for i in range(400):
         now = i * 0.05
         send(core, ask(f"r{i}", i), now)
-        core.first_token(f"r{i}", now + 0.04)
+        core.record_first_token(f"r{i}", now + 0.04)
     running = [target.requests for target in core.tracker.targets.values()]
     assert max(running) <= 1.25 * 50, running
 
@@ -84,10 +84,10 @@ def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short()
     for i in range(1200):
         now = i / 60
         while running and running[0][0] <= now:
-            core.finished(heapq.heappop(running)[1], ReportedUsage(2050, 2000, 50), now)
+            core.finish_request(heapq.heappop(running)[1], ReportedUsage(2050, 2000, 50), now)
         ids = [7] * 2000 + [100_000 + i] * 50
         home = send(core, RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids)), now)
-        core.first_token(f"r{i}", now + 0.012)
+        core.record_first_token(f"r{i}", now + 0.012)
         heapq.heappush(running, (now + 0.6, f"r{i}"))
         sent[home] += i >= 300
     assert len(sent) >= 6, sent
@@ -96,50 +96,54 @@ def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short()
 
 def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
-    prompt = core.book.ask([7] * 3000, SCOPE, 3000)
+    prompt = core.cache_state.ask([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.book.hot(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
+        assert core.cache_state.hot(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
             "two on one: one on each of two"
         )
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
-    assert core.book.hot(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
-    assert core.book.hot(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
+    assert core.cache_state.hot(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.cache_state.hot(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
         "ten times as many come while a copy is good"
     )
-    assert core.book.hot(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
+    assert core.cache_state.hot(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
         "work makes others wait twice as long"
     )
-    assert core.book.hot(prompt, 60.0, 10.0, 1.0, 2.0) == core.book.hot(prompt, 60.0, 10.0), "it is all that runs there"
-    assert core.book.hot(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
+    assert core.cache_state.hot(prompt, 60.0, 10.0, 1.0, 2.0) == core.cache_state.hot(prompt, 60.0, 10.0), (
+        "it is all that runs there"
+    )
+    assert core.cache_state.hot(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
         "it is a quarter of what runs there"
     )
     core.check_invariants()
-    core.aborted("d", 0.5)
-    core.failed("a", FailureKind.OVERLOADED, 1.0)
-    core.aborted("a", 1.0)
-    core.finished("b", None, 1.0)
-    assert core.book.hot(prompt, 60.0, 10.0) == (0, 0.0)
+    core.abort_request("d", 0.5)
+    core.fail_attempt("a", FailureKind.OVERLOADED, 1.0)
+    core.abort_request("a", 1.0)
+    core.finish_request("b", None, 1.0)
+    assert core.cache_state.hot(prompt, 60.0, 10.0) == (0, 0.0)
     core.check_invariants()
 
 
 def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> None:
     core = pool(2)
-    prompt = core.book.ask([7] * 3000, SCOPE, 3000)
+    prompt = core.cache_state.ask([7] * 3000, SCOPE, 3000)
     for i, name in enumerate("abcd"):
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
     for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):
         users = 4 * 10 / came_s / 2
-        assert core.book.hot(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
+        assert core.cache_state.hot(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
             "four in the seconds since the first, but in three at least, and in no more than a request's life"
         )
-    assert core.book.hot(prompt, 13.0, 1.0) == core.book.hot(prompt, 100.0, 1.0), "a life is shorter than that"
-    core.aborted("a", 14.0)
+    assert core.cache_state.hot(prompt, 13.0, 1.0) == core.cache_state.hot(prompt, 100.0, 1.0), (
+        "a life is shorter than that"
+    )
+    core.abort_request("a", 14.0)
     for name in "bcd":
-        core.aborted(name, 14.0)
+        core.abort_request(name, 14.0)
     for i, name in enumerate("ef"):
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 50.0 + i)
-    assert core.book.hot(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), "they are the first again"
+    assert core.cache_state.hot(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), "they are the first again"
 
 
 def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
@@ -149,7 +153,7 @@ def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(ServedModel("m", "m"),)), 0.0)
     for i in range(4):
         send(core, ask(f"r{i}", i), 0.0)
-        core.first_token(f"r{i}", 0.1)
+        core.record_first_token(f"r{i}", 0.1)
     core.check_invariants()
 
 
@@ -163,7 +167,7 @@ def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> 
     assert isinstance(placed, Forward)
     expected = placed.decision.terms.output_tokens
     assert expected == (1.0 if output_max == 1 else pytest.approx(100, rel=0.1))
-    core.aborted("last", now)
+    core.abort_request("last", now)
     assert len(burst(core, now, output_max=output_max)) >= (1 if output_max == 1 else 4)
 
 
@@ -187,11 +191,11 @@ def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported: int) -> No
     core, now = pool(), 0.0
     for i in range(200):
         worker = send(core, ask(f"r{i}", i, worker=f"w{i % 8}"), now)
-        core.first_token(f"r{i}", now + 0.03)
-        core.progress(f"r{i}", 96)
+        core.record_first_token(f"r{i}", now + 0.03)
+        core.record_progress(f"r{i}", 96)
         usage = ReportedUsage(1050, 0, reported if worker == "w0" else 100)
         now += 0.03 + 0.015 * 100
-        core.finished(f"r{i}", usage, now)
+        core.finish_request(f"r{i}", usage, now)
     expected = core.explain(ask("x", 7), now)
     assert not hasattr(expected, "status")
     assert 50 < expected.terms.output_tokens < 1000  # type: ignore[union-attr]
@@ -206,7 +210,7 @@ def test_a_worker_that_reports_nothing_is_spread_over_all_the_same() -> None:
     for i in range(40):
         send(core, ask(f"r{i}", i, stream=False), now)
         now += 5.0
-        core.finished(f"r{i}", None, now)
+        core.finish_request(f"r{i}", None, now)
         core.check_invariants()
     spread = burst(core, now, stream=False)
     assert len(spread) == 8
@@ -219,13 +223,13 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
         send(core, ask(f"r{i}", i), 0.0)
     for i in range(40):
         if i % 3 == 0:
-            core.aborted(f"r{i}", 1.0)
+            core.abort_request(f"r{i}", 1.0)
         elif i % 3 == 1:
-            core.failed(f"r{i}", FailureKind.OVERLOADED, 1.0)
-            core.aborted(f"r{i}", 1.1)
+            core.fail_attempt(f"r{i}", FailureKind.OVERLOADED, 1.0)
+            core.abort_request(f"r{i}", 1.1)
         else:
-            core.first_token(f"r{i}", 1.0)
-            core.failed(f"r{i}", FailureKind.STREAM, 2.0)
+            core.record_first_token(f"r{i}", 1.0)
+            core.fail_attempt(f"r{i}", FailureKind.STREAM, 2.0)
         core.check_invariants()
     for target in core.tracker.targets.values():
         booked = (
@@ -248,7 +252,7 @@ def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
         for i in range(6):
             ids = [0 if shared else i] * 2500 + [i] * 40
             core.route(RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids), worker="w0"), 0.0)
-            core.first_token(f"r{i}", 1.0)
+            core.record_first_token(f"r{i}", 1.0)
         ids = [77] * 2500
         decision = core.explain(RouteRequest("x", "m", SCOPE, ids, len(ids)), 2.0)
         terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
@@ -263,7 +267,7 @@ def test_room_comes_when_a_request_ends_whole() -> None:
         core = pool(2, cache_tokens=16_000)
         for i in range(2):
             core.route(RouteRequest(f"r{i}", "m", SCOPE, [i] * 6_000, 6_000, worker="w0"), 0.0)
-            core.first_token(f"r{i}", 1.0)
+            core.record_first_token(f"r{i}", 1.0)
         decision = core.explain(RouteRequest("x", "m", SCOPE, [77] * length, length), 2.0)
         terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
         waits.append(terms["w0"].memory_s)
@@ -314,13 +318,13 @@ def serve(core: RouterCore, seats: dict[str, int], count: int, gap_s: float, ans
             home[name] = send(core, ask(name, order), now)
             waiting[home[name]].append((name, now))
         else:
-            core.finished(name, ReportedUsage(1050, 1000, int(answer_s / 0.012)), now)
+            core.finish_request(name, ReportedUsage(1050, 1000, int(answer_s / 0.012)), now)
             running[home[name]] -= 1
         worker = home[name]
         while waiting[worker] and running[worker] < seats[worker]:
             begun, asked_s = waiting[worker].pop(0)
             running[worker] += 1
-            core.first_token(begun, now + 0.012)
+            core.record_first_token(begun, now + 0.012)
             heapq.heappush(events, (now + 0.012 + answer_s, order, "end", begun))
             if now - asked_s > 1.0 and int(begun[1:]) > count // 2:
                 waited[worker] += 1

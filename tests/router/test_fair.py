@@ -20,7 +20,7 @@ FAIR = QueueConfig(fair=True, hold_above_s=0.0, wait_s_max=1e6)
 
 def held(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
     place = QueuePosition(tenant, False, 0, float(number))
-    queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse=False)
+    queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse_at_deadline=False)
 
 
 @given(
@@ -47,14 +47,14 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
             for number, seconds in enumerate(lines[late]):
                 held(queue, f"{late}{number}", late, seconds, number)
             given_s = defaultdict(float)
-        (name,) = queue.first(1)
-        predicted = queue.first(1000)
+        (name,) = queue.next_requests(1)
+        predicted = queue.next_requests(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
         waiting = {one[0] for one in predicted}
-        queue.sent(QueuePosition(tenant, False, 0, 0.0), seconds)
-        queue.drop(name)
+        queue.charge(QueuePosition(tenant, False, 0, 0.0), seconds)
+        queue.remove(name)
         queue.check_invariants()
-        assert queue.first(1000) == predicted[1:], "what is tried next is known beforehand"
+        assert queue.next_requests(1000) == predicted[1:], "what is tried next is known beforehand"
         given_s[tenant] += seconds
         served += 1
         for one in waiting & {left[0] for left in predicted[1:]}:
@@ -65,22 +65,22 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 5), st.booleans()), max_size=40))
 def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]) -> None:
-    """`ahead_of` a request is the work that `first` then lists before it."""
+    """`prefill_ahead_of` a request is the work that `next_requests` then lists before it."""
     queue, sizes = RequestQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
         place = QueuePosition(tenant, False, 0, float(number))
-        ahead = queue.ahead_of(place)
+        ahead = queue.prefill_ahead_of(place)
         name = f"{tenant}{number}"
         held(queue, name, tenant, seconds, number)
         sizes[name] = seconds
-        order = queue.first(1000)
+        order = queue.next_requests(1000)
         before = sum(sizes[one] for one in order[: order.index(name)])
         ties = sum(sizes[one] for one in order if one[0] != tenant)
         assert ahead.get("w", 0.0) == pytest.approx(before) or ahead.get("w", 0.0) <= before <= ahead.get("w", 0) + ties
         if sends:
-            first = queue.first(1)[0]
-            queue.sent(QueuePosition(first[0], False, 0, 0.0), sizes[first])
-            queue.drop(first)
+            first = queue.next_requests(1)[0]
+            queue.charge(QueuePosition(first[0], False, 0, 0.0), sizes[first])
+            queue.remove(first)
 
 
 class Fleet:
@@ -126,8 +126,8 @@ class Fleet:
                 self.latency[tenant].append(now - at_s)
                 if now <= until_s:
                     self.done_tokens += tokens
-                self.perform(self.core.first_token(name, now), now)
-                self.perform(self.core.finished(name, None, now), now)
+                self.perform(self.core.record_first_token(name, now), now)
+                self.perform(self.core.finish_request(name, None, now), now)
             self.perform(self.core.tick(now), now)
             self.core.check_invariants()
 
@@ -202,7 +202,7 @@ def test_without_pressure_nobody_is_held_and_nothing_is_kept() -> None:
     fleet = Fleet(4, QueueConfig(fair=True, hold_above_s=0.5))
     fleet.run(arrivals(1, {"a": (2.0, 300), "b": (2.0, 100)}, 30.0), 30.0)
     assert not fleet.core.counters["held"]
-    assert not vars(fleet.core._held._turns[0])["_given"]
+    assert not vars(fleet.core._queue._fair_turns[0])["_given"]
 
 
 def test_a_share_of_two_is_given_twice_as_much() -> None:
@@ -224,9 +224,9 @@ def test_the_background_waits_until_nothing_else_does() -> None:
     assert sent_to(core.route(request("b1", list(range(500)), priority=100), 0.0)) == "a"
     assert isinstance(core.route(request("b2", list(range(500, 900)), priority=100), 0.0), Enqueue), "one at a time"
     assert sent_to(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", "what is not background never waits"
-    assert core.first_token("b1", 0.2) == []
-    assert core.finished("b1", None, 0.3) == [], "there is a prompt to prefill"
-    (sent,) = core.first_token("f1", 0.4)
+    assert core.record_first_token("b1", 0.2) == []
+    assert core.finish_request("b1", None, 0.3) == [], "there is a prompt to prefill"
+    (sent,) = core.record_first_token("f1", 0.4)
     assert isinstance(sent, Forward)
     assert sent.request_id == "b2"
     assert isinstance(core.route(request("b3", [7] * 100, priority=100), 0.5), Enqueue)

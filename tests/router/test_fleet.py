@@ -462,7 +462,7 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
             assert worker.state is WorkerState.DRAINING
             await fleet.drain(name, on=False)
             assert worker.state is WorkerState.SLEEPING
-            core.worker_down(name, 0.0, "gone")
+            core.mark_worker_down(name, 0.0, "gone")
             assert worker.state is WorkerState.DOWN
 
     asyncio.run(run())

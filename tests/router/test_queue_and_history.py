@@ -33,25 +33,25 @@ def test_held_requests_are_tried_by_priority_then_arrival(
             arrived, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
             queue.put(
                 name, QueuePosition("", False, priority, arrived), target=f"w{number % 3}", prefill_s=work / 2,
-                charge_s=work, deadline_s=deadline, refuse=number % 2 == 0,
+                charge_s=work, deadline_s=deadline, refuse_at_deadline=number % 2 == 0,
             )  # fmt: skip
             held[name] = (priority, work, arrived, deadline)
         elif what == "drop":
-            assert queue.drop(name) == (held.pop(name, None) is not None)
+            assert queue.remove(name) == (held.pop(name, None) is not None)
         else:
-            due = queue.due(now)
+            due = queue.pop_expired(now)
             assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in held.items() if h[3] <= now)
             for gone, _ in due:
-                queue.drop(gone)
+                queue.remove(gone)
                 del held[gone], before[gone]
         queue.check_invariants()
         assert len(queue) == len(held)
-        assert queue.first(100) == sorted(held, key=lambda n: (held[n][0], held[n][2]))
+        assert queue.next_requests(100) == sorted(held, key=lambda n: (held[n][0], held[n][2]))
         ahead: dict[str, float] = {}
         for n, (p, w, arrived, _) in held.items():
             if (p, arrived) <= (0, now):
                 ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead)
+        assert queue.prefill_ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead)
         assert queue.next_deadline() <= min((h[3] for h in held.values()), default=math.inf)
 
 

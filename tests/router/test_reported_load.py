@@ -187,12 +187,12 @@ def core_of(workers: int) -> RouterCore:
 def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     core = core_of(2)
     for now in (0.0, 4.0):
-        core.engine_says("w0", [EngineLoad(32, 8, 0.9)], core.sent_to("w0"), now)
-        core.engine_says("w1", [EngineLoad(0, 0, 0.0)], core.sent_to("w1"), now)
-    core.engine_says("gone", [EngineLoad(1, 1, 0.0)], core.sent_to("gone"), 4.0)
+        core.record_engine_load("w0", [EngineLoad(32, 8, 0.9)], core.in_flight_by_rank("w0"), now)
+        core.record_engine_load("w1", [EngineLoad(0, 0, 0.0)], core.in_flight_by_rank("w1"), now)
+    core.record_engine_load("gone", [EngineLoad(1, 1, 0.0)], core.in_flight_by_rank("gone"), 4.0)
     request = RouteRequest("test", "m", Scope("m"), list(range(600)), 600, worker="w0")
     core.route(request, 4.0)  # what is new is tested by the next request
-    core.aborted("test", 4.0)
+    core.abort_request("test", 4.0)
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 5.0)
     assert isinstance(decision, Decision)
     cheap, dear = decision.candidates
@@ -203,7 +203,7 @@ def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     rows = {row.target: row for row in core.snapshot(5.0).workers}
     assert (rows["w0"].others_requests, rows["w0"].peer_decoding, rows["w0"].engine_load) == (
         40, 0, EngineLoad(32, 8, 0.9))  # fmt: skip
-    core.engine_says("w0", [None], [0], 30.0)
+    core.record_engine_load("w0", [None], [0], 30.0)
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 30.0)
     assert [terms.others_requests for terms in decision.candidates] == [0, 0]  # type: ignore[union-attr]
     core.check_invariants()
@@ -259,7 +259,9 @@ def play(
             for worker in self.cluster.workers:
                 truth = EngineLoad(worker.running, len(worker.waiting), worker.cache.usage())
                 name = str(worker.number)
-                self.core.engine_says(name, [say(worker.number, truth, now)], self.core.sent_to(name), now)  # type: ignore[misc]
+                self.core.record_engine_load(
+                    name, [say(worker.number, truth, now)], self.core.in_flight_by_rank(name), now
+                )  # type: ignore[misc]
             self.cluster.at(now + 4.0, self.look)
 
         def route(self, request: Any, now: float) -> list[tuple[int, int]]:

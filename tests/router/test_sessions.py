@@ -110,7 +110,7 @@ def core_with(**changes: Any) -> RouterCore:
 def send(core: RouterCore, name: str, ids: list[int], now: float, **changes: Any) -> str:
     placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), **changes), now)
     assert isinstance(placed, Forward)
-    core.finished(name, ReportedUsage(len(ids), 0, 100), now + 1.0)
+    core.finish_request(name, ReportedUsage(len(ids), 0, 100), now + 1.0)
     core.check_invariants()
     return placed.decision.worker
 
@@ -134,7 +134,7 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
     core = core_with(working_set=WorkingSetConfig(chunk_tokens=64))
-    shared, sets = [7] * 640, core.book.working_sets
+    shared, sets = [7] * 640, core.cache_state.working_sets
     for turn, name in enumerate("xyxy"):
         tail = [ord(name)] * (1280 + 64 * turn)
         worker = send(core, f"r{turn}", shared + tail, float(turn), session=name, worker="a")

@@ -44,7 +44,7 @@ def fleet(workers: int, *, cached_by: int, seed: int = 1) -> tuple[RouterCore, r
     for i in range(3 * workers):
         core.route(ask(f"bg{i}", rng.randrange(20), rng), 0.001 * i / workers)
         if rng.random() < 0.8:
-            core.first_token(f"bg{i}", 0.001 * i / workers)
+            core.record_first_token(f"bg{i}", 0.001 * i / workers)
     return core, rng
 
 
@@ -97,7 +97,7 @@ def test_nearly_always_it_is_the_least_price_itself(cached_by: int) -> None:
         placed = core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01 + i * 1e-4, explain=True)
         assert isinstance(placed, Forward)
         costs.append((placed.decision.terms.cost, placed.decision.candidates[0].cost))
-        core.first_token(f"r{i}", 0.0101 + i * 1e-4)
+        core.record_first_token(f"r{i}", 0.0101 + i * 1e-4)
     step_s = core.config.service.step_s
     assert sum(chosen <= least + step_s for chosen, least in costs) >= 170
     assert math.fsum(chosen - least for chosen, least in costs) <= 0.01 * math.fsum(least for _, least in costs)
@@ -180,7 +180,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     (order,) = core.tracker.orders
     order.check_invariants()
     core.tracker.set_peer("other", {"w7": PeerLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
-    core.aborted("bg5", 0.02)
+    core.abort_request("bg5", 0.02)
     core.route(ask("second", 1, rng), 0.03)
     order.check_invariants()
     assert order.targets[order.holders[-1]].name == "w7"

@@ -173,12 +173,12 @@ class World:
             report = self.core.index.ingest(self.holder, payload)
             if report.removed and self.sees:
                 self.full.saw(self.core.index.held_tokens(self.holder), report)
-                self.core.caches_seen({"w": [self.full.tokens]})
+                self.core.record_cache_sizes({"w": [self.full.tokens]})
             self.engine.events = []
         for seq in ended:
             predicted = self.live.pop(seq.request_id).predicted_cached_tokens
             usage = ReportedUsage(seq.prompt_tokens, seq.cached_tokens, seq.answer_tokens)
-            self.core.finished(seq.request_id, usage, self.now)
+            self.core.finish_request(seq.request_id, usage, self.now)
             self.predicted += predicted
             self.reported += seq.cached_tokens or 0
             self.equal += predicted == seq.cached_tokens
@@ -249,7 +249,7 @@ def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is
 
 def test_a_worker_that_tells_its_capacity_is_believed() -> None:
     world = World(70, cache_tokens=70 * 32)
-    world.core.caches_seen({"w": [64]})
+    world.core.record_cache_sizes({"w": [64]})
     (target,) = world.core.registry.targets_of("w")
     assert target.capacity_tokens == 70 * 32
 
@@ -257,11 +257,11 @@ def test_a_worker_that_tells_its_capacity_is_believed() -> None:
 def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
     world = World(70)
     (target,) = world.core.registry.targets_of("w")
-    world.core.caches_seen({"w": [2240]})
+    world.core.record_cache_sizes({"w": [2240]})
     sent = world.send([1] * 100, 5)
     assert (target.capacity_tokens, sent.terms.cached_tokens) == (2240, 0)
     assert target.room_tokens < 2240
-    world.core.caches_seen({"w": [None]})
+    world.core.record_cache_sizes({"w": [None]})
     assert (target.capacity_tokens, target.room_tokens) == (None, float("inf"))
     while world.live:
         world.step()

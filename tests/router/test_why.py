@@ -114,7 +114,7 @@ class Fleet:
         if announce:
             self.store(decision.worker, [*ids, *said][:-1], route.scope)
         usage = ReportedUsage(len(ids), reported(decision.predicted_cached_tokens), len(said))
-        self.core.finished(route.request_id, usage, self.now + 0.5)
+        self.core.finish_request(route.request_id, usage, self.now + 0.5)
         self.ledger.ended(begun, usage, len(said), self.now + 0.5)
         self.now += 0.5
         why = self.ledger.why(begun)
@@ -381,7 +381,7 @@ def elsewhere(fleet: Fleet) -> Planted:
         fleet.core.route(busy, fleet.now)
     why = one.send(gap=0.01)
     for number in range(30):
-        fleet.core.aborted(f"busy{number}", fleet.now)
+        fleet.core.abort_request(f"busy{number}", fleet.now)
     part = next(part for part in why.parts if part.reason == "elsewhere")
     assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
     assert part.there_s is not None
@@ -507,7 +507,7 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
     away = one.send(gap=0.01, compare=False)
     assert (away.reason, away.parts[0].worker) == ("elsewhere", why.worker) != ("elsewhere", away.worker)
     for number in range(30):
-        fleet.core.aborted(f"busy{number}", fleet.now)
+        fleet.core.abort_request(f"busy{number}", fleet.now)
 
     position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
     less = one.send(compare=False, reported=lambda cached: cached - 2 * BLOCK)

@@ -122,8 +122,8 @@ def pool(*, capacity: int | None) -> RouterCore:
 def send(core: RouterCore, name: str, ids: list[int], now: float, worker: str | None = None) -> Forward:
     placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), worker=worker), now, explain=True)
     assert isinstance(placed, Forward)
-    core.first_token(name, now + 0.5)
-    core.finished(name, None, now + 1.0)
+    core.record_first_token(name, now + 0.5)
+    core.finish_request(name, None, now + 1.0)
     return placed
 
 
@@ -145,7 +145,7 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
             send(core, f"more{turn}", list(range(200_000, 204_000)), 24.0 + turn, worker="a")
         send(core, "once", list(range(300_000, 304_000)), 26.0, worker="a")
         core.route(RouteRequest("waits", "m", SCOPE, None, 1000, worker="b"), 60.0)
-        reuse = core.book.working_sets.reuse
+        reuse = core.cache_state.working_sets.reuse
         decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
         assert decision.worker == expected
         crowding_s = {t.worker: t.crowding_s for t in decision.candidates or []}
@@ -168,7 +168,7 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
     core = pool(capacity=8_000)
     sessions(core)
     core.remove_worker("a", 30.0)
-    core.book.working_sets.check_invariants()
-    assert needed(core.book.working_sets, "a", 30.0) is None
-    core.worker_down("b", 31.0, "gone")
-    assert needed(core.book.working_sets, "b", 31.0) == 0
+    core.cache_state.working_sets.check_invariants()
+    assert needed(core.cache_state.working_sets, "a", 30.0) is None
+    core.mark_worker_down("b", 31.0, "gone")
+    assert needed(core.cache_state.working_sets, "b", 31.0) == 0

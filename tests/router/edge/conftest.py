@@ -111,7 +111,7 @@ class NoFleet:
         self._core.remove_worker(worker_id, time.monotonic())
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._core.drain(worker_id, time.monotonic(), on=on)
+        self._core.set_draining(worker_id, time.monotonic(), on=on)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}

@@ -26,9 +26,9 @@ def chunk(data: bytes) -> bytes:
 def lose(edge: Any, name: str, how: str) -> None:
     now = time.monotonic()
     if how == "down":
-        edge.proxy.perform(edge.core.worker_down(name, now, "no answer to /health"))
+        edge.proxy.perform(edge.core.mark_worker_down(name, now, "no answer to /health"))
     elif how == "asleep":
-        edge.proxy.perform(edge.core.sleep(name, now, on=True))
+        edge.proxy.perform(edge.core.set_asleep(name, now, on=True))
     else:
         edge.proxy.perform(edge.core.remove_worker(name, now))
 
@@ -118,7 +118,7 @@ def test_where_nobody_else_can_take_it_the_answer_is_waited_for(
         a = await edge.worker(silent(gate, edge.reply(b'"a"')), "a")
         if others == "too short":
             await edge.worker(edge.reply(b'"b"'), "b")
-            edge.core.drain("b", time.monotonic())
+            edge.core.set_draining("b", time.monotonic())
         asked = asyncio.create_task(edge.exchange(make_post(json.dumps(BODY).encode(), b"/v1/completions")))
         await until(lambda: a.received)
         if others == "budget":
@@ -163,7 +163,7 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             assert len(b.received) == 2
             if how == "removed":
                 break
-            edge.core.worker_up("a", time.monotonic())
+            edge.core.mark_worker_up("a", time.monotonic())
             edge.core.registry.alive("a", time.monotonic())
         gate.set()
 

@@ -93,7 +93,7 @@ def test_load_outbids_a_home_and_a_worker_that_is_gone_is_none() -> None:
     core, _ = make("abc")
     now = 1.0
     home = sent_to(core.route(request("r0", None, prompt_tokens=3000, home=7), now))
-    core.finished("r0", None, now)
+    core.finish_request("r0", None, now)
     placed = core.explain(request("r1", None, prompt_tokens=3400, home=7), now)
     terms = next(one for one in placed.candidates if one.worker == home)  # type: ignore[union-attr]
     assert (placed.worker, terms.home_tokens, terms.cached_tokens) == (home, 3000, 0)  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_load_outbids_a_home_and_a_worker_that_is_gone_is_none() -> None:
     for number in range(40):
         core.route(request(f"busy{number}", None, prompt_tokens=20_000, worker=home), now)
     assert sent_to(core.route(request("r2", None, prompt_tokens=3400, home=7), now)) != home
-    core.aborted("r2", now)
-    core.worker_down(home, now, "gone")
+    core.abort_request("r2", now)
+    core.mark_worker_down(home, now, "gone")
     assert sent_to(core.route(request("r3", None, prompt_tokens=3400, home=7), time.monotonic())) != home
     core.check_invariants()

@@ -75,7 +75,7 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
             able = False
             other = await edge.worker(script)
-            edge.core.drain("w1", 0.0)
+            edge.core.set_draining("w1", 0.0)
             answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
             assert other.received == [], "a redirect is not followed"
             assert answer.startswith(b"HTTP/1.1 200 OK")

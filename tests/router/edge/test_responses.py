@@ -72,13 +72,13 @@ def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
         await edge.start()
         await edge.worker(script)
         firsts: list[str] = []
-        first_token = edge.core.first_token
+        first_token = edge.core.record_first_token
 
         def noted(request_id: str, now: float) -> Any:
             firsts.append(request_id)
             return first_token(request_id, now)
 
-        edge.core.first_token = noted
+        edge.core.record_first_token = noted
         reader, writer = await edge.connect()
         writer.write(make_post(body(stream=True), PATH))
         got = b""
