@@ -15,7 +15,7 @@ QUEUE_S_MAX = 2.0
 
 def choose(request: RouteRequest, candidates: Sequence[Terms]) -> int:
     """The index of the candidate that gets the request."""
-    free = [i for i, terms in enumerate(candidates) if terms.slow * terms.queue_s <= QUEUE_S_MAX]
+    free = [i for i, terms in enumerate(candidates) if terms.slowdown * terms.queue_s <= QUEUE_S_MAX]
     if free:
         return max(free, key=lambda i: candidates[i].cached_tokens)
-    return min(range(len(candidates)), key=lambda i: candidates[i].slow * candidates[i].queue_s)
+    return min(range(len(candidates)), key=lambda i: candidates[i].slowdown * candidates[i].queue_s)

@@ -170,7 +170,7 @@ class MemberActor:
                 else:
                     refused.append(f"PUT /peers: {status} {answer}")
             page = self._page()
-            return Report(version, read_rows(page), int(page.get("held", 0)), refused)
+            return Report(version, read_rows(page), int(page.get("queued", 0)), refused)
 
     def _page(self) -> dict[str, Any]:
         status, page = self._call("GET", f"{self._launch.admin}/workers")

@@ -5,7 +5,7 @@ annotated with its type, its range and one line of help; what else is annotated 
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
     timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
-    core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.beta_scale
+    core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.congestion_weight
 
 Only a section may have no help: then it is set by its fields, not as a whole.
 """

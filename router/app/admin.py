@@ -260,7 +260,7 @@ class Admin:
         return {
             "workers": rows,
             "in_flight": snapshot.in_flight,
-            "held": snapshot.held,
+            "queued": snapshot.queued,
             "counters": snapshot.counters,
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }
@@ -322,7 +322,7 @@ class Admin:
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
-        body: dict[str, Any] = decision.fields()
+        body: dict[str, Any] = decision.to_json_fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:

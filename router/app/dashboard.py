@@ -122,7 +122,7 @@ class _Ended:
             "cached_tokens": self._cached,
             "predicted_ttft_s": decision.predicted_ttft_s,
             "ttft_s": self._ttft_s,
-            "waited_s": decision.waited_s,
+            "queued_s": decision.queued_s,
             "candidates": decision.candidates or [decision.terms],
             "not_eligible": decision.not_eligible,
         }

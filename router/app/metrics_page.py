@@ -99,7 +99,7 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
         "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, reported."
     )
     yield "reused_tokens", text, "point", metrics.reused_tokens
-    yield "core", "Events in the core: routed, held, refused, retried ...", "event", snapshot.counters
+    yield "core", "Events in the core: routed, queued, refused, retried ...", "event", snapshot.counters
     text = "Probes and checks of a worker that failed, or whose answer could not be used."
     yield "worker_check_failures", text, "worker", unusable
     text = "Bodies given to helper processes: read, unread (load decided), refused (no JSON), full, failed."
@@ -142,7 +142,7 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
     for name, text, value in (
         ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.request_buffer_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
-        ("held", "Requests that wait in the router.", snapshot.held),
+        ("queued", "Requests that wait in the router.", snapshot.queued),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
         ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache[2]),
         ("index_holders", "Event streams in the index.", index.holders),

@@ -29,7 +29,7 @@ def rows(now: Page, before: Page | None, seconds: float, sort: str = "name") -> 
             found.append(([row["worker_id"], row["state"], *["-"] * 6, row.get("state_reason", "")], 0.0, 0.0))
             continue
         last = earlier.get(row["target"], {})
-        sent = row["routed"] - last.get("routed", row["routed"])
+        sent = row["routed_requests"] - last.get("routed_requests", row["routed_requests"])
         rate = sent / seconds if last and seconds > 0 else None
         alarms = ", ".join(row["alarms"]) or row["state_reason"]
         found.append((
@@ -48,7 +48,7 @@ def summary(now: Page, before: Page | None, seconds: float) -> str:
     routed = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
     rate = f"{routed / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
     return (
-        f"{counts or 'no workers'}; {rate}, {now['in_flight']} in flight, {now['held']} held, "
+        f"{counts or 'no workers'}; {rate}, {now['in_flight']} in flight, {now['queued']} queued, "
         f"index {now['index']['entries']:,} blocks in {now['index']['memory_bytes'] / 2**20:.0f} MiB"
     )
 

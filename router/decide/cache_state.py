@@ -24,14 +24,14 @@ from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, PromptMemory, Scope
 
-HOT_RUNNING: Final = 2
+SHARED_RUNNING_MIN: Final = 2
 """So many running requests with one beginning make it hot."""
-HOT_S: Final = 10.0
+SHARED_COPY_S: Final = 10.0
 """A copy of it is good for so long."""
-HOT_NEW_S: Final = 3.0
+SHARED_ARRIVALS_S_MIN: Final = 3.0
 """Those that run with it came in so many seconds, at least, or in a request's life where that is less: with one second,
 four sub-agents that begin at once are spread as if others like them would come (TTFT +11 to 35 %)."""
-LIFE_S_MIN: Final = 1e-3
+LIFETIME_S_MIN: Final = 1e-3
 """Of a request, where nothing is said."""
 CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
@@ -62,11 +62,11 @@ class PromptQuery(msgspec.Struct, eq=False):
 class CacheHits(msgspec.Struct, eq=False):
     """What several candidates will have cached of a prompt."""
 
-    cached: list[int] = []
+    cached_tokens: list[int] = []
     """h"""
-    resident: list[int] = []
+    resident_tokens: list[int] = []
     """What events or history vouch for now."""
-    slower: dict[int, Match] = {}
+    slower_tier_matches: dict[int, Match] = {}
     """The matches that reach into slower tiers, by the candidate's place."""
 
 
@@ -176,9 +176,9 @@ class CacheState:
             else:
                 hit, usable = match.pinned_tokens, match.tokens
                 if usable != match.gpu_tokens:
-                    hits.slower[i] = match
-            hits.cached.append(hit)
-            hits.resident.append(usable)
+                    hits.slower_tier_matches[i] = match
+            hits.cached_tokens.append(hit)
+            hits.resident_tokens.append(usable)
         return hits
 
     def sent(
@@ -240,7 +240,7 @@ class CacheState:
         target.shared_tokens += self._chunk_tokens * chunks
         target.room_tokens += self._chunk_tokens * chunks
 
-    def hot(
+    def shared_prefix(
         self, prompt: PromptQuery, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
     ) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
@@ -251,13 +251,13 @@ class CacheState:
         (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
         elsewhere."""
         keys = prompt.keys(self._chunk_tokens)
-        chunks = self._running_chunks.leading(keys, HOT_RUNNING)
+        chunks = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
         if not chunks:
             return 0, 0.0
         last = keys[chunks - 1]
         running, copies = self._running_chunks.count(last), self._copies.count(last)
-        came_s = min(max(life_s, LIFE_S_MIN), max(now - self._running_chunks.since_s(last), HOT_NEW_S))
-        users = running * HOT_S / came_s / (1 + copies) / delay**2
+        came_s = min(max(life_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last), SHARED_ARRIVALS_S_MIN))
+        users = running * SHARED_COPY_S / came_s / (1 + copies) / delay**2
         if running < copies * fair_requests:
             users *= math.sqrt(running / (copies * fair_requests))
         return chunks * self._chunk_tokens, users / (users + 1.0)

@@ -33,14 +33,14 @@ class ServiceModel:
 class CostConfig:
     """The weights of the cost."""
 
-    beta_scale: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
-    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how many
-    later requests it will delay."""
+    congestion_weight: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
+    """[beta = congestion_weight * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how
+    many later requests it will delay."""
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """Spreads what is otherwise equal."""
     utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
-    load_s_per_token: Annotated[Rates,
+    tier_load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
 
 
@@ -56,10 +56,10 @@ class LearnConfig:
 class QueueConfig:
     """Requests that wait in the router: for their tenant's turn, or in the background."""
 
-    hold_above_s: Annotated[NotNegative, "Hold a request when the winner's slow * Q is longer than this."] = 0.2
+    enqueue_above_s: Annotated[NotNegative, "Queue a request when the winner's slow * Q is longer than this."] = 0.2
     """Enough to keep an engine busy for a step."""
     fair: Annotated[bool, Flag("--fair/--no-fair"),
-        "Hold requests while every worker is busy; the API key that was given least of the workers goes first."
+        "Queue requests while every worker is busy; the API key that was given least of the workers goes first."
     ] = False
     """docs/sharing.md. Without keys: between addresses of clients."""
     background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
@@ -74,7 +74,7 @@ class QueueConfig:
         "Answer 429, with the time after which it would do, what is predicted to wait longer for its first token. "
         "[default: whatever takes its time is taken]"] = None
     """A client asks for less with x-blockcast-ttft-ms."""
-    requests_max: Annotated[Count, "Requests held, and of the background as many; more are refused with 429."] = 4096
+    requests_max: Annotated[Count, "Requests queued, and of the background as many; more are refused with 429."] = 4096
     wait_s_max: Annotated[Seconds,
         "Longest wait of a request without a deadline; it is then refused."] = 120.0
 
@@ -131,7 +131,7 @@ class CoreConfig:
     """The answer races its last events by milliseconds. While it counts, what was evicted meanwhile is promised all the
     same: no longer, then, than a slow link needs."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
-        "Requests in flight or held; more are answered 429."] = 100_000
+        "Requests in flight or queued; more are answered 429."] = 100_000
 
     def __post_init__(self) -> None:
         check(self)

@@ -8,7 +8,7 @@ A request's life: `route` -> Forward (in flight), Enqueue (kept in the queue) or
 it ends by `finish_request`, `abort_request` or `fail_attempt`, the last of which may start another attempt. Queued it
 ends by a Forward, a Refuse or `abort_request`, at the latest one tick after its deadline. Invariants: a request is
 queued or in flight, never both; in flight it has exactly one entry in the tracker and at most one pin; when all have
-ended, every counter of load is zero and no pin outlives its grace. """
+ended, every counter of load is zero and no pin outlives its grace."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class RouterCore:
         chance = self._rng.getstate()
         choice = self._choose(ActiveRequest(request, now, explain=True), now)
         self._rng.setstate(chance)
-        return choice if isinstance(choice, Refuse) else self._chooser.decision(request, choice, now, explain=True)
+        return choice if isinstance(choice, Refuse) else self._chooser.make_decision(request, choice, now, explain=True)
 
     def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
@@ -233,7 +233,7 @@ class RouterCore:
         request, decision, reported = live.request, live.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
         if not is_error:
-            self._output_lengths.seen(request, self.tracker.answered(request_id, reported.completion_tokens, now))
+            self._output_lengths.record(request, self.tracker.answered(request_id, reported.completion_tokens, now))
         self._end_attempt(live, now, is_computed=not is_error, reported_cached=reported.cached_tokens)
         self._end_session(request)
         self.registry.alive(decision.worker, now)
@@ -243,7 +243,7 @@ class RouterCore:
                 decision.worker,
                 # Of several prompts only the first was looked for in the caches, and media are not counted.
                 counted_tokens=request.prompt_tokens
-                if request.token_ids is not None and request.prompts == 1 and request.home is None
+                if request.token_ids is not None and request.prompt_count == 1 and request.media_conversation is None
                 else None,
                 prompt_tokens=reported.prompt_tokens,
                 predicted_cached=decision.predicted_cached_tokens,
@@ -374,7 +374,7 @@ class RouterCore:
         elif (
             may_queue
             and self._queues_when_busy
-            and (choice.wait_s > queue.hold_above_s or (queued_ahead_s is None and choice.held_s))
+            and (choice.wait_s > queue.enqueue_above_s or (queued_ahead_s is None and choice.queued_ahead_s))
         ):
             return self._enqueue(live, choice, now)  # or who has just come would pass by those who wait for that worker
         if len(self._queue):
@@ -390,15 +390,15 @@ class RouterCore:
         left_s = min(limits) - (now - live.arrived_s)
         if choice.cost.terms(choice.winner, 0).ttft_s <= left_s:
             return None
-        soonest, ttft_s = choice.soonest()
+        soonest, ttft_s = choice.earliest()
         if ttft_s <= left_s:
             choice.winner = soonest
             return None
         terms = choice.cost.terms(soonest, 0)
         self.counters["too_slow"] += 1
         message = f"The first token is predicted in {ttft_s:.3g} s, and asked for in {min(limits):.3g} s"
-        if terms.prefill_s + terms.load_s > min(limits):
-            alone_s = terms.prefill_s + terms.load_s
+        if terms.prefill_s + terms.tier_load_s > min(limits):
+            alone_s = terms.prefill_s + terms.tier_load_s
             message += f": this prompt takes {alone_s:.3g} s also where nothing else runs."
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
@@ -431,16 +431,21 @@ class RouterCore:
         if live.request.priority >= self._background_priority and behind_queue:
             candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
         choice = self._chooser.choose(
-            live.request, candidates, now, ahead=queued_ahead_s, held_s=self._queue.prefill_s, explain=live.explain
+            live.request,
+            candidates,
+            now,
+            queued_ahead_s=queued_ahead_s,
+            queued_s=self._queue.prefill_s,
+            explain=live.explain,
         )
         if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
-            self._chooser.choose_again(choice, self._queue.prefill_ahead_of(self._queue_position(live)))
+            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(live)))
         return choice
 
     def _commit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
-        decision = self._chooser.decision(
+        decision = self._chooser.make_decision(
             request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )
         live.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
@@ -454,7 +459,7 @@ class RouterCore:
             stream=request.stream,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
-            load_s=choice.cost.load_seconds(choice.winner) / target.load.factor,
+            tier_load_s=choice.cost.tier_load_seconds(choice.winner) / target.tier_load_speed.factor,
         )
         if choice.prompt is not None:
             self.cache_state.sent(
@@ -466,17 +471,17 @@ class RouterCore:
                 session=request.session,
             )
         if request.session is not None and self.config.session_affinity:
-            self._chooser.sessions.put(request.session, target.name, now)
-        if request.home is not None:
-            home = MediaPlacement(target.name, request.prompt_tokens, now)
-            self._chooser.homes.put((request.home, request.scope), home)
+            self._chooser.session_targets.put(request.session, target.name, now)
+        if request.media_conversation is not None:
+            placement = MediaPlacement(target.name, request.prompt_tokens, now)
+            self._chooser.media_placements.put((request.media_conversation, request.scope), placement)
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.changed()
         if request.priority >= self._background_priority:
             self._background_targets[request.request_id] = target.name
-        target.routed += 1
+        target.routed_requests += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 
@@ -498,7 +503,7 @@ class RouterCore:
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,
         )
         if not is_queued:
-            self.counters["held"] += 1
+            self.counters["queued"] += 1
             if len(self._queue) == 1:
                 self._next_try_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request.request_id, deadline_s)
@@ -513,7 +518,7 @@ class RouterCore:
         instructions: list[Instruction] = []
         queued_ahead_s: dict[str, float] = {}
         for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
-            if not self.tracker.any_free(config.hold_above_s, now):
+            if not self.tracker.any_free(config.enqueue_above_s, now):
                 break
             live = self._active[request_id]
             instruction = self._forget_refused(live, self._place(live, now, queued_ahead_s=queued_ahead_s))
@@ -578,7 +583,7 @@ class RouterCore:
         request = live.request
         self._background_targets.pop(request.request_id, None)
         self.tracker.end(request.request_id, now, computed=is_computed, reported_cached=reported_cached)
-        over = request.session if request.final else None
+        over = request.session if request.is_final else None
         self.cache_state.ended(request.request_id, now, computed=is_computed, over=over)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
@@ -586,9 +591,9 @@ class RouterCore:
             self.registry.changed()
 
     def _end_session(self, request: RouteRequest) -> None:
-        if request.final and request.session is not None:
-            self._chooser.sessions.forget(request.session)
-            self._output_lengths.forget(request)
+        if request.is_final and request.session is not None:
+            self._chooser.session_targets.forget(request.session)
+            self._output_lengths.forget_session(request)
 
     def _clear_lost_cache(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
@@ -606,8 +611,8 @@ class RouterCore:
             targets = self.registry.targets_of(worker_id)
             rows += [worker_row(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
-        if self._chooser.own is not None:
-            counters["policy_failed"] = self._chooser.own.failures
+        if self._chooser.custom_policy is not None:
+            counters["policy_failed"] = self._chooser.custom_policy.failures
         return CoreSnapshot(rows, len(self._queue), len(self._active) - len(self._queue), counters)
 
     def check_invariants(self) -> None:

@@ -26,22 +26,22 @@ class RouteRequest(msgspec.Struct, eq=False):
     """The prompt; None where it could not be tokenised here: then only load decides."""
     prompt_tokens: int
     """Of all its prompts, or an estimate where `token_ids` is None."""
-    prompts: int = 1
+    prompt_count: int = 1
     """Prompts in its body. `token_ids` is the first."""
-    longest_tokens: int = 0
+    longest_prompt_tokens: int = 0
     """Of the longest of its prompts; 0 where there is one, of `prompt_tokens`."""
     is_counted: bool = True
     """False: its prompt was not counted to the end, as it is so long, or has media."""
-    home: int | None = None
+    media_conversation: int | None = None
     """Digest of how a conversation with media began; None without media. What such a prompt shares with the turn before
     cannot be matched: it is taken to be where that turn was."""
-    like: PromptMemory | None = None
+    similar_prompt: PromptMemory | None = None
     """Of a prompt that may begin as this one does."""
-    alike: int | None = None
+    common_tokens: int | None = None
     """Tokens that both are known to begin with; None where they have to be compared."""
-    output_max: int = 0
+    output_tokens_max: int = 0
     """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
-    output_min: int = 0
+    output_tokens_min: int = 0
     """Fewest tokens that will be generated, where the client forbids an earlier end."""
     stream: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
@@ -53,9 +53,9 @@ class RouteRequest(msgspec.Struct, eq=False):
     """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
     parent: str | None = None
     """The session that started this one: its prompts begin alike."""
-    final: bool = False
+    is_final: bool = False
     """No request of the session will follow."""
-    subset: frozenset[str] | None = None
+    allowed_workers: frozenset[str] | None = None
     """Workers that may be chosen, as a gateway says; None: all."""
     role: str | None = None
     """Role label a worker must carry, or None for any."""
@@ -67,10 +67,10 @@ class RouteRequest(msgspec.Struct, eq=False):
     """Whose it is: fair turns are between tenants."""
     share: float = 1.0
     """What a turn of its tenant's counts is divided by it."""
-    kinds: list[tuple[str, int | str | None]] | None = None
+    length_keys: list[tuple[str, int | str | None]] | None = None
     """What answers its own will be like, once router/decide/output_lengths.py has worked it out."""
 
-    def replaced(self, **changes: Any) -> RouteRequest:
+    def replace(self, **changes: Any) -> RouteRequest:
         """The same but for these fields."""
         return msgspec.structs.replace(self, **changes)
 
@@ -122,20 +122,20 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """P: uncached prefill on an otherwise idle worker."""
     queue_s: float
     """Q: prefill routed there before and not yet done."""
-    held_s: float
-    """Prefill that the router holds for it and will send before this request."""
-    slow: float
+    queued_ahead_s: float
+    """Prefill that the router has queued for it and will send before this request."""
+    slowdown: float
     """Factor by which running decodes stretch a prefill."""
-    load_s: float
+    tier_load_s: float
     """Time to fetch the part of h that lies on slower tiers."""
-    crowding_s: float
+    pressure_s: float
     """What will be computed again because the worker lacks room for all that lives there."""
     utilisation: float
     """U: prefill seconds routed there per second, averaged over a minute."""
-    beta: float
+    congestion: float
     decode_requests: int
     ttft_s: float
-    """The prediction: slow * (Q + held + P) + seat + memory + load."""
+    """The prediction: slowdown * (Q + queued ahead + P) + step wait + seat + memory + load."""
     cost: float
     """The price; the lowest wins."""
     output_tokens: float = 0.0
@@ -146,19 +146,19 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """Wait for KV memory, where running requests hold too much of it."""
     decode_s: float = 0.0
     """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
-    rest_s: float = 0.0
+    step_wait_s: float = 0.0
     """Until the step that runs ends: a prompt begins with the next."""
-    hot_s: float = 0.0
+    shared_s: float = 0.0
     """The part of `prefill_s` that is laid to others who run now and begin alike: the price is without it."""
-    stall_s: float = 0.0
+    decode_stall_s: float = 0.0
     """For how long those who decode there stand still, all together, while this request's share of what several begin
     with is computed once more; counts `decode_weight` times."""
-    overtaken_s: float = 0.0
+    overtaking_s: float = 0.0
     """What those that wait there, and have more left, wait longer for this prompt, all together: where its engine takes
     who has the least left first. They are not in `queue_s`."""
-    home_tokens: int = 0
+    media_cached_tokens: int = 0
     """Of a prompt with media: taken to be cached here, where its conversation was before. Not in `cached_tokens`."""
-    others_requests: int = 0
+    external_requests: int = 0
     """Requests there that no router of ours sent, as its engine says, where that is believed; among `decode_requests`,
     and those that wait in `queue_s`."""
 
@@ -177,19 +177,19 @@ class Decision(msgspec.Struct, eq=False):
     predicted_ttft_s: float
     terms: Terms
     decided_s: float
-    waited_s: float = 0.0
+    queued_s: float = 0.0
     """How long it was queued."""
-    best: Terms | None = None
+    most_cached: Terms | None = None
     """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
     candidates: list[Terms] = []
     """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
     not_eligible: dict[str, str] = {}
     """worker -> why it was not a candidate; filled with `candidates`."""
 
-    def fields(self) -> dict[str, Any]:
+    def to_json_fields(self) -> dict[str, Any]:
         """As JSON has it."""
-        made: dict[str, Any] = msgspec.to_builtins(self)
-        return made
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 class Forward(msgspec.Struct, frozen=True):

@@ -23,16 +23,16 @@ TOKENS_MAX: Final = 131_072
 """No answer counts as longer."""
 PREFIX_TOKENS: Final = 256
 """Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
-KINDS_MAX: Final = 20_000
-_MEMORY: Final = 64.0
+LENGTH_KEYS_MAX: Final = 20_000
+_ANSWERS_AVERAGED: Final = 64.0
 """Answers over which an average goes."""
-_DOUBT: Final = 4.0
+_PRIOR_ANSWERS: Final = 4.0
 """So many answers must be seen of a kind before they count as much as what is known of the more general kind."""
-_STEP: Final = 10.0
+_GROWTH_MAX: Final = 10.0
 """An answer counts as at most so many times what was expected."""
 
 
-Kind = tuple[str, int | str | None]
+LengthKey = tuple[str, int | str | None]
 
 
 @dataclass(slots=True)
@@ -41,74 +41,74 @@ class _Average:
     mean: float = 0.0
 
     def add(self, tokens: float) -> None:
-        self.count = self.count + 1.0 if self.count + 1.0 < _MEMORY else _MEMORY
+        self.count = self.count + 1.0 if self.count + 1.0 < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
         self.mean += (tokens - self.mean) / self.count
 
-    def over(self, general: float) -> float:
+    def blend_with(self, general: float) -> float:
         """The expectation, where `general` is that of the more general kind."""
-        return (self.count * self.mean + _DOUBT * general) / (self.count + _DOUBT)
+        return (self.count * self.mean + _PRIOR_ANSWERS * general) / (self.count + _PRIOR_ANSWERS)
 
 
 class OutputLengths:
     """Averages by kind of request; at most `KINDS_MAX` kinds, the longest unused forgotten."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[Kind, _Average] = OrderedDict()
+        self._averages: OrderedDict[LengthKey, _Average] = OrderedDict()
 
     def expect(self, request: RouteRequest) -> float:
         """Tokens that will be generated: no fewer than the client asks for, and no more than it allows."""
-        request.kinds = kinds = request.kinds or _kinds(request)
-        tokens = self._mean(kinds)
-        if request.output_min > tokens:
-            tokens = float(min(request.output_min, TOKENS_MAX))
-        if 0 < request.output_max < tokens:
-            tokens = float(request.output_max)
+        request.length_keys = keys = request.length_keys or _length_keys(request)
+        tokens = self._expected_tokens(keys)
+        if request.output_tokens_min > tokens:
+            tokens = float(min(request.output_tokens_min, TOKENS_MAX))
+        if 0 < request.output_tokens_max < tokens:
+            tokens = float(request.output_tokens_max)
         return tokens if tokens > 1.0 else 1.0
 
-    def seen(self, request: RouteRequest, tokens: int) -> None:
+    def record(self, request: RouteRequest, tokens: int) -> None:
         """So many were generated."""
         if tokens < 1:
             return
-        kinds = request.kinds or _kinds(request)
-        found, mean = [self._kinds.get(kind) for kind in kinds], TOKENS_PRIOR
-        for known in found:
-            if known is not None:
-                mean = known.over(mean)
-        counted, most = float(min(tokens, TOKENS_MAX)), _STEP * mean
-        if counted > most:
-            counted = most
-        for kind, known in zip(kinds, found):
-            if known is None:
-                known = self._kinds[kind] = _Average()
+        keys = request.length_keys or _length_keys(request)
+        averages, mean = [self._averages.get(key) for key in keys], TOKENS_PRIOR
+        for average in averages:
+            if average is not None:
+                mean = average.blend_with(mean)
+        capped_tokens, tokens_max = float(min(tokens, TOKENS_MAX)), _GROWTH_MAX * mean
+        if capped_tokens > tokens_max:
+            capped_tokens = tokens_max
+        for key, average in zip(keys, averages):
+            if average is None:
+                average = self._averages[key] = _Average()
             else:
-                self._kinds.move_to_end(kind)
-            known.add(counted)
-        while len(self._kinds) > KINDS_MAX:
-            self._kinds.popitem(last=False)
+                self._averages.move_to_end(key)
+            average.add(capped_tokens)
+        while len(self._averages) > LENGTH_KEYS_MAX:
+            self._averages.popitem(last=False)
 
-    def forget(self, request: RouteRequest) -> None:
+    def forget_session(self, request: RouteRequest) -> None:
         """Its session is over."""
         if request.session is not None:
-            self._kinds.pop((request.model, request.session), None)
+            self._averages.pop((request.model, request.session), None)
 
-    def _mean(self, kinds: Sequence[Kind]) -> float:
+    def _expected_tokens(self, keys: Sequence[LengthKey]) -> float:
         tokens = TOKENS_PRIOR
-        for kind in kinds:
-            known = self._kinds.get(kind)
-            if known is not None:
-                tokens = known.over(tokens)
+        for key in keys:
+            average = self._averages.get(key)
+            if average is not None:
+                tokens = average.blend_with(tokens)
         return tokens
 
 
-def _kinds(request: RouteRequest) -> list[Kind]:
+def _length_keys(request: RouteRequest) -> list[LengthKey]:
     """What a request is, from the general to the particular."""
     model, token_ids = request.model, request.token_ids
-    kinds: list[Kind] = [(model, None)]
+    keys: list[LengthKey] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
         first = token_ids[:PREFIX_TOKENS]
         ids = first if isinstance(first, array) else array("I", first)
-        kinds.append((model, xxhash.xxh3_64_intdigest(ids)))
+        keys.append((model, xxhash.xxh3_64_intdigest(ids)))
     for session in (request.parent, request.session):
         if session is not None:
-            kinds.append((model, session))
-    return kinds
+            keys.append((model, session))
+    return keys

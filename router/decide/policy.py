@@ -27,10 +27,10 @@ log = logging.getLogger("router")
 
 STICKY_TOKENS: Final = 256
 """Without a session key, `sticky` goes by this many first tokens of the prompt."""
-BETA_MIN: Final = 0.1
-"""Least seconds of price that beta adds to a second of new prefill, also on an idle pool."""
-BETA_MAX: Final = 50.0
-"""Most seconds of price that beta adds to a second of new prefill."""
+CONGESTION_MIN: Final = 0.1
+"""Least seconds of price that congestion adds to a second of new prefill, also on an idle pool."""
+CONGESTION_MAX: Final = 50.0
+"""Most seconds of price that congestion adds to a second of new prefill."""
 TIE_S: Final = 1e-6
 """Prices that are at most so many seconds apart are a tie, and ties rotate."""
 
@@ -45,201 +45,219 @@ def congestion_factor(utilisation: float, backlogs: float, config: CostConfig) -
     prefill on the idle one is cheap.
     """
     ratio = min(utilisation, 2.0) * (1.0 + backlogs) / max(1.0 - utilisation, 0.1)
-    return min(max(config.beta_scale * ratio, BETA_MIN), BETA_MAX)
+    return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
 
 
-def load_seconds(match: Match, config: CostConfig) -> float:
+def tier_load_seconds(match: Match, config: CostConfig) -> float:
     """Time to fetch the part of a match that lies on slower tiers."""
     if match.tokens <= match.gpu_tokens:
         return 0.0
-    return sum(tokens * rate for tokens, rate in zip(match.tier_tokens, config.load_s_per_token))
+    return sum(tokens * rate for tokens, rate in zip(match.tier_tokens, config.tier_load_s_per_token))
 
 
 class KvCost:
     """The cost of sending one prompt to each of several targets at one moment.
 
-    `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
-    `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
-    seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
-    wait for KV memory, where there is one; `held_s` seconds of prefill that the router holds in all: they wait like
-    what the targets were sent; `hot_tokens` is the beginning that running requests have in common with this one,
-    `hot_share` the part of its prefill that is laid to others; `pool`: what the targets are the shortlist of.
-    """
+    `cached_tokens[i]` is h of `targets[i]` in tokens; `tier_load_s[i]` its load seconds, or `tier_load_s` is None where
+    all are zero; `queued_ahead_s[i]` seconds of prefill that the router has queued for it and will send before this
+    prompt, or None; `pressure_s[i]` seconds that will be computed again for want of room there, or None where there is
+    room everywhere; `memory_s[i]` the wait for KV memory, where there is one; `queued_s` seconds of prefill that the
+    router has queued in all: they wait like what the targets were sent; `shared_prefix_tokens` is the beginning that
+    running requests have in common with this one, `shared_discount` the part of its prefill that is laid to others;
+    `pool`: what the targets are the shortlist of."""
 
     def __init__(
         self,
         targets: Sequence[Target],
-        cached: list[int],
-        loads: Sequence[float] | None,
+        cached_tokens: list[int],
+        tier_load_s: Sequence[float] | None,
         *,
         prompt_tokens: int,
         utilisation_factor: float,
         now: float,
         config: CostConfig,
-        held_s: float = 0.0,
+        queued_s: float = 0.0,
         expected_tokens: float = 0.0,
         pool: LoadOrder | None = None,
     ) -> None:
         self.targets = targets
-        self.cached = cached
-        self.loads = loads
-        self.ahead: Sequence[float] | None = None
-        self.crowding: Sequence[float] | None = None
-        self.memory: dict[int, float] = {}
-        self.hot_tokens, self.hot_share = 0, 0.0
-        self.home, self.home_tokens = -1, 0
+        self.cached_tokens = cached_tokens
+        self.tier_load_s = tier_load_s
+        self.queued_ahead_s: Sequence[float] | None = None
+        self.pressure_s: Sequence[float] | None = None
+        self.memory_s: dict[int, float] = {}
+        self.shared_prefix_tokens, self.shared_discount = 0, 0.0
+        self.media_candidate, self.media_cached_tokens = -1, 0
         """Where the conversation was before, and what it is taken to have there."""
         self.prompt_tokens = prompt_tokens
         self.expected_tokens = expected_tokens
-        self.factor = utilisation_factor
+        self.utilisation_factor = utilisation_factor
         self.config = config
-        utilisation, work, arrivals, shortest = 0.0, 0.0, 0.0, math.inf
+        utilisation, work_rate, arrival_rate, shortest = 0.0, 0.0, 0.0, math.inf
         waits: list[float] = []
         self.waits = waits
-        self.rests = [target.rest_seconds(now) for target in targets]
+        self.step_waits = [target.rest_seconds(now) for target in targets]
         for target in targets:
-            wait = target.waiting_s
-            if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slow
+            wait_s = target.waiting_s
+            if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
+                progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slowdown
                 if progress > 0.0:
-                    left, overdue = target.oldest_s - progress, target.OVERDUE_SHARE * progress
-                    wait += (left if left > overdue else overdue) - target.oldest_s
-            waits.append(wait)
-            if wait * target.slow < shortest:
-                shortest = wait * target.slow
-            work += target.utilisation_scaled
-            arrivals += target.arrivals_scaled
+                    remaining_s, overdue_s = target.oldest_s - progress, target.OVERDUE_SHARE * progress
+                    wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_s
+            waits.append(wait_s)
+            if wait_s * target.slowdown < shortest:
+                shortest = wait_s * target.slowdown
+            work_rate += target.utilisation_scaled
+            arrival_rate += target.arrivals_scaled
             if target.peer is not None:
                 utilisation += target.peer.utilisation
         count = len(targets)
         if pool is not None:
-            utilisation, work, arrivals, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
-        mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
-        backlogs = (shortest + held_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
-        self.beta = congestion_factor((utilisation + work * utilisation_factor) / count, backlogs, config)
+            utilisation, work_rate, arrival_rate, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
+        mean_prefill = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
+        backlogs = (shortest + queued_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
+        self.congestion = congestion_factor((utilisation + work_rate * utilisation_factor) / count, backlogs, config)
 
     def choose(self, rotation: int) -> int:
         """The cheapest candidate; of several within `TIE_S`, the `rotation`-th in turn."""
         config, length = self.config, self.prompt_tokens
-        weight, decode_weight = 1.0 + self.beta, config.decode_weight
-        utilisation_weight = config.utilisation_weight * self.factor
-        loads, ahead, crowding, rests = self.loads, self.ahead, self.crowding, self.rests
-        square, expected, memory = length * length, self.expected_tokens, self.memory
-        best, ties = float("inf"), []
-        hot, hot_share = self.hot_tokens, self.hot_share
-        mean_context = length + 0.5 * expected
+        prefill_weight, decode_weight = 1.0 + self.congestion, config.decode_weight
+        utilisation_weight = config.utilisation_weight * self.utilisation_factor
+        tier_load_s, queued_ahead_s, pressure_s, step_waits = (
+            self.tier_load_s,
+            self.queued_ahead_s,
+            self.pressure_s,
+            self.step_waits,
+        )
+        square, expected_tokens, memory_s = length * length, self.expected_tokens, self.memory_s
+        lowest, ties = float("inf"), []
+        shared_prefix, shared_discount = self.shared_prefix_tokens, self.shared_discount
+        mean_context = length + 0.5 * expected_tokens
         # The formula of `terms`, written out: see above.
-        for i, (target, hit, wait) in enumerate(zip(self.targets, self.priced_hits, self.waits)):
-            prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
-            stall = 0.0
-            if hit < hot:
-                part = target.prefill_seconds(hot, hit)
-                prefill -= hot_share * part
-                stall = decode_weight * self.stalled(part) * target.sharers
-            cost = weight * prefill + wait
-            if wait and target.shortest_first:
-                cost = weight * prefill + self.placed(target, hit, wait)
-            if ahead is not None:
-                cost += ahead[i]
-            cost = target.slow * cost + utilisation_weight * target.utilisation_scaled
+        for i, (target, cached, wait_s) in enumerate(zip(self.targets, self.priced_cached_tokens, self.waits)):
+            prefill_s = target.prefill_rate * (length - cached) + target.quadratic_rate * (square - cached * cached)
+            stall_s = 0.0
+            if cached < shared_prefix:
+                shared_prefill_s = target.prefill_seconds(shared_prefix, cached)
+                prefill_s -= shared_discount * shared_prefill_s
+                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.sharers
+            cost = prefill_weight * prefill_s + wait_s
+            if wait_s and target.shortest_first:
+                cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, cached, wait_s)
+            if queued_ahead_s is not None:
+                cost += queued_ahead_s[i]
+            cost = target.slowdown * cost + utilisation_weight * target.utilisation_scaled
             if target.peer is not None:
                 cost += config.utilisation_weight * target.peer.utilisation
             if decode_weight:
                 context_s = target.decode_context_s * mean_context
-                decode_s = expected * (target.alone_s + context_s)
+                decode_s = expected_tokens * (target.alone_s + context_s)
                 sharers = target.sharers
                 if sharers:
-                    shared = expected
-                    left = target.left_mean
-                    if left < expected:
-                        shared *= 2.0 * left / (left + expected)
-                    decode_s += shared * (target.sharing_s + sharers * context_s)
+                    overlap_tokens = expected_tokens
+                    mean_remaining = target.left_mean
+                    if mean_remaining < expected_tokens:
+                        overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
+                    decode_s += overlap_tokens * (target.sharing_s + sharers * context_s)
                 cost += decode_weight * decode_s
-            cost += target.seat_s + stall + rests[i]
-            if memory:
-                cost += memory.get(i, 0.0)
-            if loads is not None:
-                cost += loads[i]
-            if crowding is not None:
-                cost += crowding[i]
-            if cost < best - TIE_S:
-                best, ties = cost, [i]
-            elif cost <= best + TIE_S:
+            cost += target.seat_s + stall_s + step_waits[i]
+            if memory_s:
+                cost += memory_s.get(i, 0.0)
+            if tier_load_s is not None:
+                cost += tier_load_s[i]
+            if pressure_s is not None:
+                cost += pressure_s[i]
+            if cost < lowest - TIE_S:
+                lowest, ties = cost, [i]
+            elif cost <= lowest + TIE_S:
                 ties.append(i)
-                best = min(best, cost)
+                lowest = min(lowest, cost)
         return ties[rotation % len(ties)]
 
     @property
-    def priced_hits(self) -> list[int]:
+    def priced_cached_tokens(self) -> list[int]:
         """h of each candidate, or what the conversation is taken to have there, if that is more."""
-        if self.home < 0 or self.home_tokens <= self.cached[self.home]:
-            return self.cached
-        hits = self.cached[:]
-        hits[self.home] = self.home_tokens
+        if self.media_candidate < 0 or self.media_cached_tokens <= self.cached_tokens[self.media_candidate]:
+            return self.cached_tokens
+        hits = self.cached_tokens[:]
+        hits[self.media_candidate] = self.media_cached_tokens
         return hits
 
-    def stalled(self, part_s: float) -> float:
+    def decode_stall_seconds(self, shared_prefill_s: float) -> float:
         """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
-        return (1.0 - self.hot_share) * part_s
+        return (1.0 - self.shared_discount) * shared_prefill_s
 
-    def placed(self, target: Target, hit: int, wait_s: float) -> float:
+    def shortest_first_seconds(self, target: Target, cached: int, wait_s: float) -> float:
         """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
-        own_s = target.prefill_seconds(self.prompt_tokens, hit)
-        before_s, later = target.place(own_s, wait_s)
-        return before_s + later * own_s
+        prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
+        before_s, overtaken_count = target.place(prefill_s, wait_s)
+        return before_s + overtaken_count * prefill_s
 
-    def load_seconds(self, i: int) -> float:
+    def tier_load_seconds(self, i: int) -> float:
         """To fetch what candidate i has on slower tiers."""
-        return self.loads[i] if self.loads is not None else 0.0
+        return self.tier_load_s[i] if self.tier_load_s is not None else 0.0
 
     def terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
-        config, target, hit = self.config, self.targets[i], self.priced_hits[i]
-        prefill = target.prefill_seconds(self.prompt_tokens, hit)
-        waiting, overtaken = self.waits[i], 0
+        config, target, cached = self.config, self.targets[i], self.priced_cached_tokens[i]
+        prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
+        queue_s, overtaken_count = self.waits[i], 0
         if target.shortest_first:
-            waiting, overtaken = target.place(prefill, waiting)
-        held = self.ahead[i] if self.ahead is not None else 0.0
-        utilisation = target.utilisation_scaled * self.factor
+            queue_s, overtaken_count = target.place(prefill_s, queue_s)
+        queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
+        utilisation = target.utilisation_scaled * self.utilisation_factor
         decoding = target.decode_requests
         if target.peer is not None:
             utilisation += target.peer.utilisation
             decoding += target.peer.decode_requests
-        load_s = self.load_seconds(i)
-        crowding_s = self.crowding[i] if self.crowding is not None else 0.0
-        part = target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
-        hot_s, stall_s = self.hot_share * part, self.stalled(part) * target.sharers
-        overtaken_s = overtaken * prefill
-        cost = target.slow * (waiting + overtaken_s + held + (1.0 + self.beta) * (prefill - hot_s))
-        cost += config.utilisation_weight * utilisation + load_s + crowding_s
-        seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
+        tier_load_s = self.tier_load_seconds(i)
+        pressure_s = self.pressure_s[i] if self.pressure_s is not None else 0.0
+        shared_prefill_s = (
+            target.prefill_seconds(self.shared_prefix_tokens, cached) if cached < self.shared_prefix_tokens else 0.0
+        )
+        shared_s, stall_s = (
+            self.shared_discount * shared_prefill_s,
+            self.decode_stall_seconds(shared_prefill_s) * target.sharers,
+        )
+        overtaking_s = overtaken_count * prefill_s
+        cost = target.slowdown * (
+            queue_s + overtaking_s + queued_ahead_s + (1.0 + self.congestion) * (prefill_s - shared_s)
+        )
+        cost += config.utilisation_weight * utilisation + tier_load_s + pressure_s
+        seat_s, memory_s = target.seat_s, self.memory_s.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
-        rest_s = self.rests[i]
-        cost += seat_s + memory_s + rest_s + config.decode_weight * (decode_s + stall_s)
+        step_wait_s = self.step_waits[i]
+        cost += seat_s + memory_s + step_wait_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
-            cached_tokens=self.cached[i],
-            home_tokens=self.home_tokens if i == self.home else 0,
+            cached_tokens=self.cached_tokens[i],
+            media_cached_tokens=self.media_cached_tokens if i == self.media_candidate else 0,
             resident_tokens=resident_tokens,
-            prefill_s=prefill,
-            queue_s=waiting,
-            held_s=held,
-            overtaken_s=overtaken_s,
-            slow=target.slow,
-            load_s=load_s,
-            crowding_s=crowding_s,
+            prefill_s=prefill_s,
+            queue_s=queue_s,
+            queued_ahead_s=queued_ahead_s,
+            overtaking_s=overtaking_s,
+            slowdown=target.slowdown,
+            tier_load_s=tier_load_s,
+            pressure_s=pressure_s,
             utilisation=utilisation,
-            beta=self.beta,
+            congestion=self.congestion,
             decode_requests=decoding,
             output_tokens=self.expected_tokens,
             seat_s=seat_s,
             memory_s=memory_s,
             decode_s=decode_s,
-            rest_s=rest_s,
-            hot_s=hot_s,
-            stall_s=stall_s,
-            others_requests=others.running + others.waiting if (others := target.believed) is not None else 0,
-            ttft_s=target.slow * (waiting + held + prefill) + rest_s + seat_s + memory_s + load_s,
+            step_wait_s=step_wait_s,
+            shared_s=shared_s,
+            decode_stall_s=stall_s,
+            external_requests=external_load.running + external_load.waiting
+            if (external_load := target.believed) is not None
+            else 0,
+            ttft_s=target.slowdown * (queue_s + queued_ahead_s + prefill_s)
+            + step_wait_s
+            + seat_s
+            + memory_s
+            + tier_load_s,
             cost=cost,
         )
 
@@ -254,25 +272,25 @@ class CustomPolicy:
     def __init__(self, name: str) -> None:
         module, colon, function = name.partition(":")
         try:
-            found = getattr(importlib.import_module(module), function) if colon else None
+            policy = getattr(importlib.import_module(module), function) if colon else None
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"policy_function: got {name!r}: {error}") from error
-        if not callable(found):
+        if not callable(policy):
             raise ConfigError(f"policy_function: got {name!r}, expected MODULE:NAME of a function")
-        self._function: Callable[[RouteRequest, list[Terms]], object] = found
+        self._function: Callable[[RouteRequest, list[Terms]], object] = policy
         self.failures = 0
 
     def choose(self, request: RouteRequest, terms: list[Terms]) -> int | None:
         try:
-            chosen = self._function(request, terms)
-            if type(chosen) is not int or not 0 <= chosen < len(terms):
-                raise ValueError(f"got {chosen!r}, expected an index from 0 to {len(terms) - 1}")
+            index = self._function(request, terms)
+            if type(index) is not int or not 0 <= index < len(terms):
+                raise ValueError(f"got {index!r}, expected an index from 0 to {len(terms) - 1}")
         except Exception:
             self.failures += 1
             if self.failures == 1:
                 log.exception("the policy function failed; the price decides, here and whenever it fails again")
             return None
-        return chosen
+        return index
 
 
 def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:

@@ -24,7 +24,7 @@ from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 from router.tenancy.fair import FairTurns
 
 LOOKAHEAD_MAX: Final = 1024
-"""Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
+"""Queued requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
 TENANTS_MAX: Final = 4096
 """Tenants whose retries are counted; who asked longest ago begins anew."""
 _BUDGET_MULTIPLE: Final = 10.0

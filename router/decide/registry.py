@@ -140,7 +140,7 @@ class WorkerRegistry:
         pool, context_max = self._build_pool(key) if known is None else known
         if not pool:
             return self._refuse(request)
-        whole = (request.longest_tokens or request.prompt_tokens) + 1
+        whole = (request.longest_prompt_tokens or request.prompt_tokens) + 1
         counted = request.token_ids is not None  # an estimate never refuses
         if counted and context_max is not None and whole > context_max:
             pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
@@ -152,8 +152,8 @@ class WorkerRegistry:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
                 return self._refuse_pinned(request)
-        if request.subset is not None:
-            pool = [t for t in pool if t.worker_id in request.subset]
+        if request.allowed_workers is not None:
+            pool = [t for t in pool if t.worker_id in request.allowed_workers]
             if not pool:
                 message = "None of the endpoints that the gateway allows, or that requests are sent to, can take this."
                 return Refuse(request.request_id, 503, "no_worker", message, 1.0)
@@ -183,13 +183,17 @@ class WorkerRegistry:
         found: dict[str, str] = {}
         for worker in self.workers.values():
             reason = _unfit(worker, request.model, request.role)
-            tokens = request.longest_tokens or request.prompt_tokens
+            tokens = request.longest_prompt_tokens or request.prompt_tokens
             whole = tokens + 1 if request.token_ids is not None else 0
             if reason is None and not self._fits(worker.worker_id, request.model, whole):
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
-            elif reason is None and request.subset is not None and worker.worker_id not in request.subset:
+            elif (
+                reason is None
+                and request.allowed_workers is not None
+                and worker.worker_id not in request.allowed_workers
+            ):
                 reason = "not among the gateway's endpoints"
             if reason is not None:
                 found[worker.worker_id] = reason
@@ -295,11 +299,11 @@ class WorkerSnapshot:
     prefilling: int
     decoding: int
     peer_prefilling: int
-    """What other routers have in flight there, as they told; `queue_s`, `utilisation` and `slow` count it in."""
+    """What other routers have in flight there, as they told; `queue_s`, `utilisation` and `slowdown` count it in."""
     peer_decoding: int
     engine_load: EngineLoad | None
     """What its engine said last of its sequences and memory; None where it does not, or not lately."""
-    others_requests: int
+    external_requests: int
     """Of those, what no router of ours sent, as far as it is believed; counted in, too."""
     cache_tokens: int | None
     """What its KV cache holds: told, or as its events show it; None where neither is known."""
@@ -307,10 +311,10 @@ class WorkerSnapshot:
     """`arrival`, or `shortest`: which of its prompts it computes first."""
     queue_s: float
     utilisation: float
-    slow: float
-    learned: dict[str, float]
+    slowdown: float
+    learned_speed: dict[str, float]
     """prefill_s_per_token, quadratic_tokens, step_s, decode_request_s, observations."""
-    routed: int
+    routed_requests: int
     predicted_cached_tokens: int
     reported_cached_tokens: int
     alarms: list[str]
@@ -321,7 +325,7 @@ class CoreSnapshot:
     """Everything `/workers` and `/metrics` show of the core."""
 
     workers: list[WorkerSnapshot]
-    held: int
+    queued: int
     in_flight: int
     counters: dict[str, int]
 
@@ -343,21 +347,21 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         peer_prefilling=(peer.prefill_requests if peer else 0) - (others.prefill_requests if others else 0),
         peer_decoding=(peer.decode_requests if peer else 0) - (others.decode_requests if others else 0),
         engine_load=claims.load if claims is not None else None,
-        others_requests=others.prefill_requests + others.decode_requests if others else 0,
+        external_requests=others.prefill_requests + others.decode_requests if others else 0,
         cache_tokens=target.capacity_tokens,
         prefill_order="shortest" if target.shortest_first else "arrival",
         queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
-        slow=target.slow,
-        learned={
+        slowdown=target.slowdown,
+        learned_speed={
             "prefill_s_per_token": service.prefill_s_per_token,
             "quadratic_tokens": service.quadratic_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
-            "load_factor": target.load.factor,
+            "load_factor": target.tier_load_speed.factor,
             "observations": target.speeds.observations(target.name),
         },
-        routed=target.routed,
+        routed_requests=target.routed_requests,
         predicted_cached_tokens=target.predicted_cached_tokens,
         reported_cached_tokens=target.reported_cached_tokens,
         alarms=alarms,

@@ -132,7 +132,7 @@ class LoadOrder:
         if target.shortest_first:
             before_s, later = target.place(prefill_s, wait_s)
             wait_s = before_s + later * prefill_s
-        key = target.slow * (wait_s + prefill_s) + target.seat_s
+        key = target.slowdown * (wait_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.sharers:
             key += 0.5 * target.step_now_s

@@ -342,9 +342,9 @@ class TierLoadSpeed:
         self._recent: deque[float] = deque(maxlen=_LOADS_RECENT)
         self.factor = 1.0
 
-    def observe(self, load_s: float, excess_s: float) -> None:
-        """A load of `load_s` by the configured rates took so many seconds."""
-        self._recent.append(min(max(excess_s / load_s, _RATIO_MIN), _RATIO_MAX))
+    def observe(self, tier_load_s: float, excess_s: float) -> None:
+        """A load of `tier_load_s` by the configured rates took so many seconds."""
+        self._recent.append(min(max(excess_s / tier_load_s, _RATIO_MIN), _RATIO_MAX))
         if len(self._recent) >= _LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 

@@ -59,7 +59,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     prefill_s: float
     routed_s: float
     stream: bool
-    load_s: float
+    tier_load_s: float
     """To fetch what lies on slower tiers, by the configured rates."""
     done_s: float = 0.0
     """Of its P, by when another went first."""
@@ -151,7 +151,7 @@ class Target:
     speeds: PoolSpeeds
     OVERDUE_SHARE: ClassVar[float] = 0.2
     """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
-    load: TierLoadSpeed = field(default_factory=TierLoadSpeed)
+    tier_load_speed: TierLoadSpeed = field(default_factory=TierLoadSpeed)
     name: str = ""
     prefills: dict[str, InFlight] = field(default_factory=dict)
     """Routed and without a first token, in the order of routing."""
@@ -204,7 +204,7 @@ class Target:
     """How many decoded beside the last requests that seemed to wait for a seat."""
     sums: WorkTotals = field(default_factory=WorkTotals)
     decode_learnt_s: float = -math.inf
-    slow: float = 1.0
+    slowdown: float = 1.0
     step_now_s: float = 0.0
     """A decode step now."""
     sharers: int = 0
@@ -229,7 +229,7 @@ class Target:
     """When a step was last seen to end: by a first token, or a last one."""
     oldest_s: float = 0.0
     """The oldest one's P."""
-    routed: int = 0
+    routed_requests: int = 0
     """Requests sent here since it was added; what was cached of their prompts, as predicted and as reported."""
     predicted_cached_tokens: int = 0
     reported_cached_tokens: int = 0
@@ -280,7 +280,7 @@ class Target:
             context += self.peer.decode_context
             self.sharers += self.peer.decode_requests + self.peer.prefill_requests
         self.step_now_s = self.service.step_s + self.decode_request_s * requests + self.decode_context_s * context
-        self.slow = 1.0 + self.step_now_s / self.step_prefill_s
+        self.slowdown = 1.0 + self.step_now_s / self.step_prefill_s
         if self.requests:
             self.left_mean = self.left_tokens / self.requests
         over = self.sharers + 1 - self.seats
@@ -302,7 +302,7 @@ class Target:
         waiting = self.waiting_s
         if waiting == 0.0:
             return 0.0
-        progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slow
+        progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slowdown
         if progress <= 0.0:
             return waiting
         left, overdue = self.oldest_s - progress, self.OVERDUE_SHARE * progress
@@ -312,7 +312,7 @@ class Target:
         """Call before what is in the queue changes: where the order may change, what was done so far is noted."""
         first = self.first
         if first is not None:
-            done_s = (now - self.busy_since_s) / self.slow
+            done_s = (now - self.busy_since_s) / self.slowdown
             if done_s > 0.0:
                 first.done_s += done_s
         self.turned_s = now
@@ -346,12 +346,12 @@ class Target:
         """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
         if not self.prefills:
             return None
-        return (now - self.busy_since_s) / (self.slow * self.oldest_s + self.lead_share * self.step_now_s)
+        return (now - self.busy_since_s) / (self.slowdown * self.oldest_s + self.lead_share * self.step_now_s)
 
     def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
         """Until such a prompt has its first token: what waits, a step and a half, seats and memory."""
         prefill_s = self.prefill_seconds(prompt_tokens, cached_tokens)
-        seconds = self.slow * (self.first_seconds(prefill_s, now) + prefill_s)
+        seconds = self.slowdown * (self.first_seconds(prefill_s, now) + prefill_s)
         over = prompt_tokens - cached_tokens - self.room_tokens
         memory_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
         return seconds + 1.5 * self.step_now_s + self.seat_s + memory_s
@@ -500,9 +500,9 @@ class PrefillInterval:
     step_s: float = 0.0
     """When its last step began, about."""
     steps: int = 1
-    load_s: float = 0.0
+    tier_load_s: float = 0.0
     """By the configured rates, of all its requests."""
-    fetch_s: float = 0.0
+    estimated_tier_load_s: float = 0.0
     """What of it is taken to be loading."""
     taught: WorkerSample | None = None
     """What was learned from it, once it was."""
@@ -523,7 +523,7 @@ class PrefillInterval:
     def seen(self, step_tokens: int) -> Observation:
         """What it teaches of a worker whose steps have so many prefill tokens."""
         return Observation(
-            elapsed_s=self.end_s - self.start_s - self.fetch_s,
+            elapsed_s=self.end_s - self.start_s - self.estimated_tier_load_s,
             uncached_tokens=self.uncached_tokens,
             quadratic=self.quadratic,
             steps=max(float(self.steps), self.uncached_tokens / step_tokens) + self.steps_before,

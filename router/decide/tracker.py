@@ -92,11 +92,10 @@ class LoadTracker:
         stream: bool,
         now: float,
         expected_tokens: float = 0.0,
-        load_s: float = 0.0,
+        tier_load_s: float = 0.0,
     ) -> InFlight:
-        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `load_s`: to
-        fetch what lies on slower tiers, by the configured rates.
-        """
+        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `tier_load_s`:
+        to fetch what lies on slower tiers, by the configured rates."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
         target.settle(now)
@@ -107,11 +106,11 @@ class LoadTracker:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             expected_tokens=expected_tokens,
-            expected_s=target.slow * (target.first_seconds(prefill_s, now) + prefill_s),
+            expected_s=target.slowdown * (target.first_seconds(prefill_s, now) + prefill_s),
             prefill_s=prefill_s,
             routed_s=now,
             stream=stream,
-            load_s=load_s,
+            tier_load_s=tier_load_s,
         )
         if target.claims is not None and target.claims.claim:
             flight.wager = self._wager(flight, target.claims, now)
@@ -199,7 +198,7 @@ class LoadTracker:
 
     def any_free(self, wait_s_max: float, now: float) -> bool:
         """Whether there is a target with no longer a wait."""
-        return any(t.slow * t.queue_s(now) <= wait_s_max for t in self.targets.values())
+        return any(t.slowdown * t.queue_s(now) <= wait_s_max for t in self.targets.values())
 
     def _touch(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
@@ -308,7 +307,7 @@ class LoadTracker:
             interval.end_s = now
             interval.uncached_tokens += uncached
             interval.quadratic += quadratic
-            interval.load_s += flight.load_s
+            interval.tier_load_s += flight.tier_load_s
             interval.usable = interval.usable and alone
             flight.interval = interval
             return
@@ -325,7 +324,7 @@ class LoadTracker:
             usable=in_turn and alone,
             steps_before=waits,
             step_s=start_s + (now - start_s) * waits / (1.0 + waits),
-            load_s=flight.load_s,
+            tier_load_s=flight.tier_load_s,
         )
 
     def answered(self, request_id: str, reported_tokens: int | None, now: float) -> int:
@@ -368,10 +367,12 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
-        if interval.load_s:
+        if interval.tier_load_s:
             seen = interval.seen(target.service.step_tokens)
-            target.load.observe(interval.load_s, seen.elapsed_s - target.expected_s(seen))
-            interval.fetch_s = min(interval.load_s * target.load.factor, 0.9 * seen.elapsed_s)
+            target.tier_load_speed.observe(interval.tier_load_s, seen.elapsed_s - target.expected_s(seen))
+            interval.estimated_tier_load_s = min(
+                interval.tier_load_s * target.tier_load_speed.factor, 0.9 * seen.elapsed_s
+            )
         names, interval.taught = target.speeds.observe(target.name, interval.seen(target.service.step_tokens))
         self._renew(target, names)
 
@@ -482,9 +483,9 @@ class LoadTracker:
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
             assert target.pending_tokens == sum(f.prompt_tokens for f in target.prefills.values())
             assert math.isclose(target.left_tokens, sum(f.expected_tokens for f in flights), abs_tol=1e-3)
-            derived = (target.slow, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
+            derived = (target.slowdown, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
             target.refresh()
             target.requeue()
-            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
+            fresh = (target.slowdown, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
             assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"

@@ -66,7 +66,7 @@ class EdgeConfig:
         "A header that names the session, looked at before those that are known anyway (docs/routing.md); "
         "agent=NAME, parent=NAME, parent_agent=NAME, final=NAME: that tells those. May be repeated."] = ()
     key_requests_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-in-flight-by-key"),
-        "Requests of one API key in flight or held; more are answered 429."] = 100_000
+        "Requests of one API key in flight or queued; more are answered 429."] = 100_000
     key_tokens_max: Annotated[int, Meta(ge=1, le=10**15, title="N"), Flag("--max-tokens-by-key"),
         "Prompt tokens of one API key's requests in flight; a request that would be more is answered 429."] = 10**9
     priority_min: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, title="N"), Flag("--min-priority"),

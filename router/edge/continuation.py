@@ -179,9 +179,11 @@ class Continuation:
         ids = prompt + answer
         if self._asked_for(ids, len(answer), tokens_max) is None:
             return None
-        left = max(route.output_max - len(answer), 1) if route.output_max else 0
-        least = max(route.output_min - len(answer), 0)
-        return route.replaced(token_ids=ids, prompt_tokens=len(ids), output_max=left, output_min=least, deadline_s=None)
+        left = max(route.output_tokens_max - len(answer), 1) if route.output_tokens_max else 0
+        least = max(route.output_tokens_min - len(answer), 0)
+        return route.replace(
+            token_ids=ids, prompt_tokens=len(ids), output_tokens_max=left, output_tokens_min=least, deadline_s=None
+        )
 
     def begin_rest(self, rest: RouteRequest, tokens_max: int | None) -> None:
         """Another worker is asked next: what the client has not seen is forgotten."""

@@ -555,7 +555,11 @@ class Exchange:
         if rest is None or rest is route or self.decision is None:
             return rest
         alike = proxy.of_engine(proxy.engine(self.decision.worker))
-        return rest.replaced(subset=alike if rest.subset is None else alike & rest.subset) if alike else rest
+        return (
+            rest.replace(allowed_workers=alike if rest.allowed_workers is None else alike & rest.allowed_workers)
+            if alike
+            else rest
+        )
 
     def _forget_in_core(self, kind: FailureKind | None) -> None:
         if self.in_core:

@@ -80,7 +80,7 @@ class Proxy(Carrier):
         """Ask the core for a worker and do what it says."""
         if exchange.done:
             return
-        route.subset = self.core.registry.reached
+        route.allowed_workers = self.core.registry.reached
         exchange.asks(route)
         exchange.route = route
         exchange.in_core = True
@@ -101,7 +101,10 @@ class Proxy(Carrier):
         try:
             if isinstance(instruction, Forward):
                 if exchange.sampled:
-                    fields = {**instruction.decision.fields(), "request_id": exchange.trace_id.decode("latin-1")}
+                    fields = {
+                        **instruction.decision.to_json_fields(),
+                        "request_id": exchange.trace_id.decode("latin-1"),
+                    }
                     text = msgspec.json.encode(fields).decode()
                     log.info("decision %s", text, extra={"fields": {"decision": fields}})
                 exchange.forward(instruction.decision)
@@ -196,5 +199,5 @@ def _words(refusal: Refuse, exchange: Exchange) -> str:
     route = exchange.route
     if refusal.context_max is None or route is None:
         return refusal.message
-    tokens = route.longest_tokens or route.prompt_tokens
+    tokens = route.longest_prompt_tokens or route.prompt_tokens
     return context_overflow(exchange.request.path, tokens, refusal.context_max, counted=route.is_counted)

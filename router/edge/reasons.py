@@ -237,7 +237,7 @@ class Reasons:
                 short = short_keys(index, ids, route.scope, self._chunk_tokens)
         return Prompt(
             name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short, comparison.begins,
-            route.final, comparison.sampling.unknown_before,
+            route.is_final, comparison.sampling.unknown_before,
         )  # fmt: skip
 
     def _gone(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:

@@ -234,7 +234,7 @@ class MissAnalyzer:
             reported, decision, sums = max(usage.cached_tokens, 0), begun.decision, self.sums
             begun.settle(reported)
             sums["prompt"] += begun.tokens
-            sums["best"] += (decision.best or decision.terms).cached_tokens
+            sums["best"] += (decision.most_cached or decision.terms).cached_tokens
             sums["chosen"] += decision.predicted_cached_tokens
             sums["reported"] += reported
         if isinstance(begun, PlacedRequest):
@@ -304,7 +304,7 @@ def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
 
 
 def _new_explanation(id: str, session: str | None, tokens: int, decision: Decision, wall: float) -> MissExplanation:
-    best = decision.best or decision.terms
+    best = decision.most_cached or decision.terms
     return MissExplanation(
         id=id,
         at=wall,

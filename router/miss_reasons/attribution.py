@@ -90,7 +90,7 @@ class _RangeBuilder:
 
 def first_missing_token(decision: Decision) -> int:
     """The first token of a prompt that no worker which could be chosen has."""
-    best = decision.best
+    best = decision.most_cached
     return max(decision.predicted_cached_tokens, 0 if best is None else best.cached_tokens)
 
 
@@ -141,7 +141,7 @@ def attribute_misses(
 
 def _start_ranges(tokens: int, decision: Decision) -> _RangeBuilder:
     parts = _RangeBuilder(min(decision.predicted_cached_tokens, tokens), tokens)
-    best = decision.best
+    best = decision.most_cached
     if best is not None:
         parts.add(
             "elsewhere", best.cached_tokens, worker=best.worker, here_s=decision.terms.ttft_s, there_s=best.ttft_s

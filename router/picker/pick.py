@@ -94,7 +94,7 @@ class Pick(Exchange):
         picking.in_flight[self._fairness] = ahead + 1
         route.priority = route.priority * PRIORITY_STEP + min(ahead, PRIORITY_STEP - 1)
         if caller.hint is not None:
-            route.subset = picking.endpoints.workers(caller.hint)
+            route.allowed_workers = picking.endpoints.workers(caller.hint)
         if not caller.sees_answer:
             route.stream = route.stream and self._proxy.core.registry.is_ours(route.model)
 
@@ -208,7 +208,7 @@ class Pick(Exchange):
         proxy.attempt_failed(self.decision, FailureKind.RESET, f"{server} served instead, as Envoy says")
         if not self.in_core or route is None:
             return
-        self.route = route.replaced(worker=server, subset=None)
+        self.route = route.replace(worker=server, allowed_workers=None)
         proxy.perform(proxy.core.fail_attempt(self.request_id, FailureKind.RESET, proxy.now(), self.route))
         if self.decision is None or self.decision.worker != server:
             self._forget_in_core(None)  # the core would not have it there: its load is not counted

@@ -108,7 +108,7 @@ def spec(name: str, **changes: object) -> WorkerSpec:
 def request(request_id: str, tokens: Sequence[int] | None = None, **changes: object) -> RouteRequest:
     count = len(tokens) if tokens is not None else 10
     base = RouteRequest(request_id, MODEL, Scope(MODEL), tokens, count)
-    return base.replaced(**changes)
+    return base.replace(**changes)
 
 
 def make(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:

@@ -92,7 +92,7 @@ def drive(url: str, workers: list[str], wanted: dict[str, str]) -> dict[str, int
                 assert call(f"{url}/v1/chat/completions", body)[0] == 200
             talk.append({"role": "assistant", "content": f"Part {turn}."})
         found = alarms(url)
-        routed = {row["url"]: row["routed"] for row in call(f"{url}/workers")[2]["workers"]}
+        routed = {row["url"]: row["routed_requests"] for row in call(f"{url}/workers")[2]["workers"]}
         for worker, alarm in wanted.items():
             if alarm in found[worker]:
                 needed.setdefault(worker, routed[worker])

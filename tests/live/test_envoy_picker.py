@@ -76,7 +76,7 @@ class Gateway:
 
     def routed(self) -> list[int]:
         """Requests that each picker placed."""
-        return [sum(int(row["routed"]) for row in call(f"{url}/workers")[1]["workers"]) for url in self.admin]
+        return [sum(int(row["routed_requests"]) for row in call(f"{url}/workers")[1]["workers"]) for url in self.admin]
 
     def close(self) -> None:
         for program in reversed(self.programs):

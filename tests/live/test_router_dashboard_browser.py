@@ -125,7 +125,13 @@ def many(count: int) -> dict[str, Any]:
             "state_reason": "",
             "queue_s": 0.01 * (i % 7),
         }
-        row |= {"prefilling": 0, "decoding": i % 9, "utilisation": 0.2, "routed": i, "predicted_cached_tokens": 0}
+        row |= {
+            "prefilling": 0,
+            "decoding": i % 9,
+            "utilisation": 0.2,
+            "routed_requests": i,
+            "predicted_cached_tokens": 0,
+        }
         row |= {
             "reported_cached_tokens": 0,
             "models": ["m"],
@@ -141,7 +147,7 @@ def many(count: int) -> dict[str, Any]:
     return {
         "workers": rows,
         "in_flight": 3,
-        "held": 0,
+        "queued": 0,
         "index": index,
         "version": "0.1.0",
         "cache_miss_tokens": {"evicted": 90},

@@ -206,11 +206,11 @@ def _example(option: Option) -> Any:
 
 def test_a_flag_wins_over_the_environment_and_it_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\nbeta_scale = 3\n[queue]\nfair = true\n")
+    file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\ncongestion_weight = 3\n[queue]\nfair = true\n")
     said = ask("router", "--config", str(file), "--port", "3", "--no-fair", BLOCKCAST_ROUTER_PORT="2",
                BLOCKCAST_ROUTER_HOST="e", BLOCKCAST_ROUTER_QUEUE_FAIR="true")  # fmt: skip
     assert said.exit_code == 0, said.output
-    for line in ("port = 3  # --port", 'host = "e"  # BLOCKCAST_ROUTER_HOST', f"beta_scale = 3.0  # {file}",
+    for line in ("port = 3  # --port", 'host = "e"  # BLOCKCAST_ROUTER_HOST', f"congestion_weight = 3.0  # {file}",
                  "fair = false  # --fair", f"session_ttl_s = 5.0  # {file}", "seed = 0  # default"):  # fmt: skip
         assert line in said.output.splitlines()
 
@@ -251,8 +251,8 @@ def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
-        ({"table": {"cost": {"beta_scal": 1}}}, "cost.beta_scale"),
-        ({"table": {"beta_scale": 1}}, "cost.beta_scale"),
+        ({"table": {"cost": {"congestion_weigh": 1}}}, "cost.congestion_weight"),
+        ({"table": {"congestion_weight": 1}}, "cost.congestion_weight"),
         ({"table": {"timeout": {"connect_s": 1}}}, "timeouts.connect_s"),
         ({"settings": ["prot=1"]}, "port"),
         ({"environment": {"BLOCKCAST_ROUTER_PROT": "1"}}, "BLOCKCAST_ROUTER_PORT"),

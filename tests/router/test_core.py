@@ -38,14 +38,14 @@ def test_goes_where_the_prefix_is_cached() -> None:
     assert result.decision.predicted_cached_tokens == 800
     # P = a * ((L - h) + (L^2 - h^2) / (2 Lq)), by hand
     assert result.decision.terms.prefill_s == pytest.approx(1e-4 * (200 + (1000**2 - 800**2) / 100_000))
-    assert result.decision.terms.slow == pytest.approx(1 + 0.012 / (1e-4 * 2048))
+    assert result.decision.terms.slowdown == pytest.approx(1 + 0.012 / (1e-4 * 2048))
 
 
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
     model = ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)
     core, _ = make("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
     prompt = list(range(200))
-    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_max=4) for i in range(40)]
+    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(40)]
     workers = [sent_to(core.route(one, 1.0)) for one in asked]
     assert workers[0] == workers[1] == workers[2]
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
@@ -54,7 +54,7 @@ def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> 
 def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_worker() -> None:
     core, index = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
     prompt = list(range(200))
-    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_max=4) for i in range(8)]
+    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
     results = [core.route(one, 1.0 + 0.001 * i) for i, one in enumerate(asked)]
     first = [sent_to(result) for result in results]
     assert sorted(first[:4]) == ["a", "b", "c", "d"]
@@ -65,7 +65,7 @@ def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_
     index.store(core.workers[first[0]].holders[0], prompt)
     for name in ("r1", "r2", "r3"):
         core.finish_request(name, None, 1.2)
-    again = core.route(request("later", prompt + [9] * 4, output_max=4), 1.2)
+    again = core.route(request("later", prompt + [9] * 4, output_tokens_max=4), 1.2)
     assert isinstance(again, Forward)
     assert again.decision.predicted_cached_tokens == 200
 
@@ -305,7 +305,7 @@ def test_models_merge_and_loras_resolve() -> None:
     core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
     assert set(core.registry.models()) == {"m", "n", "tuned"}
     assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
-    tuned = request("r", [1, 2]).replaced(model="tuned", scope=Scope("n", lora="tuned"))
+    tuned = request("r", [1, 2]).replace(model="tuned", scope=Scope("n", lora="tuned"))
     assert sent_to(core.route(tuned, 0.0)) == "b"
 
 
@@ -371,7 +371,7 @@ def test_explain_changes_nothing_and_agrees_with_route() -> None:
     assert result.decision.candidates == explained.candidates
 
 
-HOLDING = CoreConfig(queue=QueueConfig(fair=True, hold_above_s=0.5, requests_max=5, wait_s_max=5.0))
+HOLDING = CoreConfig(queue=QueueConfig(fair=True, enqueue_above_s=0.5, requests_max=5, wait_s_max=5.0))
 """One tenant alone may hold three requests of five."""
 
 
@@ -384,7 +384,7 @@ def test_held_requests_go_at_a_first_token_as_they_came() -> None:
     core.check_invariants()
     instructions = core.record_first_token("big", 1.0)
     assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["long", "short"]
-    assert all(isinstance(i, Forward) and i.decision.waited_s == 1.0 for i in instructions)
+    assert all(isinstance(i, Forward) and i.decision.queued_s == 1.0 for i in instructions)
 
 
 def test_priority_beats_arrival_in_the_held_queue() -> None:
@@ -402,7 +402,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     config = CoreConfig(
         service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200),
         learn=LearnConfig(enabled=False),
-        queue=QueueConfig(fair=True, hold_above_s=0.05),
+        queue=QueueConfig(fair=True, enqueue_above_s=0.05),
     )
     core, index = make("ab", config)
     hot = list(range(300))
@@ -544,7 +544,7 @@ class Books(RuleBasedStateMachine):
             policy=policy,
             queue=QueueConfig(
                 fair=fair,
-                hold_above_s=0.05,
+                enqueue_above_s=0.05,
                 requests_max=5,
                 wait_s_max=3.0,
                 background_priority=2,
@@ -701,7 +701,7 @@ class Books(RuleBasedStateMachine):
             assert (target.requests, target.decode_requests, target.context_tokens) == (0, 0, 0)
             assert target.prefill_s == 0.0
         snapshot = self.core.snapshot(self.now + 10.0)
-        assert (snapshot.held, snapshot.in_flight) == (0, 0)
+        assert (snapshot.queued, snapshot.in_flight) == (0, 0)
 
 
 TestBooks = Books.TestCase

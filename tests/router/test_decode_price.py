@@ -98,22 +98,22 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.cache_state.ask([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.cache_state.hot(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
+        assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
             "two on one: one on each of two"
         )
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
-    assert core.cache_state.hot(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
-    assert core.cache_state.hot(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
+    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.cache_state.shared_prefix(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
         "ten times as many come while a copy is good"
     )
-    assert core.cache_state.hot(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
+    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
         "work makes others wait twice as long"
     )
-    assert core.cache_state.hot(prompt, 60.0, 10.0, 1.0, 2.0) == core.cache_state.hot(prompt, 60.0, 10.0), (
-        "it is all that runs there"
-    )
-    assert core.cache_state.hot(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
+    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 1.0, 2.0) == core.cache_state.shared_prefix(
+        prompt, 60.0, 10.0
+    ), "it is all that runs there"
+    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
         "it is a quarter of what runs there"
     )
     core.check_invariants()
@@ -121,7 +121,7 @@ def test_what_has_ended_is_not_hot() -> None:
     core.fail_attempt("a", FailureKind.OVERLOADED, 1.0)
     core.abort_request("a", 1.0)
     core.finish_request("b", None, 1.0)
-    assert core.cache_state.hot(prompt, 60.0, 10.0) == (0, 0.0)
+    assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == (0, 0.0)
     core.check_invariants()
 
 
@@ -132,10 +132,10 @@ def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> No
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
     for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):
         users = 4 * 10 / came_s / 2
-        assert core.cache_state.hot(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
+        assert core.cache_state.shared_prefix(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
             "four in the seconds since the first, but in three at least, and in no more than a request's life"
         )
-    assert core.cache_state.hot(prompt, 13.0, 1.0) == core.cache_state.hot(prompt, 100.0, 1.0), (
+    assert core.cache_state.shared_prefix(prompt, 13.0, 1.0) == core.cache_state.shared_prefix(prompt, 100.0, 1.0), (
         "a life is shorter than that"
     )
     core.abort_request("a", 14.0)
@@ -143,7 +143,9 @@ def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> No
         core.abort_request(name, 14.0)
     for i, name in enumerate("ef"):
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 50.0 + i)
-    assert core.cache_state.hot(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), "they are the first again"
+    assert core.cache_state.shared_prefix(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), (
+        "they are the first again"
+    )
 
 
 def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
@@ -161,14 +163,14 @@ def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
 def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> None:
     core, now = pool(), 0.0
     for i in range(30):
-        send(core, ask(f"r{i}", i, output_max=output_max), now)
+        send(core, ask(f"r{i}", i, output_tokens_max=output_max), now)
         now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
-    placed = core.route(ask("last", 99, output_max=output_max), now)
+    placed = core.route(ask("last", 99, output_tokens_max=output_max), now)
     assert isinstance(placed, Forward)
     expected = placed.decision.terms.output_tokens
     assert expected == (1.0 if output_max == 1 else pytest.approx(100, rel=0.1))
     core.abort_request("last", now)
-    assert len(burst(core, now, output_max=output_max)) >= (1 if output_max == 1 else 4)
+    assert len(burst(core, now, output_tokens_max=output_max)) >= (1 if output_max == 1 else 4)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_an_answer_that_may_not_end_earlier_is_expected_so_long(least: int, most
     for i in range(30):
         send(core, ask(f"r{i}", i), now)
         now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
-    placed = core.route(ask("last", 99, output_min=least, output_max=most), now)
+    placed = core.route(ask("last", 99, output_tokens_min=least, output_tokens_max=most), now)
     assert isinstance(placed, Forward)
     assert placed.decision.terms.output_tokens == pytest.approx(expected, rel=0.1)
 
@@ -278,10 +280,10 @@ def test_room_comes_when_a_request_ends_whole() -> None:
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
 def test_expected_lengths_stay_within_reason(said: list[int]) -> None:
     lengths = OutputLengths()
-    asked, bounded = ask("r", 1, session="s"), ask("r", 1, session="s", output_max=7)
+    asked, bounded = ask("r", 1, session="s"), ask("r", 1, session="s", output_tokens_max=7)
     assert lengths.expect(asked) == TOKENS_PRIOR
     for tokens in said:
-        lengths.seen(asked, tokens)
+        lengths.record(asked, tokens)
         assert 1.0 <= lengths.expect(asked) <= TOKENS_MAX
         assert lengths.expect(bounded) <= 7.0
 
@@ -293,10 +295,10 @@ def test_lengths_are_learned_by_session_prompt_and_model() -> None:
     long = RouteRequest("b", "m", SCOPE, [2] * 300, 300)
     terse = RouteRequest("c", "m", SCOPE, [2] * 300, 300, session="s")
     for _ in range(60):
-        lengths.seen(short, 20)
-        lengths.seen(long, 2000)
+        lengths.record(short, 20)
+        lengths.record(long, 2000)
     for _ in range(30):
-        lengths.seen(terse, 50)
+        lengths.record(terse, 50)
     assert lengths.expect(short) == pytest.approx(20, rel=3.0)
     assert lengths.expect(long) > 1000
     assert lengths.expect(terse) < 300

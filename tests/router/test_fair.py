@@ -15,7 +15,7 @@ from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceMo
 from router.decide.messages import Enqueue, Forward, Refuse
 from router.decide.queue import QueuePosition, RequestQueue
 
-FAIR = QueueConfig(fair=True, hold_above_s=0.0, wait_s_max=1e6)
+FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
 
 
 def held(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
@@ -118,7 +118,7 @@ class Fleet:
                 name = f"{tenant}-{number}"
                 number += 1
                 self.arrived[name] = at_s, tenant, tokens
-                asked = request(name, None, prompt_tokens=tokens, tenant=tenant, output_max=1)
+                asked = request(name, None, prompt_tokens=tokens, tenant=tenant, output_tokens_max=1)
                 self.perform([self.core.route(asked, now)], now)
             else:
                 _, name = heapq.heappop(self.ends)
@@ -153,12 +153,12 @@ SMALL = dict.fromkeys(("s1", "s2", "s3"), (1.6, 500))
 def test_who_has_just_come_passes_by_nobody() -> None:
     """A worker that is nearly free is for those who wait for it: the tenant that asks most often would take it all."""
     service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
-    queue = QueueConfig(fair=True, hold_above_s=0.5)
+    queue = QueueConfig(fair=True, enqueue_above_s=0.5)
     core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
-    asks = {"prompt_tokens": 2000, "output_max": 1}
+    asks = {"prompt_tokens": 2000, "output_tokens_max": 1}
     assert sent_to(core.route(request("big0", None, tenant="big", **asks), 0.0)) == "a"
     assert isinstance(core.route(request("big1", None, tenant="big", **asks), 0.1), Enqueue)
-    small = request("small", None, prompt_tokens=500, tenant="small", output_max=1)
+    small = request("small", None, prompt_tokens=500, tenant="small", output_tokens_max=1)
     assert isinstance(core.route(small, 0.2), Enqueue)
     assert core.tick(1.0) == []
     assert isinstance(core.route(request("big2", None, tenant="big", **asks), 1.6), Enqueue)
@@ -168,7 +168,7 @@ def test_who_has_just_come_passes_by_nobody() -> None:
 
 
 def test_a_tenant_that_fills_the_queue_leaves_room_and_is_told_in_the_end() -> None:
-    config = QueueConfig(fair=True, hold_above_s=0.0, requests_max=16, wait_s_max=5.0)
+    config = QueueConfig(fair=True, enqueue_above_s=0.0, requests_max=16, wait_s_max=5.0)
     core, _ = make("a", CoreConfig(learn=LearnConfig(enabled=False), queue=config))
     core.route(request("first", None, prompt_tokens=900_000), 0.0)
     kinds = [type(core.route(request(f"big{n}", None, prompt_tokens=900, tenant="big"), 0.0)) for n in range(20)]
@@ -199,9 +199,9 @@ def test_ten_times_the_load_beside_three_small_ones(seed: int) -> None:
 
 
 def test_without_pressure_nobody_is_held_and_nothing_is_kept() -> None:
-    fleet = Fleet(4, QueueConfig(fair=True, hold_above_s=0.5))
+    fleet = Fleet(4, QueueConfig(fair=True, enqueue_above_s=0.5))
     fleet.run(arrivals(1, {"a": (2.0, 300), "b": (2.0, 100)}, 30.0), 30.0)
-    assert not fleet.core.counters["held"]
+    assert not fleet.core.counters["queued"]
     assert not vars(fleet.core._queue._fair_turns[0])["_given"]
 
 
@@ -211,7 +211,7 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
         for tenant, share in (("one", 1.0), ("two", 2.0)):
             name = f"{tenant}-{number}"
             fleet.arrived[name] = 0.0, tenant, 100
-            asked = request(name, None, prompt_tokens=100, tenant=tenant, share=share, output_max=1)
+            asked = request(name, None, prompt_tokens=100, tenant=tenant, share=share, output_tokens_max=1)
             fleet.perform([fleet.core.route(asked, 0.0)], 0.0)
     fleet.run([], 0.0)
     assert sum(latency < 3.0 for latency in fleet.latency["two"]) == pytest.approx(20, abs=2)
@@ -249,16 +249,16 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
     asks = {} if by == "configuration" else {"ttft_s_max": 0.5}
     service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
     core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
-    core.route(request("r0", list(range(400)), output_max=1), 0.0)
-    refused = core.route(request("r1", list(range(500, 800)), output_max=1, **asks), 0.0)
+    core.route(request("r0", list(range(400)), output_tokens_max=1), 0.0)
+    refused = core.route(request("r1", list(range(500, 800)), output_tokens_max=1, **asks), 0.0)
     assert isinstance(refused, Refuse)
     assert (refused.status, refused.code) == (429, "too_slow")
     assert refused.retry_after_s is not None
     again_s = refused.retry_after_s
-    early = core.route(request("r2", list(range(500, 800)), output_max=1, **asks), again_s - 0.05)
+    early = core.route(request("r2", list(range(500, 800)), output_tokens_max=1, **asks), again_s - 0.05)
     assert isinstance(early, Refuse), "no sooner"
-    assert sent_to(core.route(request("r3", list(range(500, 800)), output_max=1, **asks), again_s + 0.05)) == "a"
-    never = core.route(request("r4", list(range(1000, 2000)), output_max=1, **asks), again_s)
+    assert sent_to(core.route(request("r3", list(range(500, 800)), output_tokens_max=1, **asks), again_s + 0.05)) == "a"
+    never = core.route(request("r4", list(range(1000, 2000)), output_tokens_max=1, **asks), again_s)
     assert isinstance(never, Refuse)
     assert never.retry_after_s is None
     assert "also where nothing else runs" in never.message
@@ -269,9 +269,9 @@ def test_a_worker_that_begins_in_time_is_taken_though_another_is_cheaper() -> No
     core, index = make("ab", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3), queue=QueueConfig()))
     prompt = list(range(3000))
     index.store(core.workers["a"].holders[0], prompt[:2900])
-    core.route(request("busy", list(range(5000, 5800)), worker="a", output_max=1), 0.0)
-    plain = core.explain(request("r", prompt, output_max=1), 0.0)
+    core.route(request("busy", list(range(5000, 5800)), worker="a", output_tokens_max=1), 0.0)
+    plain = core.explain(request("r", prompt, output_tokens_max=1), 0.0)
     assert not isinstance(plain, Refuse)
     assert plain.worker == "a"
-    refused = core.route(request("r", prompt, ttft_s_max=0.5, output_max=1), 0.0)
+    refused = core.route(request("r", prompt, ttft_s_max=0.5, output_tokens_max=1), 0.0)
     assert isinstance(refused, Refuse), "neither begins in time"

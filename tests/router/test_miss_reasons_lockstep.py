@@ -104,7 +104,7 @@ def decision(rng: random.Random, tokens: int) -> Decision:
     own = terms(rng.choice("ab"), cached)
     found = Decision("r", own.worker, None, rng.randrange(2), tokens, cached, 0.0, own, 0.0)
     if rng.random() < 0.2:
-        found.best = terms("c", cached + BLOCK * rng.randrange(1, 6))
+        found.most_cached = terms("c", cached + BLOCK * rng.randrange(1, 6))
     return found
 
 

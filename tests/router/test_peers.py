@@ -71,7 +71,7 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
             at = now + offset[i]
             in_flight = own.requests + (own.peer.prefill_requests + own.peer.decode_requests if own.peer else 0)
             assert in_flight == one.requests
-            assert own.slow == pytest.approx(one.slow)
+            assert own.slowdown == pytest.approx(one.slowdown)
             assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
@@ -88,7 +88,7 @@ def test_work_is_told_whatever_each_learned() -> None:
     assert message is not None
     PeerLoads(mine, "me").incoming(message, 0.0)
     assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
-    late_s = 0.2 * 60.0 / targets[0].slow
+    late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].queue_s(60.0) == pytest.approx(late_s)
     assert targets[0].peer is not None
     assert targets[0].peer.utilisation == pytest.approx(targets[0].prefill_seconds(8000, 0) / 60.0)

@@ -14,16 +14,16 @@ from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
-    BETA_MAX,
-    BETA_MIN,
+    CONGESTION_MAX,
+    CONGESTION_MIN,
     TIE_S,
     CustomPolicy,
     KvCost,
     choose_least_requests,
     choose_sticky,
     congestion_factor,
-    load_seconds,
     sticky_key,
+    tier_load_seconds,
 )
 from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
@@ -45,13 +45,13 @@ def price(
     tokens: int,
     now: float,
     *,
-    held_s: float = 0.0,
+    queued_s: float = 0.0,
     expected: float = 0.0,
 ) -> KvCost:
     return KvCost(
         targets, cached, None, prompt_tokens=tokens, expected_tokens=expected,
         utilisation_factor=tracker.utilisation_factor(now), now=now,
-        config=CONFIG, held_s=held_s,
+        config=CONFIG, queued_s=queued_s,
     )  # fmt: skip
 
 
@@ -73,17 +73,17 @@ def test_every_term_by_hand() -> None:
 
     u0 = p_a / 60 * exp(-0.5 / 60)
     ubar = u0 / 2
-    beta = max(ubar / (1 - ubar), BETA_MIN)  # nothing waits on worker 1
+    beta = max(ubar / (1 - ubar), CONGESTION_MIN)  # nothing waits on worker 1
     first, second = cost.terms(0, 0), cost.terms(1, 2000)
-    assert (first.slow, second.slow) == pytest.approx((slow0, slow1))
+    assert (first.slowdown, second.slowdown) == pytest.approx((slow0, slow1))
     assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
     assert (first.queue_s, second.queue_s) == pytest.approx((q0, 0.0))
     assert (first.utilisation, second.utilisation) == pytest.approx((u0, 0.0))
-    assert cost.beta == pytest.approx(beta)
+    assert cost.congestion == pytest.approx(beta)
     assert first.ttft_s == pytest.approx(slow0 * (q0 + p0))
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
     rest = 0.5 * (0.012 + 50e-6 + 2.5e-8 * 4000)  # its last step was seen long ago: half of one
-    assert (first.rest_s, second.rest_s) == pytest.approx((0.0, rest))
+    assert (first.step_wait_s, second.step_wait_s) == pytest.approx((0.0, rest))
     assert second.cost == pytest.approx(slow1 * (1 + beta) * p1 + rest)
     assert cost.choose(0) == 1
 
@@ -112,26 +112,26 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
     """Three who run begin with the same 1,024 tokens, of which worker 0 has all and worker 1 has 500."""
     tracker, targets = tracker_of(2)
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
-    cost.hot_tokens, cost.hot_share = 1024, 3 / 4
+    cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
     part = 1e-4 * (524 + (1024**2 - 500**2) / 1e5)
     whole = 1e-4 * (1500 + (2000**2 - 500**2) / 1e5)
     terms = cost.terms(1, 0)
-    assert cost.terms(0, 0).hot_s == 0.0
-    assert terms.hot_s == pytest.approx(0.75 * part)
+    assert cost.terms(0, 0).shared_s == 0.0
+    assert terms.shared_s == pytest.approx(0.75 * part)
     assert terms.prefill_s == pytest.approx(whole)
-    assert terms.cost == pytest.approx(targets[1].slow * (1 + cost.beta) * (whole - 0.75 * part))
-    assert terms.ttft_s == pytest.approx(targets[1].slow * whole), "it takes its time all the same"
-    assert (cost.terms(0, 0).stall_s, terms.stall_s) == (0.0, 0.0), "nobody is there to stand still"
+    assert terms.cost == pytest.approx(targets[1].slowdown * (1 + cost.congestion) * (whole - 0.75 * part))
+    assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole), "it takes its time all the same"
+    assert (cost.terms(0, 0).decode_stall_s, terms.decode_stall_s) == (0.0, 0.0), "nobody is there to stand still"
     for name in "xyz":
         tracker.route(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
-    cost.hot_tokens, cost.hot_share = 1024, 3 / 4
+    cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
     stalled = cost.terms(1, 0)
-    assert stalled.stall_s == pytest.approx(0.25 * part * 3)
+    assert stalled.decode_stall_s == pytest.approx(0.25 * part * 3)
     without = price(tracker, targets, [1024, 500], 2000, 0.0)
-    without.hot_tokens, without.hot_share = 1024, 1.0
-    hot_s = targets[1].slow * (1 + cost.beta) * 0.25 * part
-    assert stalled.cost - without.terms(1, 0).cost == pytest.approx(hot_s + 0.2 * stalled.stall_s)
+    without.shared_prefix_tokens, without.shared_discount = 1024, 1.0
+    shared_s = targets[1].slowdown * (1 + cost.congestion) * 0.25 * part
+    assert stalled.cost - without.terms(1, 0).cost == pytest.approx(shared_s + 0.2 * stalled.decode_stall_s)
 
 
 def test_all_seats_taken_is_a_wait() -> None:
@@ -157,13 +157,13 @@ def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer()
     tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
     tracker.route("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
     lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
-    assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slow)
+    assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slowdown)
     assert target.queue_s(0.004) == pytest.approx(2 * p), "not begun"
-    progress = (100.0 - 0.01 + 0.01 - lead) / target.slow
+    progress = (100.0 - 0.01 + 0.01 - lead) / target.slowdown
     assert target.queue_s(100.0) == pytest.approx(p + 0.2 * progress), "not done after so long: it will take longer"
     tracker.first_token("a", 50.0)
     assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
-    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_now_s) / target.slow)
+    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_now_s) / target.slowdown)
 
 
 def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
@@ -174,7 +174,7 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
         tracker.first_token(name, at)
     step_s = targets[0].step_now_s
     cost = price(tracker, targets, [0, 0, 0], 100, 1.009)
-    rests = [cost.terms(i, 0).rest_s for i in range(3)]
+    rests = [cost.terms(i, 0).step_wait_s for i in range(3)]
     assert rests == pytest.approx([step_s - 0.002, step_s - 0.009, 0.0]), "who has nothing to do begins at once"
     assert cost.terms(0, 0).cost - cost.terms(1, 0).cost == pytest.approx(0.007)
     tracker.end("a", 1.0125)
@@ -187,11 +187,11 @@ def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
-    assert congestion_factor(0.0, 0.0, CONFIG) == BETA_MIN
+    assert congestion_factor(0.0, 0.0, CONFIG) == CONGESTION_MIN
     assert congestion_factor(0.5, 0.0, CONFIG) == pytest.approx(1.0)
     assert congestion_factor(0.5, 3.0, CONFIG) == pytest.approx(4.0)
     assert congestion_factor(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
-    assert congestion_factor(3.0, 100.0, CONFIG) == BETA_MAX
+    assert congestion_factor(3.0, 100.0, CONFIG) == CONGESTION_MAX
 
 
 def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
@@ -203,22 +203,26 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
         tracker.route(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     one_sided = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 5 * p / 60.0 / 2
-    assert one_sided.beta == pytest.approx(max(BETA_MIN, utilisation / (1 - utilisation)), rel=1e-6)
+    assert one_sided.congestion == pytest.approx(max(CONGESTION_MIN, utilisation / (1 - utilisation)), rel=1e-6)
     tracker.route("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     both = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 6 * p / 60.0 / 2
-    backlogs = p * targets[1].slow / p
-    assert both.beta == pytest.approx(max(BETA_MIN, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
-    held = price(tracker, targets, [0, 0], 1000, 0.0, held_s=80.0)
+    backlogs = p * targets[1].slowdown / p
+    assert both.congestion == pytest.approx(
+        max(CONGESTION_MIN, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6
+    )
+    held = price(tracker, targets, [0, 0], 1000, 0.0, queued_s=80.0)
     backlogs += 80.0 / 2 / p
-    assert held.beta == pytest.approx(min(BETA_MAX, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
-    assert idle.beta == BETA_MIN
+    assert held.congestion == pytest.approx(
+        min(CONGESTION_MAX, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6
+    )
+    assert idle.congestion == CONGESTION_MIN
 
 
 def test_slower_tiers_cost_their_load() -> None:
     match = Match(HolderId(0), 300, 100, (100, 150, 0, 50), 300)
-    assert load_seconds(match, CONFIG) == pytest.approx(150 * 2e-6 + 50 * 4e-5)
-    assert load_seconds(Match(HolderId(0), 100, 100, (100, 0, 0, 0), 500), CONFIG) == 0.0
+    assert tier_load_seconds(match, CONFIG) == pytest.approx(150 * 2e-6 + 50 * 4e-5)
+    assert tier_load_seconds(Match(HolderId(0), 100, 100, (100, 0, 0, 0), 500), CONFIG) == 0.0
 
 
 def test_another_routers_load_counts() -> None:
@@ -226,8 +230,8 @@ def test_another_routers_load_counts() -> None:
     load = PeerLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
     tracker.set_peer("other", {"w0": load}, full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
-    assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slow)
-    assert targets[0].slow > targets[1].slow
+    assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
+    assert targets[0].slowdown > targets[1].slowdown
     assert cost.choose(0) == 1
     tracker.set_peer("other", {})
     assert targets[0].peer is None
@@ -251,7 +255,7 @@ def test_the_winner_has_the_least_cost_of_the_terms(
             tracker.first_token(f"{i}.0", 3.0)
     cached = [min(h, tokens - 1) for _, _, h in loads]
     cost = price(tracker, targets, cached, tokens, 4.0)
-    cost.hot_tokens, cost.hot_share = tokens // 2, 0.5
+    cost.shared_prefix_tokens, cost.shared_discount = tokens // 2, 0.5
     winner = cost.choose(rotation)
     costs = [cost.terms(i, 0).cost for i in range(len(loads))]
     assert costs[winner] <= min(costs) + 2 * TIE_S

@@ -196,16 +196,16 @@ def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 5.0)
     assert isinstance(decision, Decision)
     cheap, dear = decision.candidates
-    assert (cheap.worker, cheap.others_requests, dear.others_requests) == ("w1", 0, 40)
+    assert (cheap.worker, cheap.external_requests, dear.external_requests) == ("w1", 0, 40)
     assert dear.decode_requests == 32
     assert dear.seat_s > 0.5
     assert dear.decode_s > cheap.decode_s
     rows = {row.target: row for row in core.snapshot(5.0).workers}
-    assert (rows["w0"].others_requests, rows["w0"].peer_decoding, rows["w0"].engine_load) == (
+    assert (rows["w0"].external_requests, rows["w0"].peer_decoding, rows["w0"].engine_load) == (
         40, 0, EngineLoad(32, 8, 0.9))  # fmt: skip
     core.record_engine_load("w0", [None], [0], 30.0)
     decision = core.explain(RouteRequest("x", "m", Scope("m"), list(range(600)), 600), 30.0)
-    assert [terms.others_requests for terms in decision.candidates] == [0, 0]  # type: ignore[union-attr]
+    assert [terms.external_requests for terms in decision.candidates] == [0, 0]  # type: ignore[union-attr]
     core.check_invariants()
 
 

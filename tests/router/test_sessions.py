@@ -119,7 +119,7 @@ def test_thousands_of_names_are_forgotten_in_the_end() -> None:
     core = core_with(session_affinity=True, sessions_max=100)
     for number in range(3000):
         send(core, f"r{number}", [number] * 20, float(number), session=f"s{number}", parent=f"p{number}")
-    assert len(core._chooser.sessions.known) == 100
+    assert len(core._chooser.session_targets.targets) == 100
 
 
 def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten() -> None:
@@ -128,8 +128,8 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
     for number in range(4):
         assert send(core, f"sub{number}", [2] * 600, 1.0, session=f"sub{number}", parent="main") == home
     assert {send(core, f"other{number}", [3] * 600, 2.0, session=f"o{number}") for number in range(2)} == {"a", "b"}
-    send(core, "last", [1] * 700, 3.0, session="main", final=True)
-    assert core._chooser.sessions.get("main", 3.0) is None
+    send(core, "last", [1] * 700, 3.0, session="main", is_final=True)
+    assert core._chooser.session_targets.get("main", 3.0) is None
 
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
@@ -140,18 +140,18 @@ def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
         worker = send(core, f"r{turn}", shared + tail, float(turn), session=name, worker="a")
     assert worker == "a"
     assert needed(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
-    send(core, "end", shared + [ord("x")] * 1600, 5.0, session="x", worker="a", final=True)
+    send(core, "end", shared + [ord("x")] * 1600, 5.0, session="x", worker="a", is_final=True)
     assert needed(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
 
 
 def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:
     lengths = OutputLengths()
     for number in range(40):
-        lengths.seen(RouteRequest("p", "m", SCOPE, None, 10, session="main"), 900)
-        lengths.seen(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
+        lengths.record(RouteRequest("p", "m", SCOPE, None, 10, session="main"), 900)
+        lengths.record(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
     sub, stranger = (RouteRequest("r", "m", SCOPE, None, 10, session="new", parent=up) for up in ("main", None))
     assert lengths.expect(sub) > 1.5 * lengths.expect(stranger)
     own = RouteRequest("s", "m", SCOPE, None, 10, session="main")
     before = lengths.expect(own)
-    lengths.forget(own)
+    lengths.forget_session(own)
     assert lengths.expect(own) < before

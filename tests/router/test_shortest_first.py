@@ -57,9 +57,9 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(others: list[int], own:
     cost = price(tracker, [target], [0], own, passed)
     terms = cost.terms(0, 0)
     assert terms.queue_s == pytest.approx(before_s)
-    assert terms.overtaken_s == pytest.approx(later * own_s)
+    assert terms.overtaking_s == pytest.approx(later * own_s)
     least = sum(min(left, own_s) for left in lefts)
-    assert terms.queue_s + terms.overtaken_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
+    assert terms.queue_s + terms.overtaking_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
 
 
 def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere() -> None:

@@ -61,16 +61,16 @@ def bound(core: RouterCore, decision: Decision) -> float:
     """By how much the price may exceed the least: router/decide/shortlist.py."""
     targets, config = list(core.tracker.targets.values()), core.config.cost
     length, expected = decision.prompt_tokens, decision.terms.output_tokens
-    slows = [target.slow for target in targets]
+    slows = [target.slowdown for target in targets]
     (order,) = core.tracker.orders
     prompt, answer = int(order.typical.prompt), order.typical.answer
     typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed))
-    weighed_s = (1.0 + decision.terms.beta) * targets[0].prefill_seconds(length, 0)
+    weighed_s = (1.0 + decision.terms.congestion) * targets[0].prefill_seconds(length, 0)
     differ = [t.decode_seconds(length, expected) - t.decode_seconds(prompt, answer) for t in targets]
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
         + config.decode_weight * (max(differ) - min(differ))
-        + max(target.slow * target.oldest_s for target in targets)
+        + max(target.slowdown * target.oldest_s for target in targets)
         + max(target.step_now_s for target in targets)
         + 1e-6
     )

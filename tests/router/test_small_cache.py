@@ -158,7 +158,7 @@ class World:
 
     def send(self, ids: list[int], answer_tokens: int) -> Decision:
         request_id, self.count = str(self.count), self.count + 1
-        asked = RouteRequest(request_id, "m", Scope("m"), ids, len(ids), output_max=answer_tokens, stream=False)
+        asked = RouteRequest(request_id, "m", Scope("m"), ids, len(ids), output_tokens_max=answer_tokens, stream=False)
         sent = self.core.route(asked, self.now)
         assert isinstance(sent, Forward)
         self.live[request_id] = sent.decision

@@ -23,7 +23,7 @@ def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
 def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None:
     tracker, target = make()
     tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
-    due = target.slow * target.prefill_seconds(10_000, 0)
+    due = target.slowdown * target.prefill_seconds(10_000, 0)
     tracker.advance(due * 0.99)
     assert tracker.requests["a"].phase is RequestPhase.PREFILL
     tracker.advance(due * 1.01)
@@ -365,7 +365,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         loads = i % 2 == 1
         load_s = 4000 * 2e-6 if loads else 0.0
         tracker.route(
-            str(i), target, prompt_tokens=8000, cached_tokens=8000 - uncached, stream=True, now=now, load_s=load_s
+            str(i), target, prompt_tokens=8000, cached_tokens=8000 - uncached, stream=True, now=now, tier_load_s=load_s
         )
         steps = max(1.0, uncached / ServiceModel().step_tokens)
         now += _compute_s(uncached, steps) + 30 * load_s
@@ -373,7 +373,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         tracker.end(str(i), now + 0.001)
         now += 1.0
     tracker.learn_pending(target)
-    assert target.load.factor == pytest.approx(30, rel=0.1)
+    assert target.tier_load_speed.factor == pytest.approx(30, rel=0.1)
     assert target.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
 
 

@@ -132,7 +132,7 @@ class Fleet:
         return Prompt(
             route.request_id, ids, route.scope, outline(parsed), route.session, route.parent, keys,
             short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_beginning(parsed) if route.session is None else None, route.final,
+            digest_beginning(parsed) if route.session is None else None, route.is_final,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:

@@ -148,11 +148,11 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
         reuse = core.cache_state.working_sets.reuse
         decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
         assert decision.worker == expected
-        crowding_s = {t.worker: t.crowding_s for t in decision.candidates or []}
-        assert crowding_s["b"] == 0.0
+        pressure_s = {t.worker: t.pressure_s for t in decision.candidates or []}
+        assert pressure_s["b"] == 0.0
         over = max(0.0, 6784 + 3968 + 6000 - (capacity or 1e9)) / 6000
         prefill_s = core.tracker.targets["a"].prefill_seconds(6000, 0)
-        assert crowding_s["a"] == pytest.approx(reuse * over * prefill_s)
+        assert pressure_s["a"] == pytest.approx(reuse * over * prefill_s)
 
 
 def test_a_dead_session_takes_no_room() -> None:
@@ -160,8 +160,8 @@ def test_a_dead_session_takes_no_room() -> None:
     sessions(core)
     fresh = list(range(100_000, 106_000))
     soon, late = (send(core, f"r{now}", fresh[: 6000 - int(now)], now).decision for now in (30.0, 1000.0))
-    assert any(t.crowding_s > 0.0 for t in soon.candidates or [])
-    assert all(t.crowding_s == 0.0 for t in late.candidates or [])
+    assert any(t.pressure_s > 0.0 for t in soon.candidates or [])
+    assert all(t.pressure_s == 0.0 for t in late.candidates or [])
 
 
 def test_a_removed_worker_leaves_nothing_behind() -> None:

@@ -92,17 +92,17 @@ def test_turns_stay_on_one_worker(edge: Any, make_post: Any, kind: str, image: s
 def test_load_outbids_a_home_and_a_worker_that_is_gone_is_none() -> None:
     core, _ = make("abc")
     now = 1.0
-    home = sent_to(core.route(request("r0", None, prompt_tokens=3000, home=7), now))
+    home = sent_to(core.route(request("r0", None, prompt_tokens=3000, media_conversation=7), now))
     core.finish_request("r0", None, now)
-    placed = core.explain(request("r1", None, prompt_tokens=3400, home=7), now)
+    placed = core.explain(request("r1", None, prompt_tokens=3400, media_conversation=7), now)
     terms = next(one for one in placed.candidates if one.worker == home)  # type: ignore[union-attr]
-    assert (placed.worker, terms.home_tokens, terms.cached_tokens) == (home, 3000, 0)  # type: ignore[union-attr]
-    other = core.explain(request("r1", None, prompt_tokens=3400, home=8), now)
-    assert all(one.home_tokens == 0 for one in other.candidates)  # type: ignore[union-attr]
+    assert (placed.worker, terms.media_cached_tokens, terms.cached_tokens) == (home, 3000, 0)  # type: ignore[union-attr]
+    other = core.explain(request("r1", None, prompt_tokens=3400, media_conversation=8), now)
+    assert all(one.media_cached_tokens == 0 for one in other.candidates)  # type: ignore[union-attr]
     for number in range(40):
         core.route(request(f"busy{number}", None, prompt_tokens=20_000, worker=home), now)
-    assert sent_to(core.route(request("r2", None, prompt_tokens=3400, home=7), now)) != home
+    assert sent_to(core.route(request("r2", None, prompt_tokens=3400, media_conversation=7), now)) != home
     core.abort_request("r2", now)
     core.mark_worker_down(home, now, "gone")
-    assert sent_to(core.route(request("r3", None, prompt_tokens=3400, home=7), time.monotonic())) != home
+    assert sent_to(core.route(request("r3", None, prompt_tokens=3400, media_conversation=7), time.monotonic())) != home
     core.check_invariants()

@@ -550,7 +550,7 @@ def test_sampled_decisions_are_logged_with_every_candidate(
     (line,) = [record for record in caplog.records if record.getMessage().startswith("decision ")]
     decision = json.loads(line.getMessage().removeprefix("decision "))
     assert {terms["worker"] for terms in decision["candidates"]} == {"w0", "w1"}
-    assert {"cached_tokens", "prefill_s", "queue_s", "slow", "cost"} <= set(decision["candidates"][0])
+    assert {"cached_tokens", "prefill_s", "queue_s", "slowdown", "cost"} <= set(decision["candidates"][0])
     assert line.fields == {"decision": decision}  # type: ignore[attr-defined]
 
 

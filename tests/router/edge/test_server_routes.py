@@ -363,7 +363,7 @@ def test_connections_over_the_limit_get_a_503(edge: Any, make_post: Any) -> None
 
 def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        await edge.start(policy="kv", core={"queue": {"fair": True, "hold_above_s": 0.0}})
+        await edge.start(policy="kv", core={"queue": {"fair": True, "enqueue_above_s": 0.0}})
         gate = asyncio.Event()
 
         await edge.worker(edge.gated(gate))

@@ -15,31 +15,33 @@ GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 
 
 def told(*workers: dict[str, Any], routed: int = 0) -> dict[str, Any]:
-    rest: dict[str, Any] = {"in_flight": 3, "held": 1, "counters": {"routed": routed}}
+    rest: dict[str, Any] = {"in_flight": 3, "queued": 1, "counters": {"routed": routed}}
     return {"workers": list(workers), **rest, "index": {"entries": 12_345, "memory_bytes": 3 << 20}}
 
 
 def worker(name: str, **values: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"worker_id": name, "target": name, "state": "up", "state_reason": "", "routed": 0}
+    row: dict[str, Any] = {"worker_id": name, "target": name, "state": "up", "state_reason": "", "routed_requests": 0}
     row |= {"prefilling": 1, "decoding": 2, "queue_s": 0.5, "predicted_cached_tokens": 0, "reported_cached_tokens": 0}
     return {**row, "alarms": [], **values}
 
 
 def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
-    before = told(worker("a", routed=10), routed=10)
-    now = told(worker("a", routed=30, predicted_cached_tokens=4096), worker("b", routed=7), routed=37)
+    before = told(worker("a", routed_requests=10), routed=10)
+    now = told(worker("a", routed_requests=30, predicted_cached_tokens=4096), worker("b", routed_requests=7), routed=37)
     first, second = rows(now, before, 2.0)
     assert dict(zip(COLUMNS, first))["requests/s"] == "10.0"
     assert dict(zip(COLUMNS, first))["predicted"] == "4,096"
     assert dict(zip(COLUMNS, first))["reported"] == "-"
     assert dict(zip(COLUMNS, second))["requests/s"] == "-", "it was not there before"
     assert summary(now, before, 2.0).startswith(
-        "2 up; 13.5 requests/s, 3 in flight, 1 held, index 12,345 blocks in 3 MiB"
+        "2 up; 13.5 requests/s, 3 in flight, 1 queued, index 12,345 blocks in 3 MiB"
     )
 
 
 def test_the_busiest_come_first_where_that_is_asked_for() -> None:
-    now = told(worker("a", queue_s=0.1, routed=9), worker("b", queue_s=2.0), {"worker_id": "c", "state": "starting"})
+    now = told(
+        worker("a", queue_s=0.1, routed_requests=9), worker("b", queue_s=2.0), {"worker_id": "c", "state": "starting"}
+    )
     assert [row[0] for row in rows(now, None, 0.0, "load")] == ["b", "a", "c"]
     assert rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
 

@@ -242,7 +242,7 @@ def labels_of(
     facts: MissContext | None, now: float,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Of each token: ("cached",), or (what tells its part from others, the reason, more fields of the part)."""
-    length, best, first = len(prompt.ids), decision.best, decision.predicted_cached_tokens
+    length, best, first = len(prompt.ids), decision.most_cached, decision.predicted_cached_tokens
     had = 0 if best is None else best.cached_tokens
     goes_on = past is not None and common == len(past.ids)
     known = 0 if past is None else past.known if goes_on else common
@@ -287,7 +287,7 @@ def labels_of(
 
 
 def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
-    best = decision.best or decision.terms
+    best = decision.most_cached or decision.terms
     why = MissExplanation(
         prompt.id, wall, prompt.session, decision.worker, len(prompt.ids), best.cached_tokens, best.worker,
         decision.predicted_cached_tokens, attempt=decision.attempt,
