@@ -106,7 +106,7 @@ class _Ended:
         return self._trace_id.decode("latin-1")
 
     def row(self, why: MissExplanation | None) -> dict[str, Any]:
-        decision, parts = self._decision, () if why is None else why.parts
+        decision, parts = self._decision, () if why is None else why.uncached_ranges
         return {
             "id": self.name,
             "why": [[part.reason, part.tokens] for part in parts if part.reason not in NO_LOSS],

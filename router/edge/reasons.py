@@ -26,7 +26,7 @@ from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
-from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt, short_keys
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt, compute_short_keys
 from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
@@ -58,7 +58,7 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = MissAnalyzer(
+        self.analyzer = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._helpers = core, proxy, helpers
@@ -93,14 +93,14 @@ class Reasons:
             if sampling.is_compared:
                 exchange.looked = Comparison(read, sampling)
                 for key in read.conversations():
-                    self._by_header.keep(key, self._proxy.now())
-                    self._by_operator.keep(key, self._proxy.now())
+                    self._by_header.record_prompt(key, self._proxy.now())
+                    self._by_operator.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
             self._failed(error)
 
     def get(self, name: str) -> MissExplanation | None:
         """What is known of a request."""
-        return self.ledger.get(name)
+        return self.analyzer.get(name)
 
     async def explain(
         self, read: ReadTurn, route: RouteRequest, decision: Decision, now: float
@@ -112,7 +112,7 @@ class Reasons:
         await self._outline(comparison)
         prompt, gone = self._prompt("", comparison, route), self._gone(route.token_ids, route, decision)
         block = self._block(decision)
-        return shown(self.ledger.explain(prompt, decision, block, gone, self._facts, now, time.time()))
+        return shown(self.analyzer.explain(prompt, decision, block, gone, self._facts, now, time.time()))
 
     def note(self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision) -> None:
         """A request that went elsewhere, as it was priced at its arrival."""
@@ -134,7 +134,7 @@ class Reasons:
         if not followed:
             return _NOT_COMPARED
         now = self._proxy.now()
-        has_prompt = any(one.has_prompt(key, now) for one in followed for key in keys)
+        has_prompt = any(one.has_recent_prompt(key, now) for one in followed for key in keys)
         return Sampling(is_compared=True, is_sampled=False, unknown_before=not has_prompt)
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -149,7 +149,9 @@ class Reasons:
             name = exchange.trace_id.decode("latin-1")
             if found is None:
                 now, tokens = self._proxy.now(), len(route.token_ids)
-                exchange.looked = self.ledger.placed(name, route.session, tokens, decision, gone, now, time.time())
+                exchange.looked = self.analyzer.record_placed(
+                    name, route.session, tokens, decision, gone, now, time.time()
+                )
             elif isinstance(found, Comparison) and not found.has_begun:
                 self._compare(exchange, found, name, route, decision, gone)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
@@ -181,7 +183,9 @@ class Reasons:
         def compare() -> None:
             prompt, block = self._prompt(name, comparison, route), self._block(decision)
             sampled = comparison.sampling.is_sampled
-            begun = self.ledger.compared(prompt, decision, block, gone, self._facts, now, wall, is_sampled=sampled)
+            begun = self.analyzer.record_compared(
+                prompt, decision, block, gone, self._facts, now, wall, is_sampled=sampled
+            )
             if comparison.ended is not None:
                 self._end(begun, comparison.ended)
             elif exchange is not None and exchange.looked is comparison:
@@ -212,9 +216,9 @@ class Reasons:
 
     def _end(self, begun: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
         usage, said, now, is_logged = ended
-        self.ledger.ended(begun, usage, said, now)
+        self.analyzer.record_end(begun, usage, said, now)
         if is_logged:
-            fields = shown(begun.why)
+            fields = shown(begun.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _failed(self, error: Exception) -> None:
@@ -233,8 +237,8 @@ class Reasons:
                 keys = asked.keys(self._chunk_tokens)
             else:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
-            if self.ledger.wants_short(keys):
-                short = short_keys(index, ids, route.scope, self._chunk_tokens)
+            if self.analyzer.needs_short_keys(keys):
+                short = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
         return Prompt(
             name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short, comparison.begins,
             route.is_final, comparison.sampling.unknown_before,
@@ -264,17 +268,17 @@ class KnownFacts:
         """`tokenizer`: of a model."""
         self._core, self._emptied, self._tokenizer = core, emptied, tokenizer
 
-    def emptied(self, worker_id: str) -> float | None:
+    def last_emptied_s(self, worker_id: str) -> float | None:
         return self._emptied.get(worker_id)
 
-    def thinks(self, model: str, ids: Sequence[int]) -> bool:
+    def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         tokenizer = self._tokenizer(model)
         if tokenizer is None:
             return False
         text = tokenizer.decode(list(ids), skip_special_tokens=False).lower()
         return "think" in text or "analysis" in text
 
-    def guessed(self, worker_id: str) -> bool:
+    def has_approximate_cache(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
         return worker is not None and worker.spec.cache_view is CacheView.HISTORY
 
@@ -285,8 +289,8 @@ _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, unknown_before=Tru
 def shown(why: MissExplanation) -> dict[str, Any]:
     """As JSON has it."""
     fields: dict[str, Any] = msgspec.to_builtins(why)
-    for part, row in zip(why.parts, fields["parts"]):
+    for part, row in zip(why.uncached_ranges, fields["uncached_ranges"]):
         row |= {"tokens": part.tokens, "group": GROUPS.get(part.reason, "none")}
-    if not why.compared:
+    if not why.is_compared:
         fields["hint"] = HINT
     return fields

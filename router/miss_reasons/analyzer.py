@@ -36,98 +36,120 @@ class Prompt:
     def __init__(
         self,
         id: str,
-        ids: array[int],
+        token_ids: array[int],
         scope: Scope,
         outline: Outline | None,
         session: str | None = None,
         parent: str | None = None,
-        keys: Sequence[int] = (),
-        short: Sequence[int] = (),
-        begins: int | None = None,
-        final: bool = False,
-        unknown_before: bool = False,
+        chunk_keys: Sequence[int] = (),
+        short_keys: Sequence[int] = (),
+        opening_key: int | None = None,
+        is_final: bool = False,
+        is_history_incomplete: bool = False,
     ) -> None:
         self.id = id
         """That the client knows the request by."""
-        self.ids, self.scope, self.outline = ids, scope, outline
-        self.session, self.parent, self.final = session, parent, final
-        self.keys = keys
+        self.token_ids, self.scope, self.outline = token_ids, scope, outline
+        self.session, self.parent, self.is_final = session, parent, is_final
+        self.chunk_keys = chunk_keys
         """Digests of its chunks, where its session has no name."""
-        self.short = short
+        self.short_keys = short_keys
         """Digests of its first chunk's beginnings, where its session has no name and it has no chunk, or others have
         none."""
-        self.begins = begins
+        self.opening_key = opening_key
         """Digest of what its user said first, where its session has no name: conversations with one system prompt may
         have all their chunks in common."""
-        self.unknown_before = unknown_before
+        self.is_history_incomplete = is_history_incomplete
         """Earlier prompts of its conversation may have been, and were not kept."""
 
     @property
-    def found_by(self) -> list[int]:
+    def lookup_keys(self) -> list[int]:
         """Of which prompts it may be a continuation, the shortest first. Of prompts that merely begin alike the short
         ones tell too little: they are not looked for by these."""
-        begins = () if self.begins is None else (self.begins,)
-        return [*self.short, *self.keys, *begins]
+        opening_keys = () if self.opening_key is None else (self.opening_key,)
+        return [*self.short_keys, *self.chunk_keys, *opening_keys]
 
 
 class PlacedRequest:
     """A request from its first byte on, whose prompt is not compared."""
 
-    __slots__ = ("_at", "_gone", "_now", "_reported", "_session", "decision", "id", "tokens")
+    __slots__ = (
+        "_placed_s",
+        "_removed",
+        "_reported_tokens",
+        "_session",
+        "_timestamp",
+        "decision",
+        "id",
+        "prompt_tokens",
+    )
 
     def __init__(
         self,
         id: str,
         session: str | None,
-        tokens: int,
+        prompt_tokens: int,
         decision: Decision,
-        gone: RemovedPrefix | None,
+        removed: RemovedPrefix | None,
         now: float,
-        wall: float,
+        timestamp: float,
     ) -> None:
-        self.id, self.tokens, self.decision = id, tokens, decision
-        self._session, self._gone, self._now, self._at = session, gone, now, wall
-        self._reported: int | None = None
+        self.id, self.prompt_tokens, self.decision = id, prompt_tokens, decision
+        self._session, self._removed, self._placed_s, self._timestamp = session, removed, now, timestamp
+        self._reported_tokens: int | None = None
 
     @property
-    def why(self) -> MissExplanation:
+    def explanation(self) -> MissExplanation:
         """The reasons that need only the decision and the index."""
-        why = _new_explanation(self.id, self._session, self.tokens, self.decision, self._at)
-        why.compared = False
-        why.parts = attribute_without_comparison(self.tokens, self.decision, self._gone, self._now)
-        why.sum_up()
-        if self._reported is not None:
-            why.settle(self.decision.terms.resident_tokens, self._reported)
-        return why
+        explanation = _new_explanation(self.id, self._session, self.prompt_tokens, self.decision, self._timestamp)
+        explanation.is_compared = False
+        explanation.uncached_ranges = attribute_without_comparison(
+            self.prompt_tokens, self.decision, self._removed, self._placed_s
+        )
+        explanation.update_main_reason()
+        if self._reported_tokens is not None:
+            explanation.apply_reported_tokens(self.decision.terms.resident_tokens, self._reported_tokens)
+        return explanation
 
-    def settle(self, reported: int) -> None:
+    def apply_reported_tokens(self, reported_tokens: int) -> None:
         """The worker said how much it reused."""
-        self._reported = reported
+        self._reported_tokens = reported_tokens
 
 
 class ComparedRequest:
     """A request from its first byte on, whose prompt was compared with the last one of its conversation."""
 
-    __slots__ = ("decision", "final", "is_sampled", "past", "why")
+    __slots__ = ("decision", "explanation", "is_final", "is_sampled", "stored_prompt")
 
     def __init__(
-        self, why: MissExplanation, past: PreviousPrompt, decision: Decision, *, final: bool, is_sampled: bool
+        self,
+        explanation: MissExplanation,
+        stored_prompt: PreviousPrompt,
+        decision: Decision,
+        *,
+        is_final: bool,
+        is_sampled: bool,
     ) -> None:
-        self.why, self.past, self.decision, self.final = why, past, decision, final
+        self.explanation, self.stored_prompt, self.decision, self.is_final = (
+            explanation,
+            stored_prompt,
+            decision,
+            is_final,
+        )
         self.is_sampled = is_sampled
         """Counted by reason: its conversation is one of the share."""
 
     @property
     def id(self) -> str:
-        return self.why.id
+        return self.explanation.id
 
     @property
-    def tokens(self) -> int:
-        return self.why.prompt_tokens
+    def prompt_tokens(self) -> int:
+        return self.explanation.prompt_tokens
 
-    def settle(self, reported: int) -> None:
+    def apply_reported_tokens(self, reported_tokens: int) -> None:
         """The worker said how much it reused."""
-        self.why.settle(self.decision.terms.resident_tokens, reported)
+        self.explanation.apply_reported_tokens(self.decision.terms.resident_tokens, reported_tokens)
 
 
 AnalyzedRequest: TypeAlias = PlacedRequest | ComparedRequest
@@ -139,181 +161,185 @@ class MissAnalyzer:
     def __init__(
         self,
         config: MissReasonsConfig,
-        shared: Callable[[array[int], array[int]], int],
-        turns: Counter[str] | None = None,
-        tokens: Counter[str] | None = None,
-        sums: Counter[str] | None = None,
+        count_common_tokens: Callable[[array[int], array[int]], int],
+        requests_by_reason: Counter[str] | None = None,
+        tokens_by_reason: Counter[str] | None = None,
+        reuse_sums: Counter[str] | None = None,
     ) -> None:
         """`shared`: how many tokens two prompts begin with alike."""
-        self.book = PromptHistory(config.memory_mb << 20, config.ttl_s, shared)
+        self.history = PromptHistory(config.memory_mb << 20, config.ttl_s, count_common_tokens)
         self._requests_max = config.requests_max
         self._requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
         """id -> the last request of that id, the oldest first."""
-        self.turns: Counter[str] = Counter() if turns is None else turns
+        self.requests_by_reason: Counter[str] = Counter() if requests_by_reason is None else requests_by_reason
         """reason -> requests, of the share that is compared."""
-        self.tokens: Counter[str] = Counter() if tokens is None else tokens
+        self.tokens_by_reason: Counter[str] = Counter() if tokens_by_reason is None else tokens_by_reason
         """reason -> tokens that had to be computed, of the same."""
-        self.sums: Counter[str] = Counter() if sums is None else sums
+        self.reuse_sums: Counter[str] = Counter() if reuse_sums is None else reuse_sums
         """prompt, best, chosen, reported: tokens of all requests whose worker said what it reused."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def get(self, name: str) -> MissExplanation | None:
+    def get(self, request_id: str) -> MissExplanation | None:
         """What is known of a request."""
-        found = self._requests.get(name)
-        return None if found is None else found.why
+        request = self._requests.get(request_id)
+        return None if request is None else request.explanation
 
-    def wants_short(self, keys: Sequence[int]) -> bool:
+    def needs_short_keys(self, chunk_keys: Sequence[int]) -> bool:
         """Whether a prompt without a session's name is to come with the digests of its first chunk's beginnings."""
-        return not keys or self.book.shorts > 0
+        return not chunk_keys or self.history.short_prompts > 0
 
     def explain(
         self,
         prompt: Prompt,
         decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
+        block_tokens: int,
+        removed: RemovedPrefix | None,
+        context: MissContext,
         now: float,
-        wall: float,
+        timestamp: float,
     ) -> MissExplanation:
         """The same as `compared`, of a request that was not sent. Changes nothing."""
-        return self._explained(prompt, self._turn(prompt, block), decision, gone, facts, now, wall)
+        return self._explain(prompt, self._compare(prompt, block_tokens), decision, removed, context, now, timestamp)
 
-    def placed(
+    def record_placed(
         self,
         id: str,
         session: str | None,
-        tokens: int,
+        prompt_tokens: int,
         decision: Decision,
-        gone: RemovedPrefix | None,
+        removed: RemovedPrefix | None,
         now: float,
-        wall: float,
+        timestamp: float,
     ) -> PlacedRequest:
         """Its answer has begun, and its prompt of so many tokens is not compared."""
-        placed = PlacedRequest(id, session, tokens, decision, gone, now, wall)
-        self._keep(placed)
-        return placed
+        request = PlacedRequest(id, session, prompt_tokens, decision, removed, now, timestamp)
+        self._store(request)
+        return request
 
-    def compared(
+    def record_compared(
         self,
         prompt: Prompt,
         decision: Decision,
-        block: int,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
+        block_tokens: int,
+        removed: RemovedPrefix | None,
+        context: MissContext,
         now: float,
-        wall: float,
+        timestamp: float,
         *,
         is_sampled: bool = True,
     ) -> ComparedRequest:
         """Its answer has begun: the prompt was computed, in blocks of so many tokens. Raises ValueError for a block
         without tokens."""
-        if block < 1:
-            raise ValueError(f"a block of {block} tokens: expected at least 1")
-        self.book.expire(now)
-        turn = self._turn(prompt, block)
-        why = self._explained(prompt, turn, decision, gone, facts, now, wall)
+        if block_tokens < 1:
+            raise ValueError(f"a block of {block_tokens} tokens: expected at least 1")
+        self.history.expire(now)
+        comparison = self._compare(prompt, block_tokens)
+        explanation = self._explain(prompt, comparison, decision, removed, context, now, timestamp)
         session = prompt.session
         keys: tuple[int, ...] = ()
         if session is None:
-            keys = select_lookup_keys(prompt.keys) or tuple(prompt.short[-1:])
-            keys += () if prompt.begins is None else (prompt.begins,)
-        is_short = session is None and not prompt.keys
-        past = PreviousPrompt(prompt.scope, prompt.ids, prompt.outline, decision.worker, now, session, keys, is_short)
-        if len(prompt.ids) >= block:  # of less nothing can be cached
-            self.book.put(past, instead=turn.past)
-        begun = ComparedRequest(why, past, decision, final=prompt.final, is_sampled=is_sampled)
-        self._keep(begun)
-        return begun
+            keys = select_lookup_keys(prompt.chunk_keys) or tuple(prompt.short_keys[-1:])
+            keys += () if prompt.opening_key is None else (prompt.opening_key,)
+        is_short = session is None and not prompt.chunk_keys
+        stored_prompt = PreviousPrompt(
+            prompt.scope, prompt.token_ids, prompt.outline, decision.worker, now, session, keys, is_short
+        )
+        if len(prompt.token_ids) >= block_tokens:  # of less nothing can be cached
+            self.history.add(stored_prompt, replaces=comparison.previous)
+        request = ComparedRequest(explanation, stored_prompt, decision, is_final=prompt.is_final, is_sampled=is_sampled)
+        self._store(request)
+        return request
 
-    def ended(self, begun: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+    def record_end(self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Its answer is whole, with so many tokens."""
         if usage is not None and usage.cached_tokens is not None:
-            reported, decision, sums = max(usage.cached_tokens, 0), begun.decision, self.sums
-            begun.settle(reported)
-            sums["prompt"] += begun.tokens
+            reported_tokens, decision, sums = max(usage.cached_tokens, 0), request.decision, self.reuse_sums
+            request.apply_reported_tokens(reported_tokens)
+            sums["prompt"] += request.prompt_tokens
             sums["best"] += (decision.most_cached or decision.terms).cached_tokens
             sums["chosen"] += decision.predicted_cached_tokens
-            sums["reported"] += reported
-        if isinstance(begun, PlacedRequest):
+            sums["reported"] += reported_tokens
+        if isinstance(request, PlacedRequest):
             return
-        why, past = begun.why, begun.past
-        past.answer_tokens, past.at_s = answer_tokens, now
-        if begun.is_sampled:
-            self.turns[why.reason] += 1
-            for part in why.parts:
-                self.tokens[part.reason] += part.tokens
-        if begun.final and past.session is not None:
-            self.book.forget(past.session)
+        explanation, stored_prompt = request.explanation, request.stored_prompt
+        stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
+        if request.is_sampled:
+            self.requests_by_reason[explanation.reason] += 1
+            for uncached_range in explanation.uncached_ranges:
+                self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
+        if request.is_final and stored_prompt.session is not None:
+            self.history.forget_session(stored_prompt.session)
 
-    def _keep(self, begun: AnalyzedRequest) -> None:
+    def _store(self, request: AnalyzedRequest) -> None:
         requests = self._requests
-        requests.pop(begun.id, None)
-        requests[begun.id] = begun
+        requests.pop(request.id, None)
+        requests[request.id] = request
         if len(requests) > self._requests_max:
             requests.popitem(last=False)
 
-    def _turn(self, prompt: Prompt, block: int) -> PromptComparison:
+    def _compare(self, prompt: Prompt, block_tokens: int) -> PromptComparison:
         """The prompt beside the one it goes on from."""
-        ids, scope, session, book = prompt.ids, prompt.scope, prompt.session, self.book
-        past = book.goes_on(ids, scope, session, prompt.found_by)
-        turn = PromptComparison(len(ids), block, past)
-        turn.outline, turn.unknown_before = prompt.outline, prompt.unknown_before
-        if past is not None:
-            turn.common = len(past.ids)
-            return turn
-        found = book.before(ids, scope, turn.outline, session, prompt.parent, prompt.keys)
-        if found is not None:
-            turn.past, turn.common = found
-            turn.same_session = turn.past.session == session
-            turn.differs = _scope_difference(turn.past.scope, scope)
-        return turn
+        token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session, self.history
+        continued = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
+        comparison = PromptComparison(len(token_ids), block_tokens, continued)
+        comparison.outline, comparison.is_history_incomplete = prompt.outline, prompt.is_history_incomplete
+        if continued is not None:
+            comparison.common_tokens = len(continued.token_ids)
+            return comparison
+        match = history.find_previous(token_ids, scope, comparison.outline, session, prompt.parent, prompt.chunk_keys)
+        if match is not None:
+            comparison.previous, comparison.common_tokens = match
+            comparison.is_same_session = comparison.previous.session == session
+            comparison.scope_difference = _scope_difference(comparison.previous.scope, scope)
+        return comparison
 
     @staticmethod
-    def _explained(
+    def _explain(
         prompt: Prompt,
-        turn: PromptComparison,
+        comparison: PromptComparison,
         decision: Decision,
-        gone: RemovedPrefix | None,
-        facts: MissContext,
+        removed: RemovedPrefix | None,
+        context: MissContext,
         now: float,
-        wall: float,
+        timestamp: float,
     ) -> MissExplanation:
-        why = _new_explanation(prompt.id, prompt.session, turn.tokens, decision, wall)
-        why.compared = turn.past is not None or not turn.unknown_before
-        why.parts = attribute_misses(turn, decision, gone, facts, now)
-        why.sum_up()
-        return why
+        explanation = _new_explanation(prompt.id, prompt.session, comparison.prompt_tokens, decision, timestamp)
+        explanation.is_compared = comparison.previous is not None or not comparison.is_history_incomplete
+        explanation.uncached_ranges = attribute_misses(comparison, decision, removed, context, now)
+        explanation.update_main_reason()
+        return explanation
 
 
-def short_keys(index: PrefixIndex, ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
+def compute_short_keys(index: PrefixIndex, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
     """The keys of a prompt's first chunk of so many tokens."""
-    return index.chunk_keys(ids[: chunk_tokens + 1], scope, SHORT_KEY_TOKENS)
+    return index.chunk_keys(token_ids[: chunk_tokens + 1], scope, SHORT_KEY_TOKENS)
 
 
 def select_lookup_keys(keys: Sequence[int]) -> tuple[int, ...]:
     """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
-    count, found = len(keys), list[int]()
+    count, selected_keys = len(keys), list[int]()
     while count:
-        found.append(keys[count - 1])
+        selected_keys.append(keys[count - 1])
         count //= 2
-    found.reverse()
-    return tuple(found)
+    selected_keys.reverse()
+    return tuple(selected_keys)
 
 
-def _new_explanation(id: str, session: str | None, tokens: int, decision: Decision, wall: float) -> MissExplanation:
+def _new_explanation(
+    id: str, session: str | None, prompt_tokens: int, decision: Decision, timestamp: float
+) -> MissExplanation:
     best = decision.most_cached or decision.terms
     return MissExplanation(
         id=id,
-        at=wall,
+        timestamp=timestamp,
         session=session,
         worker=decision.worker,
-        prompt_tokens=tokens,
-        best_tokens=best.cached_tokens,
+        prompt_tokens=prompt_tokens,
+        best_cached_tokens=best.cached_tokens,
         best_worker=best.worker,
-        chosen_tokens=decision.predicted_cached_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
         attempt=decision.attempt,
     )
 

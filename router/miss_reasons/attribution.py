@@ -30,44 +30,44 @@ class RemovedPrefix(NamedTuple):
     end: int
     """Tokens of the prompt up to where it was held."""
     worker: str
-    at_s: float
+    removed_s: float
 
 
 class MissContext(Protocol):
     """What is asked only where something is missing."""
 
-    def emptied(self, worker_id: str) -> float | None:
+    def last_emptied_s(self, worker_id: str) -> float | None:
         """When a worker last lost all it held; None where it did not."""
 
-    def thinks(self, model: str, ids: Sequence[int]) -> bool:
+    def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         """Whether what a few tokens say begins or ends a thought."""
 
-    def guessed(self, worker_id: str) -> bool:
+    def has_approximate_cache(self, worker_id: str) -> bool:
         """Whether a worker's cache is guessed: it tells nothing of what it removes."""
 
 
 class PromptComparison:
     """One prompt of so many tokens, and what came before it. `block`: tokens of the chosen worker's blocks."""
 
-    def __init__(self, tokens: int, block: int, past: PreviousPrompt | None) -> None:
-        self.tokens, self.block, self.past = tokens, block, past
-        self.common = 0
+    def __init__(self, prompt_tokens: int, block_tokens: int, previous: PreviousPrompt | None) -> None:
+        self.prompt_tokens, self.block_tokens, self.previous = prompt_tokens, block_tokens, previous
+        self.common_tokens = 0
         """Tokens that both begin with."""
         self.outline: Outline | None = None
-        self.same_session = True
+        self.is_same_session = True
         """False: the past prompt is the parent's."""
-        self.differs: str | None = None
+        self.scope_difference: str | None = None
         """What of the scope does: salt, lora, model."""
-        self.unknown_before = False
+        self.is_history_incomplete = False
         """Earlier prompts of its conversation may have been, and were not kept."""
 
 
 class _RangeBuilder:
     """Of a prompt of so many tokens, from `at` on, one behind the other."""
 
-    def __init__(self, at: int, length: int) -> None:
-        self.at, self._length = at, length
-        self.found: list[UncachedRange] = []
+    def __init__(self, offset: int, prompt_tokens: int) -> None:
+        self.offset, self._prompt_tokens = offset, prompt_tokens
+        self.ranges: list[UncachedRange] = []
 
     def add(
         self,
@@ -77,15 +77,19 @@ class _RangeBuilder:
         position: int | None = None,
         message: int | None = None,
         worker: str | None = None,
-        ago_s: float | None = None,
-        here_s: float | None = None,
-        there_s: float | None = None,
+        lost_ago_s: float | None = None,
+        chosen_ttft_s: float | None = None,
+        best_ttft_s: float | None = None,
     ) -> None:
         """What is left up to `end`, if anything is."""
-        end = min(end, self._length)
-        if end > self.at:
-            self.found.append(UncachedRange(reason, self.at, end, position, message, worker, ago_s, here_s, there_s))
-            self.at = end
+        end = min(end, self._prompt_tokens)
+        if end > self.offset:
+            self.ranges.append(
+                UncachedRange(
+                    reason, self.offset, end, position, message, worker, lost_ago_s, chosen_ttft_s, best_ttft_s
+                )
+            )
+            self.offset = end
 
 
 def first_missing_token(decision: Decision) -> int:
@@ -95,92 +99,113 @@ def first_missing_token(decision: Decision) -> int:
 
 
 def attribute_without_comparison(
-    tokens: int, decision: Decision, gone: RemovedPrefix | None, now: float
+    prompt_tokens: int, decision: Decision, removed: RemovedPrefix | None, now: float
 ) -> list[UncachedRange]:
     """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
     index tell."""
-    parts = _start_ranges(tokens, decision)
-    _add_evicted(parts, gone, now)
-    parts.add(NOT_COMPARED, tokens)
-    return parts.found
+    builder = _start_ranges(prompt_tokens, decision)
+    _add_evicted(builder, removed, now)
+    builder.add(NOT_COMPARED, prompt_tokens)
+    return builder.ranges
 
 
 def attribute_misses(
-    turn: PromptComparison, decision: Decision, gone: RemovedPrefix | None, facts: MissContext, now: float
+    comparison: PromptComparison, decision: Decision, removed: RemovedPrefix | None, context: MissContext, now: float
 ) -> list[UncachedRange]:
     """The same of a prompt that is compared with the last one of its conversation."""
-    past, block, length = turn.past, turn.block, turn.tokens
-    parts = _start_ranges(length, decision)
-    goes_on = past is not None and turn.common == len(past.ids)
-    known = 0 if past is None else past.known_tokens if goes_on else turn.common
-    usable = _round_down_to_blocks(min(known, length - 1), block)
-    if past is None or turn.differs is not None or parts.at < usable:
-        _add_evicted(parts, gone, now)
-    if past is None:
-        parts.add(NOT_COMPARED if turn.unknown_before else "new_session", length)
-        return parts.found
-    if turn.differs is not None:
-        parts.add(turn.differs, _round_down_to_blocks(turn.common, block))
-        parts.add("block_rest", turn.common)
-    elif parts.at < _round_down_to_blocks(min(turn.common, length - 1), block):
-        reason, ago_s = _loss_reason(past, facts, now)
-        parts.add(reason, usable, worker=past.worker, ago_s=ago_s)
-    if not goes_on and turn.same_session and turn.differs is None:
-        how, message = _message_difference(turn, past, facts)
-        parts.add(how, max(past.known_tokens, turn.common + 1), position=turn.common, message=message)
-    elif goes_on and parts.at < usable and turn.outline is not None:
-        message = past.messages
-        answer = classify_answer_change(turn.outline, message)
-        if answer is not None:
-            parts.add(answer, known, position=max(parts.at, turn.common), message=message)
+    previous, block_tokens, prompt_tokens = comparison.previous, comparison.block_tokens, comparison.prompt_tokens
+    builder = _start_ranges(prompt_tokens, decision)
+    is_continuation = previous is not None and comparison.common_tokens == len(previous.token_ids)
+    cacheable_tokens = (
+        0 if previous is None else previous.cacheable_tokens if is_continuation else comparison.common_tokens
+    )
+    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
+    if previous is None or comparison.scope_difference is not None or builder.offset < usable_tokens:
+        _add_evicted(builder, removed, now)
+    if previous is None:
+        builder.add(NOT_COMPARED if comparison.is_history_incomplete else "new_session", prompt_tokens)
+        return builder.ranges
+    if comparison.scope_difference is not None:
+        builder.add(comparison.scope_difference, _round_down_to_blocks(comparison.common_tokens, block_tokens))
+        builder.add("block_rest", comparison.common_tokens)
+    elif builder.offset < _round_down_to_blocks(min(comparison.common_tokens, prompt_tokens - 1), block_tokens):
+        reason, lost_ago_s = _loss_reason(previous, context, now)
+        builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
+    if not is_continuation and comparison.is_same_session and comparison.scope_difference is None:
+        difference, message = _message_difference(comparison, previous, context)
+        builder.add(
+            difference,
+            max(previous.cacheable_tokens, comparison.common_tokens + 1),
+            position=comparison.common_tokens,
+            message=message,
+        )
+    elif is_continuation and builder.offset < usable_tokens and comparison.outline is not None:
+        message = previous.message_count
+        answer_change = classify_answer_change(comparison.outline, message)
+        if answer_change is not None:
+            builder.add(
+                answer_change, cacheable_tokens, position=max(builder.offset, comparison.common_tokens), message=message
+            )
     else:
-        parts.add("block_rest", known)
-    parts.add("new_text" if turn.same_session else "new_session", length)
-    return parts.found
+        builder.add("block_rest", cacheable_tokens)
+    builder.add("new_text" if comparison.is_same_session else "new_session", prompt_tokens)
+    return builder.ranges
 
 
-def _start_ranges(tokens: int, decision: Decision) -> _RangeBuilder:
-    parts = _RangeBuilder(min(decision.predicted_cached_tokens, tokens), tokens)
+def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
+    builder = _RangeBuilder(min(decision.predicted_cached_tokens, prompt_tokens), prompt_tokens)
     best = decision.most_cached
     if best is not None:
-        parts.add(
-            "elsewhere", best.cached_tokens, worker=best.worker, here_s=decision.terms.ttft_s, there_s=best.ttft_s
+        builder.add(
+            "elsewhere",
+            best.cached_tokens,
+            worker=best.worker,
+            chosen_ttft_s=decision.terms.ttft_s,
+            best_ttft_s=best.ttft_s,
         )
-    return parts
+    return builder
 
 
-def _add_evicted(parts: _RangeBuilder, gone: RemovedPrefix | None, now: float) -> None:
-    if gone is not None:
-        parts.add("evicted", gone.end, worker=gone.worker, ago_s=round(now - gone.at_s, 3))
+def _add_evicted(builder: _RangeBuilder, removed: RemovedPrefix | None, now: float) -> None:
+    if removed is not None:
+        builder.add("evicted", removed.end, worker=removed.worker, lost_ago_s=round(now - removed.removed_s, 3))
 
 
-def _loss_reason(past: PreviousPrompt, facts: MissContext, now: float) -> tuple[str, float | None]:
+def _loss_reason(previous: PreviousPrompt, context: MissContext, now: float) -> tuple[str, float | None]:
     """(why nobody has what the past prompt's worker computed, how long ago it lost it)."""
-    emptied_s = facts.emptied(past.worker)
-    if emptied_s is not None and emptied_s >= past.at_s:
+    emptied_s = context.last_emptied_s(previous.worker)
+    if emptied_s is not None and emptied_s >= previous.computed_s:
         return "worker_lost", round(now - emptied_s, 3)
-    if facts.guessed(past.worker) or now - past.at_s > ANNOUNCEMENT_S_MAX:
+    if context.has_approximate_cache(previous.worker) or now - previous.computed_s > ANNOUNCEMENT_S_MAX:
         return "evicted", None
     return "not_announced", None
 
 
-def _message_difference(turn: PromptComparison, past: PreviousPrompt, facts: MissContext) -> tuple[str, int | None]:
+def _message_difference(
+    comparison: PromptComparison, previous: PreviousPrompt, context: MissContext
+) -> tuple[str, int | None]:
     """How the prompt differs from the past one, in which message."""
-    if turn.outline is None or past.outline is None:
+    if comparison.outline is None or previous.outline is None:
         return "edited", None
-    how, message = classify_difference(past.outline, turn.outline, turn.common / len(past.ids))
-    is_tail = len(past.ids) - turn.common <= TEMPLATE_TAIL_TOKENS
-    if how == "re_encoded" and not is_tail:
-        added = find_added_system_prompt(past.outline, turn.outline)
-        if added is not None:  # the template put it before what had been said
-            return "system_prompt", added
-    if how == "re_encoded" and is_tail and classify_answer_change(turn.outline, past.messages) is not None:
+    difference, message = classify_difference(
+        previous.outline, comparison.outline, comparison.common_tokens / len(previous.token_ids)
+    )
+    is_tail = len(previous.token_ids) - comparison.common_tokens <= TEMPLATE_TAIL_TOKENS
+    if difference == "re_encoded" and not is_tail:
+        added_prompt = find_added_system_prompt(previous.outline, comparison.outline)
+        if added_prompt is not None:  # the template put it before what had been said
+            return "system_prompt", added_prompt
+    if (
+        difference == "re_encoded"
+        and is_tail
+        and classify_answer_change(comparison.outline, previous.message_count) is not None
+    ):
         # What the template put before the answer is not what stands before it now.
-        thinks = facts.thinks(past.scope.model, past.ids[turn.common :])
-        return ("thinking_dropped" if thinks else how), past.messages
-    return how, message
+        is_thought = context.is_thinking(previous.scope.model, previous.token_ids[comparison.common_tokens :])
+        return ("thinking_dropped" if is_thought else difference), previous.message_count
+    return difference, message
 
 
-def _round_down_to_blocks(tokens: int, block: int) -> int:
+def _round_down_to_blocks(tokens: int, block_tokens: int) -> int:
     """Rounded down to blocks."""
-    return tokens - tokens % block
+    return tokens - tokens % block_tokens

@@ -24,12 +24,12 @@ def unpack_words(outline: Outline) -> array[int]:
     return array("I", outline.messages)
 
 
-def message_digests(outline: Outline, *, said: bool = False) -> Iterable[int]:
+def message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
     """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
     `said` without system prompts, which many conversations share."""
     words = unpack_words(outline)
-    bare, kinds = words[2::WORDS], words[3::WORDS]
-    return compress(bare, bytes(kinds.tolist()).translate(_ROLE_BY_KIND)) if said else bare
+    digests, kinds = words[2::WORDS], words[3::WORDS]
+    return compress(digests, bytes(kinds.tolist()).translate(_ROLE_BY_KIND)) if without_system else digests
 
 
 def is_dialogue(kind: int) -> bool:
@@ -41,22 +41,22 @@ def classify_difference(old: Outline, new: Outline, share: float) -> tuple[Diffe
     """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
     one's. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
     thought, or another encoding was chosen."""
-    before, now = unpack_words(old), unpack_words(new)
-    count = min(len(before), len(now)) // WORDS
-    changed = _changed_messages(before, now, count)
+    old_words, new_words = unpack_words(old), unpack_words(new)
+    count = min(len(old_words), len(new_words)) // WORDS
+    changed_messages = _changed_messages(old_words, new_words, count)
     if old.tools != new.tools:
         return "tools", None
-    if changed:
-        first = _diverging_message(before, changed, share)
-        return _classify_message_change(before, now, first), first
-    if len(now) < len(before):
+    if changed_messages:
+        message = _diverging_message(old_words, changed_messages, share)
+        return _classify_message_change(old_words, new_words, message), message
+    if len(new_words) < len(old_words):
         return "truncated", count
     if old.flags != new.flags:
         return "template_flag", None
-    kinds = before[3::WORDS]
-    asked = max((i for i, kind in enumerate(kinds) if kind & ROLE == 1), default=-1)
-    thought = next((i for i, kind in enumerate(kinds) if i > asked and kind & THINKS), None)
-    return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
+    kinds = old_words[3::WORDS]
+    last_user_message = max((i for i, kind in enumerate(kinds) if kind & ROLE == 1), default=-1)
+    thinking_message = next((i for i, kind in enumerate(kinds) if i > last_user_message and kind & THINKS), None)
+    return ("re_encoded", None) if thinking_message is None else ("thinking_dropped", thinking_message)
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
@@ -70,7 +70,7 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
     """The first message behind those of `old` that is a system prompt; None where there is none."""
     kinds = unpack_words(new)[3::WORDS]
-    return next((at for at in range(old.total, len(kinds)) if kinds[at] & ROLE == 0), None)
+    return next((message for message in range(old.total, len(kinds)) if kinds[message] & ROLE == 0), None)
 
 
 def _system_prompt_digest(outline: Outline) -> int | None:
@@ -79,34 +79,34 @@ def _system_prompt_digest(outline: Outline) -> int | None:
     return words[2] if words and words[3] & ROLE == 0 else None
 
 
-def _changed_messages(before: array[int], now: array[int], count: int) -> list[int]:
+def _changed_messages(old_words: array[int], new_words: array[int], count: int) -> list[int]:
     """Of the first `count` messages, those that were sent otherwise."""
-    last = WORDS * (count - 1)
-    if count and before[:last] == now[:last]:  # nearly always
-        return [count - 1] if before[last] != now[last] else []
-    return [i for i in range(count) if before[WORDS * i] != now[WORDS * i]]
+    last_offset = WORDS * (count - 1)
+    if count and old_words[:last_offset] == new_words[:last_offset]:  # nearly always
+        return [count - 1] if old_words[last_offset] != new_words[last_offset] else []
+    return [i for i in range(count) if old_words[WORDS * i] != new_words[WORDS * i]]
 
 
-def _diverging_message(before: array[int], changed: list[int], share: float) -> int:
+def _diverging_message(old_words: array[int], changed_messages: list[int], share: float) -> int:
     """Of the messages that changed, the one where the tokens part: what a template drops anyway changes nothing."""
-    if len(changed) == 1:
-        return changed[0]
-    sizes = before[4::WORDS]
-    parting = (share - _POSITION_TOLERANCE) * sum(sizes)
-    return next((i for i in changed if sum(sizes[: i + 1]) >= parting), changed[-1])
+    if len(changed_messages) == 1:
+        return changed_messages[0]
+    sizes = old_words[4::WORDS]
+    divergence = (share - _POSITION_TOLERANCE) * sum(sizes)
+    return next((i for i in changed_messages if sum(sizes[: i + 1]) >= divergence), changed_messages[-1])
 
 
-def _classify_message_change(before: array[int], now: array[int], first: int) -> DifferenceKind:
-    at = first * WORDS
-    if now[at] in before[at + WORDS :: WORDS] or len(now) < len(before):
+def _classify_message_change(old_words: array[int], new_words: array[int], message: int) -> DifferenceKind:
+    offset = message * WORDS
+    if new_words[offset] in old_words[offset + WORDS :: WORDS] or len(new_words) < len(old_words):
         return "truncated"
-    kind, role = before[at + 3] | now[at + 3], now[at + 3] & ROLE
-    same = before[at + 2] == now[at + 2]
-    if kind & BILLED and same:
+    kind, role = old_words[offset + 3] | new_words[offset + 3], new_words[offset + 3] & ROLE
+    is_same_content = old_words[offset + 2] == new_words[offset + 2]
+    if kind & BILLED and is_same_content:
         return "billing_line"
-    if before[at + 1] == now[at + 1]:
+    if old_words[offset + 1] == new_words[offset + 1]:
         return "tool_arguments"
-    if same and kind & THINKS:
+    if is_same_content and kind & THINKS:
         return "thinking_dropped"
     return "system_prompt" if role == 0 else "edited"
 
@@ -114,8 +114,8 @@ def _classify_message_change(before: array[int], now: array[int], first: int) ->
 def classify_answer_change(outline: Outline, message: int) -> DifferenceKind | None:
     """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
     stands there."""
-    words, at = unpack_words(outline), message * WORDS + 3
-    if at >= len(words) or words[at] & ROLE != 2:
+    words, offset = unpack_words(outline), message * WORDS + 3
+    if offset >= len(words) or words[offset] & ROLE != 2:
         return None
-    kind = words[at]
+    kind = words[offset]
     return "thinking_dropped" if kind & THINKS else "tool_arguments" if kind & CALLS else "re_encoded"

@@ -32,10 +32,10 @@ class UncachedRange(msgspec.Struct, omit_defaults=True):
     """Of the body's messages, the one with that token; the first is 0."""
     worker: str | None = None
     """Who had it."""
-    ago_s: float | None = None
+    lost_ago_s: float | None = None
     """When it lost it."""
-    here_s: float | None = None
-    there_s: float | None = None
+    chosen_ttft_s: float | None = None
+    best_ttft_s: float | None = None
     """Time to the first token where the request went, and where more was cached."""
 
     @property
@@ -47,59 +47,65 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
     """One request."""
 
     id: str
-    at: float
+    timestamp: float
     """Wall clock."""
     session: str | None
     worker: str
     prompt_tokens: int
-    best_tokens: int
+    best_cached_tokens: int
     """Cached at the worker that had most of it and could have been chosen."""
     best_worker: str
-    chosen_tokens: int
+    predicted_cached_tokens: int
     """Predicted to be cached where it went."""
-    reported_tokens: int | None = None
+    reported_cached_tokens: int | None = None
     """As the worker says, where it does."""
     reason: str = ""
     """That of most of the lost tokens; where none was lost, of the new ones."""
     position: int | None = None
     """Where the prompt leaves what is or was held, for that reason."""
     lost_tokens: int = 0
-    parts: list[UncachedRange] = []
+    uncached_ranges: list[UncachedRange] = []
     attempt: int = 0
-    compared: bool = True
+    is_compared: bool = True
     """Whether the prompt was compared with the last one of its conversation."""
 
-    def sum_up(self) -> None:
+    def update_main_reason(self) -> None:
         """Find the main reason and its position in the parts."""
-        lost = most = most_new = 0
-        main: UncachedRange | None = None
-        new: UncachedRange | None = None
-        for part in self.parts:
-            tokens = part.tokens
-            if part.reason not in NO_LOSS:
-                lost += tokens
-                if tokens > most:
-                    most, main = tokens, part
-            elif tokens > most_new:
-                most_new, new = tokens, part
-        if main is None:
-            main = new
-        self.lost_tokens = lost
-        self.reason = main.reason if main is not None else "new_text"
-        self.position = None if main is None else main.start if main.position is None else main.position
+        lost_tokens = largest_loss = largest_new = 0
+        main_range: UncachedRange | None = None
+        new_range: UncachedRange | None = None
+        for uncached_range in self.uncached_ranges:
+            tokens = uncached_range.tokens
+            if uncached_range.reason not in NO_LOSS:
+                lost_tokens += tokens
+                if tokens > largest_loss:
+                    largest_loss, main_range = tokens, uncached_range
+            elif tokens > largest_new:
+                largest_new, new_range = tokens, uncached_range
+        if main_range is None:
+            main_range = new_range
+        self.lost_tokens = lost_tokens
+        self.reason = main_range.reason if main_range is not None else "new_text"
+        self.position = (
+            None if main_range is None else main_range.start if main_range.position is None else main_range.position
+        )
 
-    def settle(self, resident_tokens: int, reported: int) -> None:
+    def apply_reported_tokens(self, resident_tokens: int, reported_tokens: int) -> None:
         """The worker said how much it reused: what was predicted beyond that is missing too, what it had beyond is not.
         `resident_tokens`: announced by the worker when the request was sent."""
-        self.reported_tokens = reported
-        reused, predicted = min(reported, self.prompt_tokens), self.chosen_tokens
-        kept = [part for part in self.parts if part.end > reused]
-        for part in kept:
-            part.start = max(part.start, reused)
-        vouched = min(max(resident_tokens, reused), predicted)
-        missing = [
-            UncachedRange("mispredicted", reused, vouched, worker=self.worker),
-            UncachedRange("not_announced", vouched, predicted, worker=self.worker),
+        self.reported_cached_tokens = reported_tokens
+        reused_tokens, predicted_tokens = min(reported_tokens, self.prompt_tokens), self.predicted_cached_tokens
+        remaining_ranges = [
+            uncached_range for uncached_range in self.uncached_ranges if uncached_range.end > reused_tokens
         ]
-        self.parts = [part for part in missing if part.end > part.start] + kept
-        self.sum_up()
+        for uncached_range in remaining_ranges:
+            uncached_range.start = max(uncached_range.start, reused_tokens)
+        announced_tokens = min(max(resident_tokens, reused_tokens), predicted_tokens)
+        added_ranges = [
+            UncachedRange("mispredicted", reused_tokens, announced_tokens, worker=self.worker),
+            UncachedRange("not_announced", announced_tokens, predicted_tokens, worker=self.worker),
+        ]
+        self.uncached_ranges = [
+            uncached_range for uncached_range in added_ranges if uncached_range.end > uncached_range.start
+        ] + remaining_ranges
+        self.update_main_reason()

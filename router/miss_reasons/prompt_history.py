@@ -33,61 +33,71 @@ class PreviousPrompt:
     def __init__(
         self,
         scope: Scope,
-        ids: array[int],
+        token_ids: array[int],
         outline: Outline | None,
         worker: str,
-        at_s: float,
+        computed_s: float,
         session: str | None,
         keys: tuple[int, ...],
         is_short: bool = False,
     ) -> None:
-        self.scope, self.ids, self.outline, self.worker, self.at_s = scope, ids, outline, worker, at_s
+        self.scope, self.token_ids, self.outline, self.worker, self.computed_s = (
+            scope,
+            token_ids,
+            outline,
+            worker,
+            computed_s,
+        )
         self.session, self.keys, self.is_short = session, keys, is_short
         self.answer_tokens = 0
         """Generated, once that is known."""
-        self.bytes = PROMPT_BYTES + 4 * len(ids)
+        self.size_bytes = PROMPT_BYTES + 4 * len(token_ids)
         if outline is not None:
-            self.bytes += OUTLINE_BYTES + len(outline.messages) + len(outline.tools)
+            self.size_bytes += OUTLINE_BYTES + len(outline.messages) + len(outline.tools)
 
     @property
-    def messages(self) -> int:
+    def message_count(self) -> int:
         """How many it had."""
         return 0 if self.outline is None else self.outline.total
 
     @property
-    def known_tokens(self) -> int:
+    def cacheable_tokens(self) -> int:
         """Of prompt and answer, what a cache can hold: the last token was never computed."""
-        return len(self.ids) + max(self.answer_tokens - 1, 0)
+        return len(self.token_ids) + max(self.answer_tokens - 1, 0)
 
 
 class PromptHistory:
     """One a process."""
 
-    def __init__(self, bytes_max: int, keep_s: float, shared: Callable[[array[int], array[int]], int]) -> None:
+    def __init__(
+        self, bytes_max: int, ttl_s: float, count_common_tokens: Callable[[array[int], array[int]], int]
+    ) -> None:
         """`shared`: how many tokens two prompts begin with alike."""
-        self._bytes_max, self._keep_s, self._shared = bytes_max, keep_s, shared
-        self._pasts: OrderedDict[int, PreviousPrompt] = OrderedDict()
+        self._bytes_max, self._ttl_s, self._count_common_tokens = bytes_max, ttl_s, count_common_tokens
+        self._prompts: OrderedDict[int, PreviousPrompt] = OrderedDict()
         """id -> prompt, the longest unused first."""
-        self._sessions: dict[str, list[PreviousPrompt]] = {}
+        self._by_session: dict[str, list[PreviousPrompt]] = {}
         """The last first."""
-        self._keys: dict[int, PreviousPrompt] = {}
+        self._by_key: dict[int, PreviousPrompt] = {}
         self.used_bytes = 0
-        self.shorts = 0
+        self.short_prompts = 0
         """Prompts that are found by beginnings of a chunk: where there are none, nobody need ask for these."""
 
     def __len__(self) -> int:
-        return len(self._pasts)
+        return len(self._prompts)
 
-    def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> PreviousPrompt | None:
+    def find_continued(
+        self, token_ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]
+    ) -> PreviousPrompt | None:
         """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
-        for past in self._candidates(session, None, keys):
-            if past.scope == scope and self._begins(ids, past.ids):
-                return past
+        for prompt in self._candidates(session, None, keys):
+            if prompt.scope == scope and self._starts_with(token_ids, prompt.token_ids):
+                return prompt
         return None
 
-    def before(
+    def find_previous(
         self,
-        ids: array[int],
+        token_ids: array[int],
         scope: Scope,
         outline: Outline | None,
         session: str | None,
@@ -98,105 +108,128 @@ class PromptHistory:
         candidates = self._candidates(session, parent, keys)
         if outline is not None:
             candidates = [
-                past for past in candidates if past.outline is None or not is_side_request(past.outline, outline)
+                prompt
+                for prompt in candidates
+                if prompt.outline is None or not is_side_request(prompt.outline, outline)
             ]
         if len(candidates) == 1 and _share_message(outline, candidates[0], session):  # as usual: it need not be counted
-            return candidates[0], self._shared(candidates[0].ids, ids)
-        best, found = (-1, -1), None
-        own = set(message_digests(outline, said=session is None)) if outline is not None and candidates else None
-        for past in candidates:
-            common = self._shared(past.ids, ids)
-            likeness = _similarity(past, own, common, len(ids))
-            if likeness is not None and (likeness, common) > best:
-                best, found = (likeness, common), (past, common)
-        return found
+            return candidates[0], self._count_common_tokens(candidates[0].token_ids, token_ids)
+        best_score, best_match = (-1, -1), None
+        digests = (
+            set(message_digests(outline, without_system=session is None))
+            if outline is not None and candidates
+            else None
+        )
+        for prompt in candidates:
+            common_tokens = self._count_common_tokens(prompt.token_ids, token_ids)
+            similarity = _similarity(prompt, digests, common_tokens, len(token_ids))
+            if similarity is not None and (similarity, common_tokens) > best_score:
+                best_score, best_match = (similarity, common_tokens), (prompt, common_tokens)
+        return best_match
 
-    def _begins(self, ids: array[int], past: array[int]) -> bool:
-        count = len(past)
-        return 0 < count <= len(ids) and ids[count - 1] == past[count - 1] and self._shared(past, ids) == count
+    def _starts_with(self, token_ids: array[int], prefix: array[int]) -> bool:
+        count = len(prefix)
+        return (
+            0 < count <= len(token_ids)
+            and token_ids[count - 1] == prefix[count - 1]
+            and self._count_common_tokens(prefix, token_ids) == count
+        )
 
-    def put(self, past: PreviousPrompt, instead: PreviousPrompt | None = None) -> None:
+    def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
         """It was computed; `instead` of the one it goes on from."""
-        if instead is not None and instead.session == past.session:
-            self._drop(instead)
-        if past.bytes > self._bytes_max:
+        if replaces is not None and replaces.session == prompt.session:
+            self._drop(replaces)
+        if prompt.size_bytes > self._bytes_max:
             return
-        self._pasts[id(past)] = past
-        self.used_bytes += past.bytes
-        self.shorts += past.is_short
-        for key in past.keys:
-            self._keys[key] = past
-        if past.session is not None:
-            branches = self._sessions.setdefault(past.session, [])
-            branches.insert(0, past)
-            for old in branches[BRANCHES_MAX:]:
-                self._drop(old)
+        self._prompts[id(prompt)] = prompt
+        self.used_bytes += prompt.size_bytes
+        self.short_prompts += prompt.is_short
+        for key in prompt.keys:
+            self._by_key[key] = prompt
+        if prompt.session is not None:
+            branches = self._by_session.setdefault(prompt.session, [])
+            branches.insert(0, prompt)
+            for excess in branches[BRANCHES_MAX:]:
+                self._drop(excess)
         while self.used_bytes > self._bytes_max:
-            self._drop(next(iter(self._pasts.values())))
+            self._drop(next(iter(self._prompts.values())))
 
-    def forget(self, session: str) -> None:
+    def forget_session(self, session: str) -> None:
         """It is over."""
-        for past in list(self._sessions.get(session, ())):
-            self._drop(past)
+        for prompt in list(self._by_session.get(session, ())):
+            self._drop(prompt)
 
     def expire(self, now: float) -> None:
         """Forget what is too old."""
-        while self._pasts:
-            past = next(iter(self._pasts.values()))
-            if now - past.at_s < self._keep_s:
+        while self._prompts:
+            prompt = next(iter(self._prompts.values()))
+            if now - prompt.computed_s < self._ttl_s:
                 return
-            self._drop(past)
+            self._drop(prompt)
 
     def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[PreviousPrompt]:
         if session is None:
-            found, known = list[PreviousPrompt](), self._keys
-            for place in range(len(keys) - 1, -1, -1):  # the longest common beginning first
-                past = known.get(keys[place])
-                if past is not None and past not in found:
-                    found.append(past)
-                    if len(found) == BRANCHES_MAX:
+            candidates, by_key = list[PreviousPrompt](), self._by_key
+            for i in range(len(keys) - 1, -1, -1):  # the longest common beginning first
+                prompt = by_key.get(keys[i])
+                if prompt is not None and prompt not in candidates:
+                    candidates.append(prompt)
+                    if len(candidates) == BRANCHES_MAX:
                         break
-            return found
-        return self._sessions.get(session) or (self._sessions.get(parent, []) if parent is not None else [])
+            return candidates
+        return self._by_session.get(session) or (self._by_session.get(parent, []) if parent is not None else [])
 
-    def _drop(self, past: PreviousPrompt) -> None:
-        if self._pasts.pop(id(past), None) is None:
+    def _drop(self, prompt: PreviousPrompt) -> None:
+        if self._prompts.pop(id(prompt), None) is None:
             return
-        self.used_bytes -= past.bytes
-        self.shorts -= past.is_short
-        for key in past.keys:
-            if self._keys.get(key) is past:
-                del self._keys[key]
-        if past.session is not None:
-            branches = self._sessions[past.session]
-            branches.remove(past)
+        self.used_bytes -= prompt.size_bytes
+        self.short_prompts -= prompt.is_short
+        for key in prompt.keys:
+            if self._by_key.get(key) is prompt:
+                del self._by_key[key]
+        if prompt.session is not None:
+            branches = self._by_session[prompt.session]
+            branches.remove(prompt)
             if not branches:
-                del self._sessions[past.session]
+                del self._by_session[prompt.session]
 
     def check_invariants(self) -> None:
-        assert self.used_bytes == sum(past.bytes for past in self._pasts.values()) <= self._bytes_max
-        assert self.shorts == sum(past.is_short for past in self._pasts.values())
-        named = [past for branches in self._sessions.values() for past in branches]
-        assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
-        assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._sessions.values())
-        assert {id(past) for past in self._keys.values()} <= set(self._pasts)
+        assert self.used_bytes == sum(prompt.size_bytes for prompt in self._prompts.values()) <= self._bytes_max
+        assert self.short_prompts == sum(prompt.is_short for prompt in self._prompts.values())
+        session_prompts = [prompt for branches in self._by_session.values() for prompt in branches]
+        assert {id(prompt) for prompt in session_prompts} == {
+            i for i, prompt in self._prompts.items() if prompt.session is not None
+        }
+        assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._by_session.values())
+        assert {id(prompt) for prompt in self._by_key.values()} <= set(self._prompts)
 
 
-def _share_message(outline: Outline | None, past: PreviousPrompt, session: str | None) -> bool:
+def _share_message(outline: Outline | None, previous: PreviousPrompt, session: str | None) -> bool:
     """Whether a message, at its place, is the same in both: then `_likeness` finds one."""
-    if outline is None or past.outline is None:
+    if outline is None or previous.outline is None:
         return False
-    own, old = unpack_words(outline), unpack_words(past.outline)
-    for at in range(0, min(len(own), len(old)), WORDS):
-        if own[at + 2] == old[at + 2] and (
-            (session is not None or is_dialogue(own[at + 3])) and (past.session is not None or is_dialogue(old[at + 3]))
+    new_words, old_words = unpack_words(outline), unpack_words(previous.outline)
+    for offset in range(0, min(len(new_words), len(old_words)), WORDS):
+        if new_words[offset + 2] == old_words[offset + 2] and (
+            (session is not None or is_dialogue(new_words[offset + 3]))
+            and (previous.session is not None or is_dialogue(old_words[offset + 3]))
         ):
             return True
     return False
 
 
-def _similarity(past: PreviousPrompt, own: set[int] | None, common: int, tokens: int) -> int | None:
+def _similarity(
+    previous: PreviousPrompt, digests: set[int] | None, common_tokens: int, prompt_tokens: int
+) -> int | None:
     """`own`: the messages of the prompt that it may have come before."""
-    if own is not None and past.outline is not None:
-        return len(own.intersection(message_digests(past.outline, said=past.session is None))) or None
-    return common if past.session is not None or common >= _SHARED_RATIO_MIN * min(len(past.ids), tokens) else None
+    if digests is not None and previous.outline is not None:
+        return (
+            len(digests.intersection(message_digests(previous.outline, without_system=previous.session is None)))
+            or None
+        )
+    return (
+        common_tokens
+        if previous.session is not None
+        or common_tokens >= _SHARED_RATIO_MIN * min(len(previous.token_ids), prompt_tokens)
+        else None
+    )

@@ -51,13 +51,13 @@ def test_the_reasons_add_up_to_all_that_was_computed(tmp_path: Path) -> None:
         reasons: Counter[str] = Counter()
         for request_id, prompt, cached in (turn for talk in talks for turn in talk):
             why = call(f"{router.url}/requests/{request_id}")[2]
-            assert (why["prompt_tokens"], why["reported_tokens"]) == (prompt, cached)
-            places = sorted((part["start"], part["end"]) for part in why["parts"])
+            assert (why["prompt_tokens"], why["reported_cached_tokens"]) == (prompt, cached)
+            places = sorted((part["start"], part["end"]) for part in why["uncached_ranges"])
             assert sum(end - start for start, end in places) == prompt - cached, why
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "no token has two reasons"
-            for part in why["parts"]:
+            for part in why["uncached_ranges"]:
                 reasons[part["reason"]] += part["tokens"]
-            assert why["best_tokens"] >= why["chosen_tokens"], why
+            assert why["best_cached_tokens"] >= why["predicted_cached_tokens"], why
         with urllib.request.urlopen(router.url + "/metrics") as page:
             told = re.findall(r'cache_miss_tokens_total\{.*reason="(\w+)"\} (\d+)', page.read().decode())
     assert Counter({reason: int(count) for reason, count in told}) == reasons

@@ -1,4 +1,4 @@
-"""The ledger of turns against its naive model, on conversations that nobody would have."""
+"""The analyzer of turns against its naive model, on conversations that nobody would have."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class SomeFacts:
     is_guessed: bool = False
     is_thought: bool = False
 
-    def emptied(self, worker_id: str) -> float | None:
+    def last_emptied_s(self, worker_id: str) -> float | None:
         return self.emptied_s
 
-    def guessed(self, worker_id: str) -> bool:
+    def has_approximate_cache(self, worker_id: str) -> bool:
         return self.is_guessed
 
-    def thinks(self, model: str, ids: Sequence[int]) -> bool:
+    def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         return self.is_thought
 
 
@@ -114,17 +114,17 @@ def some_facts(rng: random.Random, now: float) -> SomeFacts:
 
 
 class World:
-    """Conversations side by side, and both ledgers told of them."""
+    """Conversations side by side, and both analyzers told of them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
-        self.ledgers = BothAnalyzers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
+        self.analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
         self.begun: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
 
     def ask(self, number: int) -> None:
-        rng, ledgers = self.rng, self.ledgers
+        rng, analyzers = self.rng, self.analyzers
         before, session = rng.choice(self.talks[-6:])
         talk = changed(rng, before)
         if rng.random() < 0.3:
@@ -134,7 +134,7 @@ class World:
         tools, flags = rng.choices([[], [1, 1]], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
         is_chat, ids = rng.random() < 0.85, array("I", talk.ids)
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
-        if session is None and ledgers.wants_short(keys):
+        if session is None and analyzers.needs_short_keys(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
         placed = decision(rng, len(ids))
         prompt = Prompt(
@@ -147,22 +147,22 @@ class World:
         gone = (
             RemovedPrefix(first_missing_token(placed) + rng.randrange(1, 40), "a", 0.5) if rng.random() < 0.2 else None
         )
-        check_adds_up(ledgers.explain(prompt, placed, BLOCK, gone, facts, self.now, 1.0))
+        check_adds_up(analyzers.explain(prompt, placed, BLOCK, gone, facts, self.now, 1.0))
         if rng.random() < 0.2:
-            begun = ledgers.placed(prompt, placed, gone, self.now, 1.0)
+            begun = analyzers.record_placed(prompt, placed, gone, self.now, 1.0)
         else:
             sampled = rng.random() < 0.7
-            begun = ledgers.compared(prompt, placed, BLOCK, gone, facts, self.now, 1.0, is_sampled=sampled)
+            begun = analyzers.record_compared(prompt, placed, BLOCK, gone, facts, self.now, 1.0, is_sampled=sampled)
         self.begun.append((begun, len(ids)))
 
     def end(self) -> None:
         rng = self.rng
         one, tokens = self.begun.pop(rng.randrange(len(self.begun)))
         usage = ReportedUsage(tokens, rng.choice([None, rng.randrange(tokens + 3)]), None)
-        self.ledgers.ended(one, rng.choice([None, usage]), rng.randrange(20), self.now)
-        why = self.ledgers.why(one)
+        self.analyzers.record_end(one, rng.choice([None, usage]), rng.randrange(20), self.now)
+        why = self.analyzers.why(one)
         check_adds_up(why)
-        self.reasons |= {part.reason for part in why.parts}
+        self.reasons |= {part.reason for part in why.uncached_ranges}
 
 
 def test_both_say_the_same() -> None:
@@ -180,33 +180,35 @@ def test_both_say_the_same() -> None:
 
 
 def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
-    ledgers = BothAnalyzers(MissReasonsConfig(memory_mb=1), INDEX.shared)
+    analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1), INDEX.shared)
     for number in range(40):
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
-        prompt = Prompt(f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, keys=keys)
+        prompt = Prompt(f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, chunk_keys=keys)
         own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
         placed = Decision("r", "a", None, 0, len(ids), 0, 0.0, own, 0.0)
-        ledgers.compared(prompt, placed, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
-    sizes = [len(ledgers.ledger.book), len(ledgers.naive.pasts)]
+        analyzers.record_compared(prompt, placed, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
+    sizes = [len(analyzers.analyzer.history), len(analyzers.naive.pasts)]
     assert 5 < sizes[0] < 20
     assert all(a == b for a, b in pairwise(sizes))
 
 
 def test_a_block_without_tokens_is_refused() -> None:
-    ledger = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
+    analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
     prompt = Prompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
     with pytest.raises(ValueError, match="block"):
-        ledger.compared(prompt, placed, 0, None, SomeFacts(), 0.0, 0.0)
-    assert len(ledger) == len(ledger.book) == 0
+        analyzer.record_compared(prompt, placed, 0, None, SomeFacts(), 0.0, 0.0)
+    assert len(analyzer) == len(analyzer.history) == 0
 
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
-    ledger = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
+    analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
     own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
-        ledger.placed(name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, own, 0.0), None, 0.0, 0.0)
-    found = [ledger.get(name) for name in ("one", "two", "three")]
+        analyzer.record_placed(
+            name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, own, 0.0), None, 0.0, 0.0
+        )
+    found = [analyzer.get(name) for name in ("one", "two", "three")]
     assert [None if why is None else why.prompt_tokens for why in found] == [5, None, 6]

@@ -26,7 +26,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.reasons import KnownFacts
 from router.index import make_index
 from router.index.protocol import Scope
-from router.miss_reasons.analyzer import Prompt, short_keys
+from router.miss_reasons.analyzer import Prompt, compute_short_keys
 from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
@@ -65,7 +65,7 @@ class Fleet:
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
-        self.ledger = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
+        self.analyzer = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
         self.emptied: dict[str, float] = {}
         self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0
@@ -101,23 +101,23 @@ class Fleet:
         assert isinstance(placed, Forward)
         decision = placed.decision
         prompt, facts = self.prompt(route, parsed), KnownFacts(self.core, self.emptied, lambda _: self.tokenizer)
-        found = self.core.index.gone(prompt.ids, route.scope, first_missing_token(decision), BLOCK)
+        found = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
         gone = None if found is None else RemovedPrefix(found[0], self.holders[found[1]], found[2])
         if compare:
-            explained = self.ledger.explain(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
-            begun = self.ledger.compared(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
-            assert explained == self.ledger.why(begun)
+            explained = self.analyzer.explain(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
+            begun = self.analyzer.record_compared(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
+            assert explained == self.analyzer.why(begun)
         else:
-            begun = self.ledger.placed(prompt, decision, gone, self.now, 0.0)
+            begun = self.analyzer.record_placed(prompt, decision, gone, self.now, 0.0)
         ids = list(route.token_ids or ())
         said = self.tokenizer.encode(answer, False) if sampled is None else sampled
         if announce:
             self.store(decision.worker, [*ids, *said][:-1], route.scope)
         usage = ReportedUsage(len(ids), reported(decision.predicted_cached_tokens), len(said))
-        self.core.finish_request(route.request_id, usage, self.now + 0.5)
-        self.ledger.ended(begun, usage, len(said), self.now + 0.5)
+        self.core.finished(route.request_id, usage, self.now + 0.5)
+        self.analyzer.record_end(begun, usage, len(said), self.now + 0.5)
         self.now += 0.5
-        why = self.ledger.why(begun)
+        why = self.analyzer.why(begun)
         check_adds_up(why)
         return why
 
@@ -128,11 +128,11 @@ class Fleet:
     def prompt(self, route: RouteRequest, parsed: RoutingRequest) -> Prompt:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
-        short = route.session is None and self.ledger.wants_short(keys)
+        short = route.session is None and self.analyzer.needs_short_keys(keys)
         return Prompt(
             route.request_id, ids, route.scope, outline(parsed), route.session, route.parent, keys,
-            short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_beginning(parsed) if route.session is None else None, route.is_final,
+            compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
+            digest_beginning(parsed) if route.session is None else None, route.final,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
@@ -355,8 +355,8 @@ def evicted(fleet: Fleet) -> Planted:
     fleet.now += 1.0
     fleet.remove(one.opening.worker, ids, scope, keep)
     why = one.send()
-    part = next(part for part in why.parts if part.reason == "evicted")
-    assert (part.worker, part.ago_s) == (one.opening.worker, 10.0)
+    part = next(part for part in why.uncached_ranges if part.reason == "evicted")
+    assert (part.worker, part.lost_ago_s) == (one.opening.worker, 10.0)
     assert fleet.resident(ids, scope) >= part.end, "announced again"
     return why, "evicted", keep, None
 
@@ -381,13 +381,13 @@ def elsewhere(fleet: Fleet) -> Planted:
         fleet.core.route(busy, fleet.now)
     why = one.send(gap=0.01)
     for number in range(30):
-        fleet.core.abort_request(f"busy{number}", fleet.now)
-    part = next(part for part in why.parts if part.reason == "elsewhere")
+        fleet.core.aborted(f"busy{number}", fleet.now)
+    part = next(part for part in why.uncached_ranges if part.reason == "elsewhere")
     assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
-    assert part.there_s is not None
-    assert part.here_s is not None
-    assert part.there_s > part.here_s
-    return why, "elsewhere", why.chosen_tokens, None
+    assert part.best_ttft_s is not None
+    assert part.chosen_ttft_s is not None
+    assert part.best_ttft_s > part.chosen_ttft_s
+    return why, "elsewhere", why.predicted_cached_tokens, None
 
 
 def not_announced(fleet: Fleet) -> Planted:
@@ -422,7 +422,7 @@ def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
     for cause in random.Random(seed).sample(CAUSES * TURNS, len(CAUSES) * TURNS):
         why, reason, position, message = cause(fleet)
         turns += 1
-        main = next((part for part in why.parts if part.reason == why.reason), None)
+        main = next((part for part in why.uncached_ranges if part.reason == why.reason), None)
         told = (why.reason, why.position, main.message if main is not None else None)
         if told != (reason, position, message):
             wrong.append((cause.__name__, told, (reason, position, message), why.prompt_tokens))
@@ -430,11 +430,11 @@ def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
     named = [one for one in wrong if one[1][0] != one[2][0]]
     assert len(named) <= 0.02 * turns, (seed, named)
     assert not [one for one in wrong if one not in named], (seed, wrong)
-    ledger = fleet.ledger
-    assert sum(ledger.tokens.values()) == ledger.sums["prompt"] - ledger.sums["reported"], (
+    analyzer = fleet.analyzer
+    assert sum(analyzer.tokens.values()) == analyzer.sums["prompt"] - analyzer.sums["reported"], (
         "they add up to all that was computed"
     )
-    assert set(ledger.tokens) - NO_LOSS <= set(GROUPS)
+    assert set(analyzer.tokens) - NO_LOSS <= set(GROUPS)
 
 
 @pytest.mark.parametrize("title_first", [True, False], ids=["title-first", "title-between"])
@@ -493,26 +493,31 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
     fleet = Fleet(tokenizer, random.Random(4))
     one = Conversation(fleet)
     one.user()
-    ids, keep, worker, counted = one.ids(), 4 * BLOCK, one.opening.worker, dict(fleet.ledger.tokens)
+    ids, keep, worker, counted = one.ids(), 4 * BLOCK, one.opening.worker, dict(fleet.analyzer.tokens)
     fleet.remove(worker, ids, Scope("m"), keep)
     why = one.send(compare=False)
-    assert [part.reason for part in why.parts] == ["evicted", "not_compared"]
-    assert (why.reason, why.position, why.parts[0].worker, why.parts[0].ago_s) == ("evicted", keep, worker, 10.0)
-    assert fleet.resident(ids, Scope("m")) >= why.parts[0].end, "announced again"
+    assert [part.reason for part in why.uncached_ranges] == ["evicted", "not_compared"]
+    assert (why.reason, why.position, why.uncached_ranges[0].worker, why.uncached_ranges[0].lost_ago_s) == (
+        "evicted",
+        keep,
+        worker,
+        10.0,
+    )
+    assert fleet.resident(ids, Scope("m")) >= why.uncached_ranges[0].end, "announced again"
 
     one.user()
     for number in range(30):
         busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=why.worker)
         fleet.core.route(busy, fleet.now)
     away = one.send(gap=0.01, compare=False)
-    assert (away.reason, away.parts[0].worker) == ("elsewhere", why.worker) != ("elsewhere", away.worker)
+    assert (away.reason, away.uncached_ranges[0].worker) == ("elsewhere", why.worker) != ("elsewhere", away.worker)
     for number in range(30):
         fleet.core.abort_request(f"busy{number}", fleet.now)
 
     position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
     less = one.send(compare=False, reported=lambda cached: cached - 2 * BLOCK)
-    assert (less.reason, less.position, less.parts[0].end) == ("mispredicted", position, position + 2 * BLOCK)
-    assert fleet.ledger.tokens == counted, "the share alone is counted by reason"
+    assert (less.reason, less.position, less.uncached_ranges[0].end) == ("mispredicted", position, position + 2 * BLOCK)
+    assert fleet.analyzer.tokens == counted, "the share alone is counted by reason"
 
 
 def test_every_reason_is_in_the_manual() -> None:
@@ -585,7 +590,7 @@ def test_a_conversation_without_a_name_goes_on(tokenizer: Tokenizer, repeats: in
             talk.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=words))})
             why = fleet.send({"model": "m", "messages": talk}, answer="So be it." + END)
             talk.append({"role": "assistant", "content": "So be it."})
-            reasons = [part.reason for part in why.parts if part.reason != "block_rest"]
+            reasons = [part.reason for part in why.uncached_ranges if part.reason != "block_rest"]
             assert reasons == ["new_text" if turn else "new_session"], (turn, why)
             lengths.add(why.prompt_tokens > CHUNK)
     assert lengths == ({False, True} if repeats == 8 else {True})

@@ -56,7 +56,7 @@ class Talk:
         assert (await self.edge.exchange(self.post(self.body(), headers=headers))).startswith(b"HTTP/1.1 200")
         for _ in range(100):
             status, found = await self.ask(name)
-            if status == 200 and "reported_tokens" in found:
+            if status == 200 and "reported_cached_tokens" in found:
                 return found
             await asyncio.sleep(0.02)
         raise AssertionError(f"{name} is not known: {found}")
@@ -117,15 +117,15 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         first = await talk.send()
         for made in ("chatcmpl-", "cmpl-", "msg_"):  # an answer's id
             assert await talk.ask(made + first["id"]) == (200, first)
-        assert (first["reason"], first["reported_tokens"], first["session"]) == ("new_session", 0, "s")
+        assert (first["reason"], first["reported_cached_tokens"], first["session"]) == ("new_session", 0, "s")
         talk.turn()
         second = await talk.send()
         assert second["reason"] == "not_announced", "this worker tells nothing, and nothing is known to be gone"
-        assert second["parts"][-1]["reason"] == "new_text"
+        assert second["uncached_ranges"][-1]["reason"] == "new_text"
         talk.messages[1]["content"] = "Something else. " * 20
         talk.turn()
         edited = await talk.send()
-        part = next(part for part in edited["parts"] if part["reason"] == "edited")
+        part = next(part for part in edited["uncached_ranges"] if part["reason"] == "edited")
         assert part["message"] == 1
         assert part["group"] == "workload"
         page = render(
@@ -170,12 +170,12 @@ def test_route_says_why_without_sending(edge: Any, make_post: Any, router: Any) 
         await talk.send()
         talk.messages[0]["content"] += "One word more."
         headers = [b"x-claude-code-session-id: s"]
-        before = len(reasons.ledger), len(reasons.ledger.book)
+        before = len(reasons.analyzer), len(reasons.analyzer.history)
         answer = await edge.exchange(make_post(talk.body(), b"/route", headers))
         why = json.loads(answer.partition(b"\r\n\r\n")[2])["why"]
         assert why["reason"] in ("system_prompt", "not_announced")
-        assert "system_prompt" in {part["reason"] for part in why["parts"]}
-        assert (len(reasons.ledger), len(reasons.ledger.book)) == before
+        assert "system_prompt" in {part["reason"] for part in why["uncached_ranges"]}
+        assert (len(reasons.analyzer), len(reasons.analyzer.history)) == before
 
     edge.run(scenario())
 
@@ -193,12 +193,14 @@ def test_a_body_that_a_helper_reads_is_explained_like_another(
         for _ in range(3):
             talk.turn()
             told = await talk.send(session)
-        assert told["parts"][-1]["reason"] == "new_text"
+        assert told["uncached_ranges"][-1]["reason"] == "new_text"
         talk.messages[3]["content"] = "Something else. " * 20
         talk.turn()
         told = await talk.send(session)
         part = next(
-            part for part in told["parts"] if part["reason"] not in NO_LOSS and part["reason"] != "not_announced"
+            part
+            for part in told["uncached_ranges"]
+            if part["reason"] not in NO_LOSS and part["reason"] != "not_announced"
         )
         assert (part["reason"], part["message"]) == ("edited", 3)
 
@@ -225,7 +227,7 @@ def test_a_conversation_that_cannot_be_looked_at_is_answered(
         assert answer.startswith(b"HTTP/1.1 200")
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
         status, told = await talk.ask("odd")
-        assert (status, told["reason"], told["compared"]) == (200, "not_compared", False)
+        assert (status, told["reason"], told["is_compared"]) == (200, "not_compared", False)
         assert nothing_is_left(edge)
         monkeypatch.undo()
         assert (await talk.send(None))["reason"] == "new_session"
@@ -240,14 +242,14 @@ def test_what_a_comparison_raises_ends_its_own_reasons_only(
         reasons = await router()
         talk = Talk(edge, make_post)
         talk.turn()
-        compared = reasons.ledger.compared
+        compared = reasons.analyzer.record_compared
 
         def raises(prompt: Any, *args: Any, **more: Any) -> Any:
             if prompt.id == "n1":
                 raise KeyError(prompt.id)
             return compared(prompt, *args, **more)
 
-        monkeypatch.setattr(reasons.ledger, "compared", raises)
+        monkeypatch.setattr(reasons.analyzer, "record_compared", raises)
         for number in range(3):
             answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: n%d" % number]))
             assert answer.startswith(b"HTTP/1.1 200")
@@ -267,21 +269,21 @@ def test_a_request_that_is_not_compared_has_the_reasons_that_need_no_comparison(
         talk = Talk(edge, make_post)
         talk.turn()
         told = await talk.send()
-        assert (told["reason"], told["compared"], "lost_tokens" in told) == ("not_compared", False, False)
-        (part,) = told["parts"]
+        assert (told["reason"], told["is_compared"], "lost_tokens" in told) == ("not_compared", False, False)
+        (part,) = told["uncached_ranges"]
         assert (part["start"], part["tokens"], part["group"]) == (0, told["prompt_tokens"], "none")
         assert "x-blockcast-explain: 1" in told["hint"]
         assert "/requests/watch" in told["hint"]
         talk.turn()
         again = await talk.send()
-        assert [(part["reason"], part["tokens"]) for part in again["parts"]] == [
+        assert [(part["reason"], part["tokens"]) for part in again["uncached_ranges"]] == [
             ("not_compared", again["prompt_tokens"])
         ]
         assert not edge.metrics.cache_miss_requests + edge.metrics.cache_miss_tokens, (
             "the share alone is counted by reason"
         )
         assert edge.metrics.reused_tokens["prompt"] == told["prompt_tokens"] + again["prompt_tokens"]
-        assert len(reasons.ledger.book) == 0
+        assert len(reasons.analyzer.history) == 0
         assert nothing_is_left(edge)
 
     edge.run(scenario())
@@ -299,20 +301,20 @@ def test_a_request_with_the_header_is_compared(
         talk = Talk(edge, make_post, words=words)
         for _ in range(2):
             talk.turn()
-            assert (await talk.send(session))["compared"] is False
+            assert (await talk.send(session))["is_compared"] is False
         talk.turn()
-        assert (await talk.send(session, explain=True))["compared"] is False, "no prompt was kept before"
+        assert (await talk.send(session, explain=True))["is_compared"] is False, "no prompt was kept before"
         talk.messages[2]["content"] = "Something else. " * 20
         talk.turn()
         told = await talk.send(session, explain=True)
         assert "hint" not in told
-        part = next(part for part in told["parts"] if part["reason"] == "edited")
+        part = next(part for part in told["uncached_ranges"] if part["reason"] == "edited")
         assert part["message"] == 2
         talk.turn()
-        assert (await talk.send(session))["parts"][-1]["reason"] == "new_text"
+        assert (await talk.send(session))["uncached_ranges"][-1]["reason"] == "new_text"
         other = Talk(edge, make_post, words=words + 1)
         other.turn("Another conversation.")
-        assert (await other.send(None))["compared"] is False
+        assert (await other.send(None))["is_compared"] is False
         assert not edge.metrics.cache_miss_requests, "what was asked for would bias the share"
         assert nothing_is_left(edge)
         (upstream,) = edge.upstreams
@@ -338,9 +340,9 @@ def test_a_session_that_is_watched_is_compared(edge: Any, make_post: Any, router
             status, refused = await talk.watch(body)
             assert (status, "error" in refused) == (400, True)
         for session in ("s", long):
-            told = [(await talk.send(session)).get("compared", True) for _ in range(3)]
+            told = [(await talk.send(session)).get("is_compared", True) for _ in range(3)]
             assert told == [False, True, True]
-        assert (await talk.send("another"))["compared"] is False
+        assert (await talk.send("another"))["is_compared"] is False
         reasons.enabled = False
         assert (await talk.watch(b'{"session": "s"}'))[0] == 409
 
@@ -348,17 +350,17 @@ def test_a_session_that_is_watched_is_compared(edge: Any, make_post: Any, router
 
 
 def test_what_is_followed_is_bounded() -> None:
-    followed = WatchedConversations(keep_s=10.0)
-    followed.keep(1, 0.0)
+    followed = WatchedConversations(ttl_s=10.0)
+    followed.record_prompt(1, 0.0)
     assert not followed, "only what was asked for is followed"
     for key in range(WATCHED_MAX):
         followed.add(key)
-    followed.keep(0, 5.0)
+    followed.record_prompt(0, 5.0)
     followed.add(-1)
     assert len(followed) == WATCHED_MAX
     assert (0 in followed, 1 in followed, -1 in followed) == (True, False, True)
-    assert [followed.has_prompt(0, now) for now in (5.0, 14.0, 15.0)] == [True, True, False]
-    assert not followed.has_prompt(-1, 5.0)
+    assert [followed.has_recent_prompt(0, now) for now in (5.0, 14.0, 15.0)] == [True, True, False]
+    assert not followed.has_recent_prompt(-1, 5.0)
 
 
 def test_conversations_without_a_name_are_told_apart_by_what_was_said_first() -> None:
@@ -411,8 +413,8 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         status, told = await talk.ask("slow")
         assert status == (404 if fails else 200)
         if not fails:
-            assert told["reported_tokens"] == 0
-            assert "edited" in {part["reason"] for part in told["parts"]}
+            assert told["reported_cached_tokens"] == 0
+            assert "edited" in {part["reason"] for part in told["uncached_ranges"]}
         assert sum(edge.metrics.crashes.values()) == fails
         assert nothing_is_left(edge)
 
@@ -427,10 +429,10 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
             talk.messages[0]["content"] = f"{number} " + talk.messages[0]["content"]
             talk.turn()
             await talk.send(f"session-{number}-" + "x" * (number % 60))
-        reasons.ledger.book.check_invariants()
-        assert len(reasons.ledger) == 50
-        assert 500_000 < reasons.ledger.book.used_bytes <= 1 << 20
-        assert len(reasons.ledger.book) < 120
+        reasons.analyzer.history.check_invariants()
+        assert len(reasons.analyzer) == 50
+        assert 500_000 < reasons.analyzer.history.used_bytes <= 1 << 20
+        assert len(reasons.analyzer.history) < 120
 
     edge.run(scenario())
 
@@ -444,7 +446,7 @@ def test_a_body_that_returns_is_explained_like_another(
     async def scenario() -> None:
         reasons, told = await router(), []
         for known in (ConversationCache(0), ConversationCache(8 << 20)):
-            edge.app._reading.known, reasons.ledger = (
+            edge.app._reading.known, reasons.analyzer = (
                 known,
                 MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared),
             )
@@ -457,12 +459,14 @@ def test_a_body_that_returns_is_explained_like_another(
                     del talk.messages[5:9]
                 one = await talk.send(session)
                 said.append({name: one.get(name) for name in ("prompt_tokens", "lost_tokens", "reason", "position")})
-                said[-1]["parts"] = [(p["reason"], p["start"], p["end"], p.get("message")) for p in one["parts"]]
-                reasons.ledger.book.check_invariants()
+                said[-1]["uncached_ranges"] = [
+                    (p["reason"], p["start"], p["end"], p.get("message")) for p in one["uncached_ranges"]
+                ]
+                reasons.analyzer.history.check_invariants()
             told.append(said)
             assert (known.hits > 5) == (known.max_bytes > 0)
         assert told[0] == told[1]
-        assert {part[0] for one in told[0] for part in one["parts"]} >= {"new_text", "edited", "truncated"}
+        assert {part[0] for one in told[0] for part in one["uncached_ranges"]} >= {"new_text", "edited", "truncated"}
 
     edge.run(scenario())
 
@@ -490,7 +494,7 @@ def test_it_can_be_turned_off(edge: Any, make_post: Any, router: Any) -> None:
         talk.turn()
         await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: off"]))
         assert (await talk.ask("off"))[0] == 404
-        assert not len(reasons.ledger)
+        assert not len(reasons.analyzer)
 
     edge.run(scenario())
 
@@ -513,12 +517,12 @@ def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: A
                 {"role": "system", "content": "You help."},
                 {"role": "user", "content": question(number)},
             ]
-            before = len(reasons.ledger), sum(edge.metrics.cache_miss_requests.values())
+            before = len(reasons.analyzer), sum(edge.metrics.cache_miss_requests.values())
             for _ in range(3):
                 body = json.dumps({"model": "tiny", "messages": messages}).encode()
                 await edge.exchange(make_post(body, headers=headers))
                 messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
-            assert len(reasons.ledger) - before[0] == 3
+            assert len(reasons.analyzer) - before[0] == 3
             counts.append(sum(edge.metrics.cache_miss_requests.values()) - before[1])
         assert set(counts) == {0, 3}
         assert 4 <= counts.count(3) <= 20

@@ -1,4 +1,4 @@
-"""The ledger and its naive model side by side: asked the same, they say the same."""
+"""The analyzer and its naive model side by side: asked the same, they say the same."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class BothAnalyzers:
     """Like each of both. Fails where they differ."""
 
     def __init__(self, config: MissReasonsConfig, shared: Callable[[array[int], array[int]], int]) -> None:
-        self.ledger, self.naive = MissAnalyzer(config, shared), naive.NaiveAnalyzer(config)
+        self.analyzer, self.naive = MissAnalyzer(config, shared), naive.NaiveAnalyzer(config)
 
     @property
     def tokens(self) -> Counter[str]:
-        assert self.ledger.tokens == self.naive.tokens
-        return self.ledger.tokens
+        assert self.analyzer.tokens_by_reason == self.naive.tokens
+        return self.analyzer.tokens_by_reason
 
     @property
     def sums(self) -> Counter[str]:
-        assert self.ledger.sums == self.naive.sums
-        return self.ledger.sums
+        assert self.analyzer.reuse_sums == self.naive.sums
+        return self.analyzer.reuse_sums
 
-    def wants_short(self, keys: list[int]) -> bool:
-        return self.ledger.wants_short(keys)
+    def needs_short_keys(self, keys: list[int]) -> bool:
+        return self.analyzer.needs_short_keys(keys)
 
     def explain(
         self,
@@ -46,16 +46,18 @@ class BothAnalyzers:
         now: float,
         wall: float,
     ) -> MissExplanation:
-        found = self.ledger.explain(prompt, decision, block, gone, facts, now, wall)
+        found = self.analyzer.explain(prompt, decision, block, gone, facts, now, wall)
         told = self.naive.explain(prompt, decision, block, gone, facts, now, wall)
         assert found == told, (found, told)
         return found
 
-    def placed(self, prompt: Prompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float) -> Both:
-        asked = prompt.id, prompt.session, len(prompt.ids), decision, gone, now, wall
-        return self._same((self.ledger.placed(*asked), self.naive.placed(*asked)))
+    def record_placed(
+        self, prompt: Prompt, decision: Decision, gone: RemovedPrefix | None, now: float, wall: float
+    ) -> Both:
+        asked = prompt.id, prompt.session, len(prompt.token_ids), decision, gone, now, wall
+        return self._same((self.analyzer.record_placed(*asked), self.naive.record_placed(*asked)))
 
-    def compared(
+    def record_compared(
         self,
         prompt: Prompt,
         decision: Decision,
@@ -67,26 +69,30 @@ class BothAnalyzers:
         *,
         is_sampled: bool = True,
     ) -> Both:
-        begun = self.ledger.compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
-        told = self.naive.compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
+        begun = self.analyzer.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled=is_sampled)
+        told = self.naive.record_compared(prompt, decision, block, gone, facts, now, wall, is_sampled)
         return self._same((begun, told))
 
-    def ended(self, begun: Both, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        self.ledger.ended(begun[0], usage, answer_tokens, now)
-        self.naive.ended(begun[1], usage, answer_tokens, now)
+    def record_end(self, begun: Both, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+        self.analyzer.record_end(begun[0], usage, answer_tokens, now)
+        self.naive.record_end(begun[1], usage, answer_tokens, now)
         self._same(begun)
 
     def why(self, begun: Both) -> MissExplanation:
-        found = begun[0].why
+        found = begun[0].explanation
         assert found == begun[1].why, (found, begun[1].why)
-        assert self.ledger.get(found.id) == self.naive.get(found.id)
+        assert self.analyzer.get(found.id) == self.naive.get(found.id)
         return found
 
     def _same(self, begun: Both) -> Both:
         self.why(begun)
-        book, slow = self.ledger.book, self.naive
+        book, slow = self.analyzer.history, self.naive
         book.check_invariants()
-        assert (len(book), book.used_bytes, book.shorts) == (len(slow.pasts), slow.used_bytes, slow.shorts)
-        assert len(self.ledger) == len(slow.last)
-        assert (self.ledger.turns, self.ledger.tokens, self.ledger.sums) == (slow.turns, slow.tokens, slow.sums)
+        assert (len(book), book.used_bytes, book.short_prompts) == (len(slow.pasts), slow.used_bytes, slow.shorts)
+        assert len(self.analyzer) == len(slow.last)
+        assert (self.analyzer.requests_by_reason, self.analyzer.tokens_by_reason, self.analyzer.reuse_sums) == (
+            slow.turns,
+            slow.tokens,
+            slow.sums,
+        )
         return begun

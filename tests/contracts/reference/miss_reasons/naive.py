@@ -95,7 +95,7 @@ class NaiveAnalyzer:
     ) -> MissExplanation:
         return self._explained(prompt, decision, block, gone, facts, now, wall)[0].why
 
-    def placed(
+    def record_placed(
         self,
         id: str,
         session: str | None,
@@ -105,14 +105,14 @@ class NaiveAnalyzer:
         now: float,
         wall: float,
     ) -> Begun:
-        prompt = Prompt(id, array("I", range(tokens)), Scope("m"), None, session, unknown_before=True)
+        prompt = Prompt(id, array("I", range(tokens)), Scope("m"), None, session, is_history_incomplete=True)
         labels = labels_of(prompt, None, 0, decision, 1, gone, None, now)
         begun = Begun(why_of(prompt, decision, wall, labels), labels, decision)
-        begun.why.compared = False
+        begun.why.is_compared = False
         self._remember(begun)
         return begun
 
-    def compared(
+    def record_compared(
         self,
         prompt: Prompt,
         decision: Decision,
@@ -126,32 +126,35 @@ class NaiveAnalyzer:
         while self.pasts and now - self.pasts[0].at_s >= self.config.ttl_s:
             del self.pasts[0]
         begun, instead = self._explained(prompt, decision, block, gone, facts, now, wall)
-        is_short = prompt.session is None and not prompt.keys
-        past = Past(prompt.scope, list(prompt.ids), prompt.outline, decision.worker, now, prompt.session, is_short)
-        begun.past, begun.final, begun.is_sampled = past, prompt.final, is_sampled
-        if len(prompt.ids) >= block:
+        is_short = prompt.session is None and not prompt.chunk_keys
+        past = Past(
+            prompt.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.session, is_short
+        )
+        begun.past, begun.final, begun.is_sampled = past, prompt.is_final, is_sampled
+        if len(prompt.token_ids) >= block:
             self._put(past, prompt, instead)
         self._remember(begun)
         return begun
 
-    def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+    def record_end(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         why, decision = begun.why, begun.decision
         if usage is not None and usage.cached_tokens is not None:
-            why.reported_tokens = max(usage.cached_tokens, 0)
-            reused = min(why.reported_tokens, why.prompt_tokens)
-            vouched = min(max(decision.terms.resident_tokens, reused), why.chosen_tokens)
+            why.reported_cached_tokens = max(usage.cached_tokens, 0)
+            reused = min(why.reported_cached_tokens, why.prompt_tokens)
+            vouched = min(max(decision.terms.resident_tokens, reused), why.predicted_cached_tokens)
             begun.labels = [
                 ("mispredicted", "mispredicted", {"worker": why.worker}) if reused <= at < vouched
-                else ("not announced", "not_announced", {"worker": why.worker}) if reused <= at < why.chosen_tokens
+                else ("not announced", "not_announced", {"worker": why.worker})
+                if reused <= at < why.predicted_cached_tokens
                 else ("reused",) if at < reused
                 else label
                 for at, label in enumerate(begun.labels)
             ]  # fmt: skip
             sum_up(why, begun.labels)
             self.sums["prompt"] += why.prompt_tokens
-            self.sums["best"] += why.best_tokens
-            self.sums["chosen"] += why.chosen_tokens
-            self.sums["reported"] += why.reported_tokens
+            self.sums["best"] += why.best_cached_tokens
+            self.sums["chosen"] += why.predicted_cached_tokens
+            self.sums["reported"] += why.reported_cached_tokens
         past = begun.past
         if past is None:
             return
@@ -174,11 +177,14 @@ class NaiveAnalyzer:
             return
         self.pasts.append(past)
         if past.session is None:
-            count, ends = len(prompt.keys), []
+            count, ends = len(prompt.chunk_keys), []
             while count:
-                ends.append(prompt.keys[count - 1])
+                ends.append(prompt.chunk_keys[count - 1])
                 count //= 2
-            for key in [*(ends or prompt.short[-1:]), *([] if prompt.begins is None else [prompt.begins])]:
+            for key in [
+                *(ends or prompt.short_keys[-1:]),
+                *([] if prompt.opening_key is None else [prompt.opening_key]),
+            ]:
                 self.owners[key] = past
         else:
             branches = [one for one in self.pasts if one.session == past.session]
@@ -198,30 +204,30 @@ class NaiveAnalyzer:
         wall: float,
     ) -> tuple[Begun, Past | None]:
         past = self._goes_on(prompt) or self._before(prompt)
-        common = 0 if past is None else shared(past.ids, prompt.ids)
+        common = 0 if past is None else shared(past.ids, prompt.token_ids)
         labels = labels_of(prompt, past, common, decision, block, gone, facts, now)
         why = why_of(prompt, decision, wall, labels)
-        why.compared = past is not None or not prompt.unknown_before
+        why.is_compared = past is not None or not prompt.is_history_incomplete
         return Begun(why, labels, decision), past
 
     def _goes_on(self, prompt: Prompt) -> Past | None:
-        begins = [] if prompt.begins is None else [prompt.begins]
-        for past in self._candidates(prompt.session, None, [*prompt.short, *prompt.keys, *begins]):
+        begins = [] if prompt.opening_key is None else [prompt.opening_key]
+        for past in self._candidates(prompt.session, None, [*prompt.short_keys, *prompt.chunk_keys, *begins]):
             size = len(past.ids)
-            if past.scope == prompt.scope and size and list(prompt.ids[:size]) == past.ids:
+            if past.scope == prompt.scope and size and list(prompt.token_ids[:size]) == past.ids:
                 return past
         return None
 
     def _before(self, prompt: Prompt) -> Past | None:
         found = []
-        for past in self._candidates(prompt.session, prompt.parent, prompt.keys):
-            common = shared(past.ids, prompt.ids)
+        for past in self._candidates(prompt.session, prompt.parent, prompt.chunk_keys):
+            common = shared(past.ids, prompt.token_ids)
             if prompt.outline is not None and past.outline is not None:
                 own, old = bare(prompt.outline, prompt.session is None), bare(past.outline, past.session is None)
                 likeness = len(own & old)
                 if not likeness or beside(past.outline, prompt.outline):
                     continue
-            elif past.session is not None or common >= min(len(past.ids), len(prompt.ids)) / 2:
+            elif past.session is not None or common >= min(len(past.ids), len(prompt.token_ids)) / 2:
                 likeness = common
             else:
                 continue
@@ -242,7 +248,7 @@ def labels_of(
     facts: MissContext | None, now: float,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Of each token: ("cached",), or (what tells its part from others, the reason, more fields of the part)."""
-    length, best, first = len(prompt.ids), decision.most_cached, decision.predicted_cached_tokens
+    length, best, first = len(prompt.token_ids), decision.most_cached, decision.predicted_cached_tokens
     had = 0 if best is None else best.cached_tokens
     goes_on = past is not None and common == len(past.ids)
     known = 0 if past is None else past.known if goes_on else common
@@ -260,12 +266,12 @@ def labels_of(
         if at < first:
             return ("cached",)
         if at < had and best is not None:
-            times = {"here_s": decision.terms.ttft_s, "there_s": best.ttft_s}
+            times = {"chosen_ttft_s": decision.terms.ttft_s, "best_ttft_s": best.ttft_s}
             return "elsewhere", "elsewhere", {"worker": best.worker, **times}
         if at < held and gone is not None:
-            return "gone", "evicted", {"worker": gone.worker, "ago_s": round(now - gone.at_s, 3)}
+            return "gone", "evicted", {"worker": gone.worker, "lost_ago_s": round(now - gone.removed_s, 3)}
         if past is None:
-            return "new", "not_compared" if prompt.unknown_before else "new_session", {}
+            return "new", "not_compared" if prompt.is_history_incomplete else "new_session", {}
         assert facts is not None
         if differs is not None and at < common:
             return ("scope", differs, {}) if at < common // block * block else ("rest", "block_rest", {})
@@ -289,7 +295,7 @@ def labels_of(
 def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[Any, ...]]) -> MissExplanation:
     best = decision.most_cached or decision.terms
     why = MissExplanation(
-        prompt.id, wall, prompt.session, decision.worker, len(prompt.ids), best.cached_tokens, best.worker,
+        prompt.id, wall, prompt.session, decision.worker, len(prompt.token_ids), best.cached_tokens, best.worker,
         decision.predicted_cached_tokens, attempt=decision.attempt,
     )  # fmt: skip
     sum_up(why, labels)
@@ -297,15 +303,15 @@ def why_of(prompt: Prompt, decision: Decision, wall: float, labels: list[tuple[A
 
 
 def sum_up(why: MissExplanation, labels: list[tuple[Any, ...]]) -> None:
-    why.parts, at = [], 0
+    why.uncached_ranges, at = [], 0
     for (name, *_), same in groupby(labels, key=lambda label: label[:1]):
         run = list(same)
         if name not in ("cached", "reused"):
-            why.parts.append(UncachedRange(run[0][1], at, at + len(run), **run[0][2]))
+            why.uncached_ranges.append(UncachedRange(run[0][1], at, at + len(run), **run[0][2]))
         at += len(run)
-    lost = [part for part in why.parts if part.reason not in NOT_LOST]
+    lost = [part for part in why.uncached_ranges if part.reason not in NOT_LOST]
     why.lost_tokens = sum(part.end - part.start for part in lost)
-    main = max(lost or why.parts, key=lambda part: part.end - part.start, default=None)
+    main = max(lost or why.uncached_ranges, key=lambda part: part.end - part.start, default=None)
     why.reason = "new_text" if main is None else main.reason
     why.position = None if main is None else main.start if main.position is None else main.position
 
@@ -336,10 +342,10 @@ def differing(old: Scope, new: Scope) -> str | None:
 
 
 def lost(past: Past, facts: MissContext, now: float) -> tuple[str, dict[str, Any]]:
-    emptied_s = facts.emptied(past.worker)
+    emptied_s = facts.last_emptied_s(past.worker)
     if emptied_s is not None and emptied_s >= past.at_s:
-        return "worker_lost", {"worker": past.worker, "ago_s": round(now - emptied_s, 3)}
-    is_old = facts.guessed(past.worker) or now - past.at_s > 5
+        return "worker_lost", {"worker": past.worker, "lost_ago_s": round(now - emptied_s, 3)}
+    is_old = facts.has_approximate_cache(past.worker) or now - past.at_s > 5
     return "evicted" if is_old else "not_announced", {"worker": past.worker}
 
 
@@ -352,7 +358,7 @@ def changed(past: Past, prompt: Prompt, common: int, facts: MissContext) -> tupl
         if how == "re_encoded" and len(tail) > 16 and added:
             return "system_prompt", {"position": common, "message": added[0]}
         if how == "re_encoded" and len(tail) <= 16 and answered(messages(prompt.outline), count) is not None:
-            how, message = "thinking_dropped" if facts.thinks(past.scope.model, tail) else how, count
+            how, message = "thinking_dropped" if facts.is_thinking(past.scope.model, tail) else how, count
     return how, {"position": common, "message": message}
 
 
@@ -397,8 +403,12 @@ def answered(chat: list[Message], at: int) -> str | None:
 
 def check_adds_up(why: MissExplanation) -> None:
     """Assert that the parts are all that was not reused, in order and without a gap."""
-    reused = why.chosen_tokens if why.reported_tokens is None else min(why.reported_tokens, why.prompt_tokens)
-    edges = [(part.start, part.end) for part in why.parts]
+    reused = (
+        why.predicted_cached_tokens
+        if why.reported_cached_tokens is None
+        else min(why.reported_cached_tokens, why.prompt_tokens)
+    )
+    edges = [(part.start, part.end) for part in why.uncached_ranges]
     assert all(start < end for start, end in edges), why
     assert [start for start, _ in edges] + [why.prompt_tokens] == [reused] + [end for _, end in edges], why
-    assert all(part.reason in NOT_LOST or part.reason in GROUPS for part in why.parts), why
+    assert all(part.reason in NOT_LOST or part.reason in GROUPS for part in why.uncached_ranges), why
