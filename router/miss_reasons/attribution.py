@@ -127,7 +127,7 @@ def attribute_misses(
         return builder.ranges
     if comparison.scope_difference is not None:
         builder.add(comparison.scope_difference, _round_down_to_blocks(comparison.common_tokens, block_tokens))
-        builder.add("block_rest", comparison.common_tokens)
+        builder.add("partial_block", comparison.common_tokens)
     elif builder.offset < _round_down_to_blocks(min(comparison.common_tokens, prompt_tokens - 1), block_tokens):
         reason, lost_ago_s = _loss_reason(previous, context, now)
         builder.add(reason, usable_tokens, worker=previous.worker, lost_ago_s=lost_ago_s)
@@ -147,7 +147,7 @@ def attribute_misses(
                 answer_change, cacheable_tokens, position=max(builder.offset, comparison.common_tokens), message=message
             )
     else:
-        builder.add("block_rest", cacheable_tokens)
+        builder.add("partial_block", cacheable_tokens)
     builder.add("new_text" if comparison.is_same_session else "new_session", prompt_tokens)
     return builder.ranges
 
@@ -157,7 +157,7 @@ def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
     best = decision.most_cached
     if best is not None:
         builder.add(
-            "elsewhere",
+            "cached_elsewhere",
             best.cached_tokens,
             worker=best.worker,
             chosen_ttft_s=decision.terms.ttft_s,

@@ -8,13 +8,13 @@ import msgspec
 
 NOT_COMPARED: Final = "not_compared"
 """The conversation's last prompt was not kept: the reason may be any that needs a comparison."""
-NO_LOSS: Final = frozenset(("new_session", "new_text", "block_rest", NOT_COMPARED))
+NO_LOSS: Final = frozenset(("new_session", "new_text", "partial_block", NOT_COMPARED))
 """Had to be computed, whoever it was sent to, as far as is known."""
 GROUPS: Final = {
     **dict.fromkeys(("billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments",
                      "truncated", "edited", "re_encoded", "salt", "lora", "model"), "workload"),
     **dict.fromkeys(("evicted", "worker_lost"), "capacity"),
-    "elsewhere": "routing",
+    "cached_elsewhere": "routing",
     **dict.fromkeys(("not_announced", "mispredicted"), "index"),
 }  # fmt: skip
 """reason -> whose doing it is."""

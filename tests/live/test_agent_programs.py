@@ -89,7 +89,7 @@ class Agent:
 def goes_on(requests: list[tuple[str, int]]) -> None:
     """The turn found the one before; a title beside it is no edit."""
     assert max(cached for _, cached in requests) > 1000
-    assert {reason for reason, _ in requests} <= {"new_text", "new_session", "block_rest", "elsewhere"}
+    assert {reason for reason, _ in requests} <= {"new_text", "new_session", "partial_block", "cached_elsewhere"}
 
 
 @pytest.mark.parametrize("names_a_model", [True, False], ids=["named", "by-alias"])

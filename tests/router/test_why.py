@@ -132,7 +132,7 @@ class Fleet:
         return Prompt(
             route.request_id, ids, route.scope, outline(parsed), route.session, route.parent, keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_beginning(parsed) if route.session is None else None, route.final,
+            digest_beginning(parsed) if route.session is None else None, route.is_final,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
@@ -382,12 +382,12 @@ def elsewhere(fleet: Fleet) -> Planted:
     why = one.send(gap=0.01)
     for number in range(30):
         fleet.core.aborted(f"busy{number}", fleet.now)
-    part = next(part for part in why.uncached_ranges if part.reason == "elsewhere")
+    part = next(part for part in why.uncached_ranges if part.reason == "cached_elsewhere")
     assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
     assert part.best_ttft_s is not None
     assert part.chosen_ttft_s is not None
     assert part.best_ttft_s > part.chosen_ttft_s
-    return why, "elsewhere", why.predicted_cached_tokens, None
+    return why, "cached_elsewhere", why.predicted_cached_tokens, None
 
 
 def not_announced(fleet: Fleet) -> Planted:
@@ -510,7 +510,8 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
         busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=why.worker)
         fleet.core.route(busy, fleet.now)
     away = one.send(gap=0.01, compare=False)
-    assert (away.reason, away.uncached_ranges[0].worker) == ("elsewhere", why.worker) != ("elsewhere", away.worker)
+    assert (away.reason, away.uncached_ranges[0].worker) == ("cached_elsewhere", why.worker)
+    assert away.worker != why.worker
     for number in range(30):
         fleet.core.abort_request(f"busy{number}", fleet.now)
 
@@ -590,7 +591,7 @@ def test_a_conversation_without_a_name_goes_on(tokenizer: Tokenizer, repeats: in
             talk.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=words))})
             why = fleet.send({"model": "m", "messages": talk}, answer="So be it." + END)
             talk.append({"role": "assistant", "content": "So be it."})
-            reasons = [part.reason for part in why.uncached_ranges if part.reason != "block_rest"]
+            reasons = [part.reason for part in why.uncached_ranges if part.reason != "partial_block"]
             assert reasons == ["new_text" if turn else "new_session"], (turn, why)
             lengths.add(why.prompt_tokens > CHUNK)
     assert lengths == ({False, True} if repeats == 8 else {True})

@@ -24,7 +24,7 @@ from router.prompting.outlined import Outline
 Message = tuple[int, int, int, int, int]
 SYSTEM, USER, ASSISTANT = 0, 1, 2
 THINKS, BILLED, CALLS = 8, 16, 32
-NOT_LOST = ("new_session", "new_text", "block_rest", "not_compared")
+NOT_LOST = ("new_session", "new_text", "partial_block", "not_compared")
 BRANCHES = 4
 
 
@@ -267,14 +267,14 @@ def labels_of(
             return ("cached",)
         if at < had and best is not None:
             times = {"chosen_ttft_s": decision.terms.ttft_s, "best_ttft_s": best.ttft_s}
-            return "elsewhere", "elsewhere", {"worker": best.worker, **times}
+            return "cached_elsewhere", "cached_elsewhere", {"worker": best.worker, **times}
         if at < held and gone is not None:
             return "gone", "evicted", {"worker": gone.worker, "lost_ago_s": round(now - gone.removed_s, 3)}
         if past is None:
             return "new", "not_compared" if prompt.is_history_incomplete else "new_session", {}
         assert facts is not None
         if differs is not None and at < common:
-            return ("scope", differs, {}) if at < common // block * block else ("rest", "block_rest", {})
+            return ("scope", differs, {}) if at < common // block * block else ("rest", "partial_block", {})
         if is_lost and at < usable:
             return ("lost", *lost(past, facts, now))
         if not goes_on and same_session and differs is None:
@@ -286,7 +286,7 @@ def labels_of(
             if how is not None and at < known:
                 return "answer", how, {"position": max(answer_from, common), "message": message}
         elif at < known:
-            return "rest of it", "block_rest", {}
+            return "rest of it", "partial_block", {}
         return "new", "new_text" if same_session else "new_session", {}
 
     return [label(at) for at in range(length)]
