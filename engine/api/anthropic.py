@@ -169,5 +169,5 @@ def stop_reason(choice: Choice) -> tuple[str | None, str | None]:
     met = choice.stop_reason
     if isinstance(met, str):
         return "stop_sequence", met  # it may have cut a call short, which must not run
-    called = choice.speech is not None and choice.speech.has_called
+    called = choice.speech is not None and choice.speech.has_tool_calls
     return "tool_use" if called else "end_turn", None

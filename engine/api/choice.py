@@ -115,14 +115,16 @@ class Choice:
             text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
             if reason is not None and i == len(ids) - 1:
                 text += self.detokenizer.flush()
-            self.speech.push(text, said, stops=self.completion_tokens + i + 1 > self.params.min_tokens)
-            self.thought_tokens += i < len(spoken) and self.speech.thinks
-            if said.stop is not None:
+            self.speech.push(text, said, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
+            self.thought_tokens += i < len(spoken) and self.speech.is_reasoning
+            if said.stop_string is not None:
                 self.speech.finish(said)
-                return self._piece(said, ids[: i + 1], logprobs[: i + 1], "stop", said.stop, aborts=reason is None)
+                return self._piece(
+                    said, ids[: i + 1], logprobs[: i + 1], "stop", said.stop_string, aborts=reason is None
+                )
         if reason is not None:
             if not ids:
-                self.speech.push(self.detokenizer.flush(), said, stops=False)
+                self.speech.push(self.detokenizer.flush(), said, may_stop=False)
             self.speech.finish(said)
         return self._piece(said, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
 
@@ -136,7 +138,7 @@ class Choice:
         aborts: bool = False,
     ) -> ChoiceDelta:
         assert self.speech is not None
-        thought = "".join(said.thought) if self.speech.plan.shows_thought else ""
+        thought = "".join(said.reasoning) if self.speech.config.shows_reasoning else ""
         return ChoiceDelta(
             "".join(said.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason, thought=thought,
             calls=_merged(said.calls), aborts=aborts,
@@ -176,8 +178,8 @@ def new_choice(
     return Choice(
         index=index,
         params=params,
-        detokenizer=factory.new(skip_special_tokens, plan.marks),
+        detokenizer=factory.create(skip_special_tokens, plan.special_markers),
         keep=keep,
         keeps_logprobs=keeps_logprobs,
-        speech=OutputParser(plan, params) if params.stop or plan.thought or plan.calls else None,
+        speech=OutputParser(plan, params) if params.stop or plan.reasoning_format or plan.call_format else None,
     )

@@ -24,8 +24,8 @@ class CustomInputDecoder:
     """Of one call, while its arguments grow."""
 
     def __init__(self) -> None:
-        self._begun = self._ended = False
-        self._left = ""
+        self._has_begun = self._has_ended = False
+        self._pending_text = ""
         """The end of what was pushed: the beginning of an escape, or all of it where no text has begun."""
         self._texts: list[str] = []
 
@@ -35,40 +35,40 @@ class CustomInputDecoder:
 
     def push(self, piece: str) -> str:
         """Take the next of the arguments; return what that adds to the text."""
-        if self._ended:
+        if self._has_ended:
             return ""
-        self._left += piece
-        at = 0
-        if not self._begun:
-            found = _BEGIN.match(self._left)
-            if found is None:
+        self._pending_text += piece
+        pos = 0
+        if not self._has_begun:
+            match = _BEGIN.match(self._pending_text)
+            if match is None:
                 return ""
-            self._begun, at = True, found.end()
-        said = []
-        while (unit := _UNIT.match(self._left, at)) is not None:
-            said.append(_decoded(unit))
-            at = unit.end()
-        self._ended = self._left.startswith('"', at)
-        self._left = self._left[at:]
-        self._texts += said
-        return "".join(said)
+            self._has_begun, pos = True, match.end()
+        texts = []
+        while (unit := _UNIT.match(self._pending_text, pos)) is not None:
+            texts.append(_decode_unit(unit))
+            pos = unit.end()
+        self._has_ended = self._pending_text.startswith('"', pos)
+        self._pending_text = self._pending_text[pos:]
+        self._texts += texts
+        return "".join(texts)
 
     def finish(self) -> str:
         """Nothing follows; return what of the text was held back. Arguments of another form are the text."""
-        if self._begun:
+        if self._has_begun:
             return ""
-        said = self._left
+        text = self._pending_text
         try:
-            value = msgspec.json.decode(said)
+            value = msgspec.json.decode(text)
             if isinstance(value, dict) and isinstance(value.get("input"), str):
-                said = value["input"]
+                text = value["input"]
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             pass
-        self._texts.append(said)
-        return said
+        self._texts.append(text)
+        return text
 
 
-def _decoded(unit: re.Match[str]) -> str:
+def _decode_unit(unit: re.Match[str]) -> str:
     kind = unit.lastgroup
     if kind is None:
         return unit[0]

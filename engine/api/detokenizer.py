@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders
 
 REPLACEMENT = "\ufffd"
-HELD_TOKENS_MAX = 32
+PENDING_TOKENS_MAX = 32
 
 
 class Detokenizer(Protocol):
@@ -37,14 +37,14 @@ class TokenBytes(dict[int, bytes]):
     Ids that the tokenizer does not know, and special tokens where they are skipped, are empty, as in its own decode.
     """
 
-    def __init__(self, tokenizer: HFTokenizer, hidden: frozenset[int]) -> None:
-        """`hidden`: ids that are skipped."""
+    def __init__(self, tokenizer: HFTokenizer, skipped_ids: frozenset[int]) -> None:
+        """`skipped_ids`: ids that stand for no text."""
         super().__init__()
         self._tokenizer = tokenizer
-        self._hidden = hidden
+        self._skipped_ids = skipped_ids
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
         value = b"" if token is None else _byte_level_bytes(token)
         self[token_id] = value
         return value
@@ -74,7 +74,7 @@ class WindowDetokenizer:
 
     The window keeps the tokens of the last emitted piece as context, so that decoders which treat a first token apart
     (a stripped leading space) or join bytes into characters see the same surroundings. A window that ends in the
-    replacement character may be half a character and is held back, but not more than HELD_TOKENS_MAX of them: no
+    replacement character may be half a character and is held back, but not more than PENDING_TOKENS_MAX of them: no
     character has so many bytes, and every push decodes all that is held. (The method of TGI and vLLM, who hold any.)
     """
 
@@ -89,17 +89,17 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         self._new.extend(token_ids)
         text = self._decode(self._context + self._new)
-        known, full = len(self._context_text), len(self._new) >= HELD_TOKENS_MAX
-        if len(text) <= known:
-            if full:  # tokens without a text, such as special ones: the first of all may matter to a decoder
-                self._context, self._new = (self._context + self._new)[:HELD_TOKENS_MAX], []
+        context_chars, is_full = len(self._context_text), len(self._new) >= PENDING_TOKENS_MAX
+        if len(text) <= context_chars:
+            if is_full:  # tokens without a text, such as special ones: the first of all may matter to a decoder
+                self._context, self._new = (self._context + self._new)[:PENDING_TOKENS_MAX], []
                 self._context_text = self._decode(self._context)
             return ""
-        if text.endswith(REPLACEMENT) and not full:
+        if text.endswith(REPLACEMENT) and not is_full:
             return ""
         self._context, self._new = self._new, []
         self._context_text = self._decode(self._context)
-        return text[known:]
+        return text[context_chars:]
 
     def flush(self) -> str:
         if not self._new:
@@ -114,28 +114,30 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        added_tokens = tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token.content: token_id for token_id, token in added_tokens.items() if token.special}
         self._tables: dict[frozenset[int], TokenBytes] = {}
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
-    def new(self, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """`shown`: special tokens that are not skipped."""
-        hidden = frozenset(self._special[text] for text in self._special if skip_special_tokens and text not in shown)
+    def create(self, skip_special_tokens: bool = True, visible_tokens: frozenset[str] = frozenset()) -> Detokenizer:
+        """`visible_tokens`: special tokens that are not skipped."""
+        skipped_ids = frozenset(
+            self._special_ids[text] for text in self._special_ids if skip_special_tokens and text not in visible_tokens
+        )
         if self.is_byte_level:
-            return ByteLevelDetokenizer(self._table(hidden))
+            return ByteLevelDetokenizer(self._table(skipped_ids))
         tokenizer = self._tokenizer
 
         def decode(token_ids: list[int]) -> str:
-            return tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
+            return tokenizer.decode([i for i in token_ids if i not in skipped_ids], skip_special_tokens=False)
 
         return WindowDetokenizer(decode)
 
-    def _table(self, hidden: frozenset[int]) -> TokenBytes:
+    def _table(self, skipped_ids: frozenset[int]) -> TokenBytes:
         """One for all sequences that skip the same: of the marks of a few formats there are few sets."""
-        if hidden not in self._tables:
-            self._tables[hidden] = TokenBytes(self._tokenizer, hidden)
-        return self._tables[hidden]
+        if skipped_ids not in self._tables:
+            self._tables[skipped_ids] = TokenBytes(self._tokenizer, skipped_ids)
+        return self._tables[skipped_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for by itself, special tokens spelled out: what logprobs show."""
@@ -151,35 +153,35 @@ class StopStrings:
     Holds back the longest tail of the text that may be the beginning of a stop string, and nothing more.
     """
 
-    __slots__ = ("_include", "_marks", "held")
+    __slots__ = ("_includes_stop", "_scanner", "pending_text")
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """`stops`: none empty. `include`: a stop string that is found stays in the text."""
+    def __init__(self, stops: Sequence[str], includes_stop: bool) -> None:
+        """`stops`: none empty. `includes_stop`: a stop string that is found stays in the text."""
         assert all(stops), "an empty stop string would stop everything"
-        self._marks = DelimiterScanner(stops)
-        self._include = include
-        self.held = ""
+        self._scanner = DelimiterScanner(stops)
+        self._includes_stop = includes_stop
+        self.pending_text = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
         """(text that is final, the stop string that was found or None). Nothing may be pushed after one was found."""
-        text = self.held + piece
-        found = self._first_stop(text)
-        if found is not None:
-            start, stop = found
-            self.held = ""
-            return text[: start + len(stop)] if self._include else text[:start], stop
-        at = self._marks.tail(text)
-        self.held = text[at:]
-        return text[:at], None
+        text = self.pending_text + piece
+        match = self._first_stop(text)
+        if match is not None:
+            start, stop = match
+            self.pending_text = ""
+            return text[: start + len(stop)] if self._includes_stop else text[:start], stop
+        final_chars = self._scanner.find_partial(text)
+        self.pending_text = text[final_chars:]
+        return text[:final_chars], None
 
-    def release(self) -> str:
+    def flush(self) -> str:
         """What was held back, now that nothing follows."""
-        held, self.held = self.held, ""
-        return held
+        text, self.pending_text = self.pending_text, ""
+        return text
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         best: tuple[int, int, str] | None = None
-        for stop in self._marks.words:
+        for stop in self._scanner.delimiters:
             start = text.find(stop)
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
@@ -189,28 +191,28 @@ class StopStrings:
 class DelimiterScanner:
     """Some words that a growing text is searched for."""
 
-    __slots__ = ("_inner", "_longest", "_pattern", "words")
+    __slots__ = ("_chars_max", "_inner_chars", "_pattern", "delimiters")
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = sorted(set(words))
-        self._pattern = re.compile("|".join(map(re.escape, self.words)) or "(?!)")
-        self._longest = max(map(len, words), default=0)
-        self._inner = frozenset(char for word in words for char in word[:-1])
+    def __init__(self, delimiters: Sequence[str]) -> None:
+        self.delimiters = sorted(set(delimiters))
+        self._pattern = re.compile("|".join(map(re.escape, self.delimiters)) or "(?!)")
+        self._chars_max = max(map(len, delimiters), default=0)
+        self._inner_chars = frozenset(char for delimiter in delimiters for char in delimiter[:-1])
 
-    def first(self, text: str, start: int = 0) -> tuple[int, str] | None:
+    def find_first(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """(where, which) of the word that begins first in `text[start:]`."""
-        found = self._pattern.search(text, start)
-        return None if found is None else (found.start(), found[0])
+        match = self._pattern.search(text, start)
+        return None if match is None else (match.start(), match[0])
 
-    def tail(self, text: str, start: int = 0) -> int:
+    def find_partial(self, text: str, start: int = 0) -> int:
         """Where the longest tail of `text[start:]`, which holds no word, begins that may become one; else its end."""
         end = len(text)
-        if end == start or text[-1] not in self._inner:
+        if end == start or text[-1] not in self._inner_chars:
             return end
-        for length in range(min(self._longest - 1, end - start), 0, -1):
+        for length in range(min(self._chars_max - 1, end - start), 0, -1):
             tail = text[end - length :]
-            at = bisect_left(self.words, tail)  # those that begin with the tail follow where it would stand
-            if at < len(self.words) and self.words[at].startswith(tail):
+            index = bisect_left(self.delimiters, tail)  # those that begin with the tail follow where it would stand
+            if index < len(self.delimiters) and self.delimiters[index].startswith(tail):
                 return end - length
         return end
 
@@ -218,8 +220,8 @@ class DelimiterScanner:
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): char -> byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    pairs = [(chr(byte), byte) for byte in printable] + [(chr(256 + i), byte) for i, byte in enumerate(others)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable] + [(chr(256 + i), byte) for i, byte in enumerate(unprintable)]
     return dict(pairs)
 
 

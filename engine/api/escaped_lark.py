@@ -16,17 +16,17 @@ from functools import lru_cache
 
 ESCAPED = '"\\\n\r\t\b\f'
 """Characters that JSON escapes, and a model may write. Other control characters are left out of classes."""
-_PLAIN = r'[^"\\\x00-\x1f]'
+_UNESCAPED = r'[^"\\\x00-\x1f]'
 _SAMPLES = (*map(chr, range(0x20, 0x250)), *"\u0416\u05d0\u3042\u4e00\U0001f600", *ESCAPED)
 """Characters by which classes are compared, with those that a class names itself."""
-_COMPARED = frozenset(_SAMPLES)
+_COMPARED_CHARS = frozenset(_SAMPLES)
 _FOLLOWING_MAX = 8
 """Parts behind a run that are looked at."""
 DEFINITION_CHARS_MAX = 64 << 10
 _TOKEN = re.compile(
     r'(?P<comment>(?:\#|//)[^\n]*)|(?P<range>"(?:\\.|[^"\\\n])*"\s*\.\.\s*"(?:\\.|[^"\\\n])*")'
     r'|(?P<string>"(?:\\.|[^"\\\n])*")(?P<fold>i?)|/(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)'
-    r"|%import\s+common\s*(?:\.\s*(?P<one>\w+)(?:\s*->\s*(?P<alias>\w+))?|\((?P<many>[\w\s,]+)\))"
+    r"|%import\s+common\s*(?:\.\s*(?P<name>\w+)(?:\s*->\s*(?P<alias>\w+))?|\((?P<names>[\w\s,]+)\))"
     r"|(?P<statement>%\w+)|(?P<terminal>_?[A-Z][_A-Z0-9]*)|(?P<rule>_?[a-z][_a-z0-9]*)|(?P<other>.)",
     re.DOTALL,
 )
@@ -49,46 +49,46 @@ def escape_grammar(definition: str) -> str:
     """Return the grammar of the escaped texts. Raises UnsupportedGrammar."""
     if len(definition) > DEFINITION_CHARS_MAX:
         raise UnsupportedGrammar(f"it has {len(definition)} characters, expected at most {DEFINITION_CHARS_MAX}")
-    made: list[str] = []
-    imported: dict[str, str] = {}
-    for found in _TOKEN.finditer(definition):
-        kind = found.lastgroup
+    parts: list[str] = []
+    imports: dict[str, str] = {}
+    for token in _TOKEN.finditer(definition):
+        kind = token.lastgroup
         if kind == "statement":
-            raise UnsupportedGrammar(f"{found['statement']} is not supported")
-        if found["regex"] is not None:
-            made.append(_escape_regex(found["regex"], found["flags"]))
-        elif found["string"] is not None:
-            made.append(_string(_text(found["string"])) + found["fold"])
-        elif found["range"] is not None:
-            first, last = (_text(part) for part in re.split(r"(?<=\")\s*\.\.\s*(?=\")", found["range"]))
-            made.append(_escape_regex(f"[{re.escape(first)}-{re.escape(last)}]", ""))
-        elif found["one"] is not None:
-            imported[found["alias"] or found["one"]] = found["one"]
-        elif found["many"] is not None:
-            imported |= {name: name for name in re.findall(r"\w+", found["many"])}
-        elif found["terminal"] is not None:
-            made.append(_rule(found["terminal"]))
+            raise UnsupportedGrammar(f"{token['statement']} is not supported")
+        if token["regex"] is not None:
+            parts.append(_escape_regex(token["regex"], token["flags"]))
+        elif token["string"] is not None:
+            parts.append(_escaped_literal(_decode_literal(token["string"])) + token["fold"])
+        elif token["range"] is not None:
+            first, last = (_decode_literal(bound) for bound in re.split(r"(?<=\")\s*\.\.\s*(?=\")", token["range"]))
+            parts.append(_escape_regex(f"[{re.escape(first)}-{re.escape(last)}]", ""))
+        elif token["name"] is not None:
+            imports[token["alias"] or token["name"]] = token["name"]
+        elif token["names"] is not None:
+            imports |= {name: name for name in re.findall(r"\w+", token["names"])}
+        elif token["terminal"] is not None:
+            parts.append(_terminal_rule(token["terminal"]))
         elif kind != "comment":
-            made.append(found[0])
-    for name, common in imported.items():
-        if common not in _COMMON:
-            raise UnsupportedGrammar(f"common.{common} is not known")
-        made.append(f"\n{_rule(name)}: {_escape_regex(_COMMON[common], '')}")
-    return "".join(made)
+            parts.append(token[0])
+    for name, common_name in imports.items():
+        if common_name not in _COMMON:
+            raise UnsupportedGrammar(f"common.{common_name} is not known")
+        parts.append(f"\n{_terminal_rule(name)}: {_escape_regex(_COMMON[common_name], '')}")
+    return "".join(parts)
 
 
-def _rule(terminal: str) -> str:
+def _terminal_rule(terminal: str) -> str:
     return f"terminal_{terminal.lower()}"
 
 
-def _text(quoted: str) -> str:
+def _decode_literal(literal: str) -> str:
     try:
-        return str(json.loads(quoted, strict=False))
+        return str(json.loads(literal, strict=False))
     except ValueError:
-        raise UnsupportedGrammar(f"{quoted[:80]} is no text of a grammar") from None
+        raise UnsupportedGrammar(f"{literal[:80]} is no text of a grammar") from None
 
 
-def _string(text: str) -> str:
+def _escaped_literal(text: str) -> str:
     """A text of a grammar that matches the escaped text."""
     return json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)
 
@@ -106,17 +106,17 @@ class _CharSet:
     @property
     def chars(self) -> frozenset[str]:
         """Those that are known to match: of the samples, and of what the sources name."""
-        return frozenset().union(*map(_matched, self.sources))
+        return frozenset().union(*map(_matching_samples, self.sources))
 
-    def has(self, char: str) -> bool:
-        return any(char in _matched(source) or re.fullmatch(source, char) for source in self.sources)
+    def matches(self, char: str) -> bool:
+        return any(char in _matching_samples(source) or re.fullmatch(source, char) for source in self.sources)
 
 
 @lru_cache(maxsize=4096)
-def _matched(source: str) -> frozenset[str]:
+def _matching_samples(source: str) -> frozenset[str]:
     pattern = re.compile(source)
-    named = [chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", source)]
-    return frozenset(char for char in (*_SAMPLES, *source, *named) if pattern.fullmatch(char))
+    named_chars = [chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", source)]
+    return frozenset(char for char in (*_SAMPLES, *source, *named_chars) if pattern.fullmatch(char))
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class _Choice:
 @dataclass(frozen=True)
 class _Repeat:
     inner: _RegexNode
-    least: int
-    most: int | None
+    min_count: int
+    max_count: int | None
 
 
 _RegexNode = _CharSet | _Sequence | _Choice | _Repeat
@@ -144,7 +144,7 @@ def _escape_regex(pattern: str, flags: str) -> str:
         raise UnsupportedGrammar(f"/{pattern[:80]}/{flags}: flags other than s and i are not supported")
     reader = _RegexParser(pattern, flags)
     try:
-        return f"({_write(reader.read(), ())})"
+        return f"({_write(reader.parse(), ())})"
     except (re.error, RecursionError) as error:
         raise UnsupportedGrammar(f"/{pattern[:80]}/: {error}") from None
 
@@ -161,58 +161,58 @@ class _RegexParser:
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
-        self._at = 0
+        self._pos = 0
         self._flags = flags
 
-    def read(self) -> _RegexNode:
-        node = self._choice()
-        if self._at < len(self._pattern):
-            raise self._refuse()
+    def parse(self) -> _RegexNode:
+        node = self._parse_choice()
+        if self._pos < len(self._pattern):
+            raise self._error()
         return node
 
-    def _refuse(self) -> UnsupportedGrammar:
-        return UnsupportedGrammar(f"/{self._pattern[:80]}/: {self._pattern[self._at :][:20]!r} is not supported")
+    def _error(self) -> UnsupportedGrammar:
+        return UnsupportedGrammar(f"/{self._pattern[:80]}/: {self._pattern[self._pos :][:20]!r} is not supported")
 
-    def _choice(self) -> _RegexNode:
-        branches = [self._sequence()]
-        while self._pattern.startswith("|", self._at):
-            self._at += 1
-            branches.append(self._sequence())
+    def _parse_choice(self) -> _RegexNode:
+        branches = [self._parse_sequence()]
+        while self._pattern.startswith("|", self._pos):
+            self._pos += 1
+            branches.append(self._parse_sequence())
         if all(isinstance(branch, _CharSet) for branch in branches):
             return _CharSet(tuple(source for branch in branches for source in branch.sources))  # type: ignore[union-attr]
         return _Choice(tuple(branches))
 
-    def _sequence(self) -> _RegexNode:
+    def _parse_sequence(self) -> _RegexNode:
         parts: list[_RegexNode] = []
-        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
-            parts.append(self._counted(self._atom()))
+        while self._pos < len(self._pattern) and self._pattern[self._pos] not in "|)":
+            parts.append(self._parse_quantifiers(self._parse_atom()))
         return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
 
-    def _counted(self, node: _RegexNode) -> _RegexNode:
-        while (found := _COUNT.match(self._pattern, self._at)) is not None:
-            self._at = found.end()
-            sign, low, comma, high = found.groups()
-            least = int(low) if sign is None else int(sign == "+")
-            most = (None if sign != "?" else 1) if sign else int(high) if high else None if comma else least
-            node = _Repeat(node, least, most)
+    def _parse_quantifiers(self, node: _RegexNode) -> _RegexNode:
+        while (match := _COUNT.match(self._pattern, self._pos)) is not None:
+            self._pos = match.end()
+            sign, low, comma, high = match.groups()
+            min_count = int(low) if sign is None else int(sign == "+")
+            max_count = (None if sign != "?" else 1) if sign else int(high) if high else None if comma else min_count
+            node = _Repeat(node, min_count, max_count)
         return node
 
-    def _atom(self) -> _RegexNode:
-        group = _GROUP.match(self._pattern, self._at)
+    def _parse_atom(self) -> _RegexNode:
+        group = _GROUP.match(self._pattern, self._pos)
         if group is not None:
-            self._at, outer = group.end(), self._flags
+            self._pos, outer_flags = group.end(), self._flags
             self._flags += group[1] or ""
-            node = self._choice()
-            self._flags = outer
-            if not self._pattern.startswith(")", self._at):
-                raise self._refuse()
-            self._at += 1
+            node = self._parse_choice()
+            self._flags = outer_flags
+            if not self._pattern.startswith(")", self._pos):
+                raise self._error()
+            self._pos += 1
             return node
-        found = _ATOM.match(self._pattern, self._at)
-        if found is None:
-            raise self._refuse()
-        self._at = found.end()
-        source = found[0]
+        match = _ATOM.match(self._pattern, self._pos)
+        if match is None:
+            raise self._error()
+        self._pos = match.end()
+        source = match[0]
         if source == ".":
             source = r"[\s\S]" if "s" in self._flags else r"[^\n]"
         re.compile(source)
@@ -228,62 +228,71 @@ def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
     if isinstance(node, _Sequence):
         parts = node.parts
         return " ".join(_write(part, (*parts[i + 1 :], *following)) for i, part in enumerate(parts)) or '""'
-    least, most = node.least, node.most
-    count = "*" if (least, most) == (0, None) else "+" if (least, most) == (1, None) else "?"
-    if count == "?" and (least, most) != (0, 1):
-        count = f"{{{least},{'' if most is None else most}}}"
-    if isinstance(node.inner, _CharSet) and most is None and least <= 1 and _ends_before(node.inner, following):
+    min_count, max_count = node.min_count, node.max_count
+    count = "*" if (min_count, max_count) == (0, None) else "+" if (min_count, max_count) == (1, None) else "?"
+    if count == "?" and (min_count, max_count) != (0, 1):
+        count = f"{{{min_count},{'' if max_count is None else max_count}}}"
+    if (
+        isinstance(node.inner, _CharSet)
+        and max_count is None
+        and min_count <= 1
+        and _is_disjoint(node.inner, following)
+    ):
         return _write_set(node.inner, "+") + count
     return f"({_write(node.inner, (node.inner, *following))}){count}"
 
 
 def _write_set(node: _CharSet, run: str) -> str:
     chars = node.chars
-    found = [_string(char) for char in ESCAPED if char in chars]
-    if not found or chars - set(ESCAPED):
-        found.append(_plain(node.sources, run))
-    return f"({' | '.join(found)})"
+    alternatives = [_escaped_literal(char) for char in ESCAPED if char in chars]
+    if not alternatives or chars - set(ESCAPED):
+        alternatives.append(_write_plain_terminal(node.sources, run))
+    return f"({' | '.join(alternatives)})"
 
 
-def _plain(sources: tuple[str, ...], run: str) -> str:
+def _write_plain_terminal(sources: tuple[str, ...], run: str) -> str:
     """A terminal of the characters that JSON does not escape."""
     classes = []
     for source in sources:
-        folds = source.startswith("(?i:")
-        bare = source[4:-1] if folds else source
-        bare = re.sub(r"(?<!\\)/", r"\\/", bare)
-        joined = f"[{bare}&&{_PLAIN}]"
-        if re.fullmatch(r'\\["\\nrtf]|"', bare) is None:
-            classes.append(f"(?i:{joined})" if folds else joined)
+        ignores_case = source.startswith("(?i:")
+        char_class = source[4:-1] if ignores_case else source
+        char_class = re.sub(r"(?<!\\)/", r"\\/", char_class)
+        plain_class = f"[{char_class}&&{_UNESCAPED}]"
+        if re.fullmatch(r'\\["\\nrtf]|"', char_class) is None:
+            classes.append(f"(?i:{plain_class})" if ignores_case else plain_class)
     return f"/({'|'.join(classes)}){run}/"
 
 
-def _ends_before(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
+def _is_disjoint(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
     """Whether no character of the run can be the first of what follows: the lexer takes all that it can."""
     for node in following[:_FOLLOWING_MAX]:
-        first, may_be_empty = _first(node)
-        ours, theirs = run.chars, first.chars
-        if ours & theirs or any(map(first.has, ours - _COMPARED)) or any(map(run.has, theirs - _COMPARED)):
+        first, may_be_empty = _first_chars(node)
+        run_chars, next_chars = run.chars, first.chars
+        if (
+            run_chars & next_chars
+            or any(map(first.matches, run_chars - _COMPARED_CHARS))
+            or any(map(run.matches, next_chars - _COMPARED_CHARS))
+        ):
             return False
         if not may_be_empty:
             return True
     return len(following) <= _FOLLOWING_MAX
 
 
-def _first(node: _RegexNode) -> tuple[_CharSet, bool]:
+def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
     """(the characters that a text may begin with, whether it may be empty)."""
     if isinstance(node, _CharSet):
         return node, False
     if isinstance(node, _Repeat):
-        first, may_be_empty = _first(node.inner)
-        return first, may_be_empty or node.least == 0
+        first, may_be_empty = _first_chars(node.inner)
+        return first, may_be_empty or node.min_count == 0
     sources: list[str] = []
     if isinstance(node, _Choice):
-        firsts = [_first(branch) for branch in node.branches]
+        firsts = [_first_chars(branch) for branch in node.branches]
         sources = [source for first, _ in firsts for source in first.sources]
         return _CharSet(tuple(sources)), any(may_be_empty for _, may_be_empty in firsts)
     for part in node.parts:
-        first, may_be_empty = _first(part)
+        first, may_be_empty = _first_chars(part)
         sources += first.sources
         if not may_be_empty:
             return _CharSet(tuple(sources)), False

@@ -54,12 +54,12 @@ class Generation:
             sum(map(len, self.prompts)),
             0 if self.echo_only else sum(choice.completion_tokens for choice in self.choices),
             sum(choice.cached_tokens for choice in self.choices[:: self.n]),
-            sum(choice.thought_tokens for choice in self.choices) if self.plan.thought else None,
+            sum(choice.thought_tokens for choice in self.choices) if self.plan.reasoning_format else None,
         )
 
     def usage_of(self, choice: Choice) -> Usage:
         """Of one choice, for `continuous_usage_stats`."""
-        thought = choice.thought_tokens if self.plan.thought else None
+        thought = choice.thought_tokens if self.plan.reasoning_format else None
         return make_usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens, thought)
 
 

@@ -23,7 +23,7 @@ from engine.api.constraint import Format, RequestedConstraint, requested_constra
 from engine.api.escaped_lark import UnsupportedGrammar, escape_grammar
 from engine.api.params import ModelLimits
 from engine.api.readers.json_calls import NAME
-from engine.api.readers.markup_calls import as_json
+from engine.api.readers.markup_calls import encode_as_types
 from engine.api.schemas.inspection import Property, listed_values, properties_of, resolve, schema_types
 from engine.grammars import added_tokens
 from engine.types import Constraint
@@ -465,7 +465,7 @@ def _definitions(root: Json) -> dict[str, Json]:
 def _xml_text(value: Json, types: tuple[str, ...]) -> str:
     """How a listed value is written so that its reader finds that value: "5" among numbers needs quotation marks."""
     encoded = json.dumps(value, ensure_ascii=False)
-    is_plain = isinstance(value, str) and (types == ("string",) or as_json(value, types) == encoded)
+    is_plain = isinstance(value, str) and (types == ("string",) or encode_as_types(value, types) == encoded)
     return value if is_plain else encoded
 
 

@@ -32,11 +32,11 @@ class PendingLogprobs:
     """JSON of each position."""
     next_offset: int = 0
 
-    def take(self) -> CompletionLogprobs:
+    def flush(self) -> CompletionLogprobs:
         """Return what is here, and begin anew behind it."""
-        made = CompletionLogprobs(self.text_offset, self.token_logprobs, self.tokens, json_list(self.top_logprobs))
+        logprobs = CompletionLogprobs(self.text_offset, self.token_logprobs, self.tokens, json_list(self.top_logprobs))
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
-        return made
+        return logprobs
 
 
 def json_list(items: list[bytes]) -> msgspec.Raw:
@@ -49,25 +49,25 @@ class LogprobFormatter:
     def __init__(self, factory: DetokenizerFactory, as_token_ids: bool = False) -> None:
         self._factory = factory
         self._as_token_ids = as_token_ids
-        self._strings: dict[int, bytes] = {}
+        self._token_json: dict[int, bytes] = {}
         """Token id -> its text, as JSON."""
-        self._bytes: dict[int, bytes] = {}
+        self._bytes_json: dict[int, bytes] = {}
         """Token id -> its bytes, as JSON."""
 
-    def spell(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         if self._as_token_ids:
             return f"token_id:{token_id}"
         return self._factory.token_bytes(token_id).decode("utf-8", "replace")
 
-    def chat(self, position: TokenLogprobs) -> bytes:
+    def format_chat(self, position: TokenLogprobs) -> bytes:
         """JSON of OpenAI's chat form."""
-        others = [b"%b}" % self._chat_entry(token_id, logprob) for token_id, logprob in position.top]
-        own = self._chat_entry(position.token_id, position.logprob)
-        return b'%b,"top_logprobs":[%b]}' % (own, b",".join(others))
+        top_entries = [b"%b}" % self._chat_entry(token_id, logprob) for token_id, logprob in position.top]
+        entry = self._chat_entry(position.token_id, position.logprob)
+        return b'%b,"top_logprobs":[%b]}' % (entry, b",".join(top_entries))
 
-    def completion(self, position: TokenLogprobs | None, token_id: int, scores: PendingLogprobs) -> None:
+    def add_completion(self, position: TokenLogprobs | None, token_id: int, scores: PendingLogprobs) -> None:
         """Add a position to `scores`. A prompt's first token has no logprob: None."""
-        token = self.spell(token_id)
+        token = self.token_text(token_id)
         scores.text_offset.append(scores.next_offset)
         scores.next_offset += len(token)
         scores.tokens.append(token)
@@ -76,37 +76,41 @@ class LogprobFormatter:
             scores.top_logprobs.append(b"null")
             return
         scores.token_logprobs.append(_at_least_floor(position.logprob))
-        top = {self._string(token_id): _number(position.logprob)}
-        top.update((self._string(other), _number(logprob)) for other, logprob in position.top)
+        top = {self._encode_token(token_id): _encode_logprob(position.logprob)}
+        top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top)
         scores.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
 
-    def prompt(self, position: TokenLogprobs | None) -> bytes:
+    def format_prompt(self, position: TokenLogprobs | None) -> bytes:
         """JSON of vLLM's `prompt_logprobs`."""
         if position is None:
             return b"null"
         entries = {position.token_id: (position.logprob, position.rank)}
         entries.update((token_id, (logprob, rank)) for rank, (token_id, logprob) in enumerate(position.top, 1))
-        made = [
+        items = [
             b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
-            % (token_id, _number(logprob), rank, self._string(token_id))
+            % (token_id, _encode_logprob(logprob), rank, self._encode_token(token_id))
             for token_id, (logprob, rank) in entries.items()
         ]
-        return b"{%b}" % b",".join(made)
+        return b"{%b}" % b",".join(items)
 
     def _chat_entry(self, token_id: int, logprob: float) -> bytes:
-        token_bytes = self._bytes.get(token_id)
+        token_bytes = self._bytes_json.get(token_id)
         if token_bytes is None:
-            token_bytes = self._bytes[token_id] = _encode(list(self._factory.token_bytes(token_id)))
-        return b'{"token":%b,"logprob":%b,"bytes":%b' % (self._string(token_id), _number(logprob), token_bytes)
+            token_bytes = self._bytes_json[token_id] = _encode(list(self._factory.token_bytes(token_id)))
+        return b'{"token":%b,"logprob":%b,"bytes":%b' % (
+            self._encode_token(token_id),
+            _encode_logprob(logprob),
+            token_bytes,
+        )
 
-    def _string(self, token_id: int) -> bytes:
-        string = self._strings.get(token_id)
-        if string is None:
-            string = self._strings[token_id] = _encode(self.spell(token_id))
-        return string
+    def _encode_token(self, token_id: int) -> bytes:
+        text_json = self._token_json.get(token_id)
+        if text_json is None:
+            text_json = self._token_json[token_id] = _encode(self.token_text(token_id))
+        return text_json
 
 
-def _number(logprob: float) -> bytes:
+def _encode_logprob(logprob: float) -> bytes:
     return repr(_at_least_floor(logprob)).encode()
 
 

@@ -19,7 +19,9 @@ from engine.types import SamplingParams
 from prompts import ChatTemplate, RequestError
 
 
-def resolve_formats(calls: str, thought: str, template: ChatTemplate | None) -> tuple[str | None, str | None]:
+def resolve_formats(
+    call_setting: str, reasoning_setting: str, template: ChatTemplate | None
+) -> tuple[str | None, str | None]:
     """Return the names in CALL_FORMATS and REASONING_FORMATS that two settings select.
 
     "auto" is what the chat template shows, "none" is None.
@@ -28,41 +30,50 @@ def resolve_formats(calls: str, thought: str, template: ChatTemplate | None) -> 
         text = "" if template is None else template.source(has_tools=True)
     except RequestError:  # several, and none is the default
         text = ""
-    shown = (detect_call_format(text), detect_reasoning_format(text))
+    detected = (detect_call_format(text), detect_reasoning_format(text))
     names = {"auto": None, "none": None}
     return (
-        shown[0].name if calls == "auto" and shown[0] is not None else names.get(calls, calls),
-        shown[1].name if thought == "auto" and shown[1] is not None else names.get(thought, thought),
+        detected[0].name
+        if call_setting == "auto" and detected[0] is not None
+        else names.get(call_setting, call_setting),
+        detected[1].name
+        if reasoning_setting == "auto" and detected[1] is not None
+        else names.get(reasoning_setting, reasoning_setting),
     )
 
 
 class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's answers are to be read."""
 
-    thought: str | None = None
+    reasoning_format: str | None = None
     """A name of REASONING_FORMATS; None: no thought is told apart."""
-    place: ReasoningState = "after"
+    initial_state: ReasoningState = "after"
     """Where answers begin."""
-    shows_thought: bool = True
-    calls: str | None = None
+    shows_reasoning: bool = True
+    call_format: str | None = None
     """A name of CALL_FORMATS; None: calls are text."""
-    types: ParameterTypes = {}
-    one_call: bool = False
+    parameter_types: ParameterTypes = {}
+    single_call: bool = False
     """More calls than one are not told."""
-    must_call: bool = False
+    requires_call: bool = False
     """The answer is calls and nothing else: stop strings mean none of it."""
-    is_named: bool = False
+    names_function: bool = False
     """The function that must be called was named: the answer ends as any other, as with OpenAI."""
 
     @property
-    def marks(self) -> frozenset[str]:
+    def special_markers(self) -> frozenset[str]:
         """Markup that a tokenizer may have as special tokens, and must not leave out."""
-        thought = (
+        reasoning_markers = (
             ()
-            if self.thought is None
-            else (*REASONING_FORMATS[self.thought].opens, *REASONING_FORMATS[self.thought].closes)
+            if self.reasoning_format is None
+            else (
+                *REASONING_FORMATS[self.reasoning_format].open_markers,
+                *REASONING_FORMATS[self.reasoning_format].close_markers,
+            )
         )
-        return frozenset((*thought, *(() if self.calls is None else CALL_FORMATS[self.calls].marks)))
+        return frozenset(
+            (*reasoning_markers, *(() if self.call_format is None else CALL_FORMATS[self.call_format].special_markers))
+        )
 
 
 @dataclass(slots=True)
@@ -70,67 +81,73 @@ class ParsedDelta:
     """What came out."""
 
     text: list[str] = field(default_factory=list)
-    thought: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
-    stop: str | None = None
+    stop_string: str | None = None
     """The stop string that was found: nothing may follow."""
 
 
 class OutputParser:
     """Of one choice."""
 
-    def __init__(self, plan: OutputParserConfig, params: SamplingParams) -> None:
-        self.plan = plan
-        row = None if plan.calls is None else CALL_FORMATS[plan.calls]
-        self._thought = None
-        if plan.thought is not None:
-            self._thought = ReasoningParser(
-                REASONING_FORMATS[plan.thought], plan.place, () if row is None else row.opens
+    def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
+        self.config = config
+        call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
+        self._reasoning_parser = None
+        if config.reasoning_format is not None:
+            self._reasoning_parser = ReasoningParser(
+                REASONING_FORMATS[config.reasoning_format],
+                config.initial_state,
+                () if call_format is None else call_format.open_markers,
             )
-        stops = params.stop if not plan.must_call else ()
-        self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
-        self._calls = None if row is None else ToolCallParser(row, plan.types)
+        stops = params.stop if not config.requires_call else ()
+        self._stop_strings = StopStrings(stops, params.include_stop_str_in_output) if stops else None
+        self._call_parser = None if call_format is None else ToolCallParser(call_format, config.parameter_types)
 
     @property
-    def thinks(self) -> bool:
+    def is_reasoning(self) -> bool:
         """What was pushed last belongs to a thought."""
-        return self._thought is not None and self._thought.place == "inside" and not self._thought.opened
+        return (
+            self._reasoning_parser is not None
+            and self._reasoning_parser.state == "inside"
+            and not self._reasoning_parser.has_just_opened
+        )
 
     @property
-    def has_called(self) -> bool:
-        return self._calls is not None and self._calls.count > 0
+    def has_tool_calls(self) -> bool:
+        return self._call_parser is not None and self._call_parser.call_count > 0
 
-    def push(self, piece: str, said: ParsedDelta, *, stops: bool) -> None:
-        """The next of the text; what comes out is added to `said`. `stops`: a stop string may end it here."""
-        if self._thought is not None:
-            thought, piece = self._thought.push(piece)
-            said.thought.append(thought)
-        self._answer(piece, said, stops)
+    def push(self, text: str, delta: ParsedDelta, *, may_stop: bool) -> None:
+        """Parse the next text and add what comes out to `delta`. `may_stop`: a stop string may end it here."""
+        if self._reasoning_parser is not None:
+            reasoning, text = self._reasoning_parser.push(text)
+            delta.reasoning.append(reasoning)
+        self._push_answer(text, delta, may_stop)
 
-    def finish(self, said: ParsedDelta) -> None:
+    def finish(self, delta: ParsedDelta) -> None:
         """Nothing follows: what was held back."""
-        if self._thought is not None:
-            thought, rest = self._thought.release()
-            said.thought.append(thought)
-            self._answer(rest, said, stops=False)
-        if self._stops is not None:
-            self._parse(self._stops.release(), said)
-        if self._calls is not None:
-            self._tell(*self._calls.finish(), said)
+        if self._reasoning_parser is not None:
+            reasoning, text = self._reasoning_parser.flush()
+            delta.reasoning.append(reasoning)
+            self._push_answer(text, delta, may_stop=False)
+        if self._stop_strings is not None:
+            self._parse_calls(self._stop_strings.flush(), delta)
+        if self._call_parser is not None:
+            self._emit(*self._call_parser.finish(), delta)
 
-    def _answer(self, piece: str, said: ParsedDelta, stops: bool) -> None:
-        if self._stops is not None and self._calls is not None and self._calls.in_call:
-            piece = self._stops.release() + piece
-        elif self._stops is not None and stops:
-            piece, said.stop = self._stops.push(piece)
-        self._parse(piece, said)
+    def _push_answer(self, text: str, delta: ParsedDelta, may_stop: bool) -> None:
+        if self._stop_strings is not None and self._call_parser is not None and self._call_parser.is_in_call:
+            text = self._stop_strings.flush() + text
+        elif self._stop_strings is not None and may_stop:
+            text, delta.stop_string = self._stop_strings.push(text)
+        self._parse_calls(text, delta)
 
-    def _parse(self, piece: str, said: ParsedDelta) -> None:
-        if self._calls is None:
-            said.text.append(piece)
-        elif piece:
-            self._tell(*self._calls.push(piece), said)
+    def _parse_calls(self, text: str, delta: ParsedDelta) -> None:
+        if self._call_parser is None:
+            delta.text.append(text)
+        elif text:
+            self._emit(*self._call_parser.push(text), delta)
 
-    def _tell(self, text: str, calls: list[ToolCallDelta], said: ParsedDelta) -> None:
-        said.text.append(text)
-        said.calls += [call for call in calls if call.index == 0 or not self.plan.one_call]
+    def _emit(self, text: str, calls: list[ToolCallDelta], delta: ParsedDelta) -> None:
+        delta.text.append(text)
+        delta.calls += [call for call in calls if call.index == 0 or not self.config.single_call]

@@ -208,12 +208,12 @@ def _chat(
 
 def thought_tokens(plan: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """The tokens that may open the thought of an answer, where it need not have one, and that end it."""
-    if plan.thought is None:
+    if plan.reasoning_format is None:
         return None, None
-    row = REASONING_FORMATS[plan.thought]
-    end = reasoning_end_token(row, plan.place, tokenizer)
-    opens = next((i for i in map(tokenizer.token_to_id, row.opens) if i is not None), None)
-    return (opens if plan.place == "before" and end is not None else None), end
+    row = REASONING_FORMATS[plan.reasoning_format]
+    end = reasoning_end_token(row, plan.initial_state, tokenizer)
+    opens = next((i for i in map(tokenizer.token_to_id, row.open_markers) if i is not None), None)
+    return (opens if plan.initial_state == "before" and end is not None else None), end
 
 
 def _prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
@@ -238,14 +238,14 @@ def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputPa
         place = initial_state(REASONING_FORMATS[limits.thought], prompt, last if isinstance(last, str) else None)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return OutputParserConfig(
-        thought=limits.thought,
-        place=place,
-        shows_thought=body.include_reasoning is not False,
-        calls=limits.calls if tools else None,
-        types=parameter_types(tools) if tools and limits.calls == "qwen3_coder" else {},
-        one_call=body.parallel_tool_calls is False,
-        must_call=must_call(body),
-        is_named=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
+        reasoning_format=limits.thought,
+        initial_state=place,
+        shows_reasoning=body.include_reasoning is not False,
+        call_format=limits.calls if tools else None,
+        parameter_types=parameter_types(tools) if tools and limits.calls == "qwen3_coder" else {},
+        single_call=body.parallel_tool_calls is False,
+        requires_call=must_call(body),
+        names_function=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
     )
 
 

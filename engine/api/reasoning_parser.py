@@ -19,98 +19,105 @@ class ReasoningFormat:
     """How the models of a family write a thought. It comes first in an answer, and once."""
 
     name: str
-    opens: tuple[str, ...]
-    closes: tuple[str, ...]
-    inside: bool = False
+    open_markers: tuple[str, ...]
+    close_markers: tuple[str, ...]
+    starts_inside: bool = False
     """Answers begin in the thought even where no mark opens it."""
-    calls_end_it: bool = False
+    ends_at_call: bool = False
     """So does the opening of a tool call."""
-    in_template: tuple[str, ...] = ()
+    template_markers: tuple[str, ...] = ()
     """A chat template that has one of these was made for the format."""
 
 
 # fmt: off
 REASONING_FORMATS = {row.name: row for row in (  # the first that fits a template is chosen
-    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), calls_end_it=True, in_template=("[THINK]",)),
+    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ends_at_call=True, template_markers=("[THINK]",)),
     ReasoningFormat("granite", ("Here is my thought process:", "Here's my thought process:"),
-                  ("Here is my response:", "Here's my response:"), in_template=("my thought process",)),
-    ReasoningFormat("qwen3", ("<think>",), ("</think>",), calls_end_it=True, in_template=("<think>",)),
-    ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",), inside=True, in_template=("</think>",)),
+                  ("Here is my response:", "Here's my response:"), template_markers=("my thought process",)),
+    ReasoningFormat("qwen3", ("<think>",), ("</think>",), ends_at_call=True, template_markers=("<think>",)),
+    ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",), starts_inside=True, template_markers=("</think>",)),
 )}
 # fmt: on
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format that a chat template was made for; None where it shows no thought."""
-    return next((row for row in REASONING_FORMATS.values() if any(mark in template for mark in row.in_template)), None)
+    return next(
+        (
+            format
+            for format in REASONING_FORMATS.values()
+            if any(marker in template for marker in format.template_markers)
+        ),
+        None,
+    )
 
 
-def initial_state(row: ReasoningFormat, prompt: str, continued: str | None) -> ReasoningState:
+def initial_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
     """Where an answer begins. `prompt`: its end, at least; `continued`: the message that the answer goes on with."""
-    if continued:
-        opened = max(continued.rfind(mark) for mark in row.opens)
-        closed = max(continued.rfind(mark) for mark in row.closes)
-        return "inside" if opened > closed or (row.inside and closed < 0) else "after"
+    if continued_text:
+        open_position = max(continued_text.rfind(marker) for marker in format.open_markers)
+        close_position = max(continued_text.rfind(marker) for marker in format.close_markers)
+        return "inside" if open_position > close_position or (format.starts_inside and close_position < 0) else "after"
     end = prompt.rstrip()
-    if end.endswith(row.closes):
+    if end.endswith(format.close_markers):
         return "after"
-    return "inside" if row.inside or end.endswith(row.opens) else "before"
+    return "inside" if format.starts_inside or end.endswith(format.open_markers) else "before"
 
 
-def reasoning_end_token(row: ReasoningFormat, place: ReasoningState, tokenizer: Tokenizer) -> int | None:
-    """The token that ends the thought of an answer that begins at `place`, for whom tokens count and not their text:
+def reasoning_end_token(format: ReasoningFormat, state: ReasoningState, tokenizer: Tokenizer) -> int | None:
+    """The token that ends the thought of an answer that begins in `state`, for whom tokens count and not their text:
     what an answer must match binds it only after this token. None where no thought comes, or its end is no one token.
     """
-    if place == "after":
+    if state == "after":
         return None
-    return next((i for i in map(tokenizer.token_to_id, row.closes) if i is not None), None)
+    return next((i for i in map(tokenizer.token_to_id, format.close_markers) if i is not None), None)
 
 
 class ReasoningParser:
     """Splits a growing text into the thought and what follows it."""
 
-    def __init__(self, row: ReasoningFormat, place: ReasoningState, call_marks: tuple[str, ...] = ()) -> None:
-        """`call_marks`: what opens a tool call."""
-        self._opens = row.opens
-        self._ends_before = call_marks if row.calls_end_it else ()
-        self._marks = DelimiterScanner((*row.closes, *self._ends_before))
-        self._left = ""
-        self._begins = True
+    def __init__(self, format: ReasoningFormat, state: ReasoningState, call_markers: tuple[str, ...] = ()) -> None:
+        """`call_markers`: what opens a tool call."""
+        self._open_markers = format.open_markers
+        self._call_markers = call_markers if format.ends_at_call else ()
+        self._scanner = DelimiterScanner((*format.close_markers, *self._call_markers))
+        self._pending_text = ""
+        self._may_open = True
         """A mark may still open the thought; inside of one that the prompt has opened it says nothing new."""
-        self.opened = False
+        self.has_just_opened = False
         """The last `push` read that mark."""
-        self.place = place
+        self.state = state
 
     def push(self, piece: str) -> tuple[str, str]:
         """Take the next of the text: (of the thought, of what follows)."""
-        self.opened = False
-        if self.place == "after":
+        self.has_just_opened = False
+        if self.state == "after":
             return "", piece
-        text, self._left = self._left + piece, ""
-        if self._begins:
-            begun = text.lstrip()
-            mark = next((mark for mark in self._opens if begun.startswith(mark)), None)
-            if len(text) - len(begun) > SPACES_MAX:
-                mark = None
-            elif mark is None and any(mark.startswith(begun) for mark in self._opens):
-                self._left = text
+        text, self._pending_text = self._pending_text + piece, ""
+        if self._may_open:
+            stripped_text = text.lstrip()
+            marker = next((marker for marker in self._open_markers if stripped_text.startswith(marker)), None)
+            if len(text) - len(stripped_text) > SPACES_MAX:
+                marker = None
+            elif marker is None and any(marker.startswith(stripped_text) for marker in self._open_markers):
+                self._pending_text = text
                 return "", ""
-            self._begins = False
-            if mark is not None:
-                self.place, self.opened, text = "inside", True, begun[len(mark) :]
-            elif self.place == "before":
-                self.place = "after"
+            self._may_open = False
+            if marker is not None:
+                self.state, self.has_just_opened, text = "inside", True, stripped_text[len(marker) :]
+            elif self.state == "before":
+                self.state = "after"
                 return "", text
-        found = self._marks.first(text)
-        if found is None:
-            end = self._marks.tail(text)
-            self._left = text[end:]
+        match = self._scanner.find_first(text)
+        if match is None:
+            end = self._scanner.find_partial(text)
+            self._pending_text = text[end:]
             return text[:end], ""
-        start, mark = found
-        self.place = "after"
-        return text[:start], text[start if mark in self._ends_before else start + len(mark) :]
+        start, marker = match
+        self.state = "after"
+        return text[:start], text[start if marker in self._call_markers else start + len(marker) :]
 
-    def release(self) -> tuple[str, str]:
+    def flush(self) -> tuple[str, str]:
         """What was held back, now that nothing follows."""
-        left, self._left = self._left, ""
-        return (left, "") if self.place == "inside" else ("", left)
+        pending_text, self._pending_text = self._pending_text, ""
+        return (pending_text, "") if self.state == "inside" else ("", pending_text)

@@ -132,7 +132,7 @@ class ChatFormatter(_OpenAIFormatter):
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
         plan = generation.plan
-        self._hides = plan.thought is not None and not plan.shows_thought
+        self._hides = plan.reasoning_format is not None and not plan.shows_reasoning
         """Tokens and their logprobs would show the thought."""
         super().__init__(generation, body, factory, bool(body.logprobs))
         self._shows_ids = self._shows_ids and not self._hides
@@ -182,7 +182,7 @@ class ChatFormatter(_OpenAIFormatter):
         )
 
     def _message(self, choice: Choice) -> ChatMessage:
-        content, told = self._echo + choice.text, self._generation.plan.thought is not None
+        content, told = self._echo + choice.text, self._generation.plan.reasoning_format is not None
         thought, calls = choice.thought or None, choice.calls
         return ChatMessage(
             role=self._role,
@@ -202,11 +202,11 @@ class ChatFormatter(_OpenAIFormatter):
 
     def _format_prompt(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         if choice.index == 0:  # all choices have the same prompt
-            self._prompt_scores[0] += map(self._logprobs.prompt, positions)
+            self._prompt_scores[0] += map(self._logprobs.format_prompt, positions)
 
     def _format(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
         if not self._hides:
-            self._scored[choice.index] += map(self._logprobs.chat, positions)
+            self._scored[choice.index] += map(self._logprobs.format_chat, positions)
 
     def _scores(self, choice: Choice) -> ChatLogprobs | None:
         """What was formatted since the last call."""
@@ -284,7 +284,7 @@ class CompletionFormatter(_OpenAIFormatter):
     def _format_prompt(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         body = self._body
         if body.prompt_logprobs is not None:
-            self._prompt_scores[choice.index] += map(self._logprobs.prompt, positions)
+            self._prompt_scores[choice.index] += map(self._logprobs.format_prompt, positions)
         if body.echo and body.logprobs is not None:
             self._add(choice, positions)
 
@@ -296,11 +296,11 @@ class CompletionFormatter(_OpenAIFormatter):
         scores = self._scored[choice.index]
         for position in positions:
             token_id = self._generation.prompt_of(choice)[0] if position is None else position.token_id
-            self._logprobs.completion(position, token_id, scores)
+            self._logprobs.add_completion(position, token_id, scores)
 
     def _scores(self, choice: Choice) -> CompletionLogprobs | None:
         """What was formatted since the last call."""
-        return None if self._body.logprobs is None else self._scored[choice.index].take()
+        return None if self._body.logprobs is None else self._scored[choice.index].flush()
 
 
 def _only_scores_prompt(piece: ChoiceDelta) -> bool:
@@ -342,5 +342,5 @@ def _call(call: ToolCallDelta, *, whole: bool) -> ToolCall:
 def _reason(reason: str | None, choice: Choice) -> str | None:
     """OpenAI's: an answer that ends after calls ends for them, unless the function was named in the request."""
     speech = choice.speech
-    called = speech is not None and speech.has_called and not speech.plan.is_named
+    called = speech is not None and speech.has_tool_calls and not speech.config.names_function
     return "tool_calls" if called and reason == "stop" else reason

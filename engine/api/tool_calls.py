@@ -26,8 +26,8 @@ from engine.api.readers.markup_calls import PythonCallReader, XmlCallReader
 from engine.api.schemas.inspection import property_types
 
 _SPACE = " \t\r\n"
-_NAMED = ""
-"""In `Format.begins`: a function's name."""
+_FUNCTION_NAME = ""
+"""In `ToolCallFormat.readers`: a function's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,52 +36,55 @@ class ToolCallFormat:
     close. Calls may stand in an array."""
 
     name: str
-    opens: tuple[str, ...]
-    begins: Mapping[str, Callable[[CallSink, ParameterTypes], CallReader]]
+    open_markers: tuple[str, ...]
+    readers: Mapping[str, Callable[[CallSink, ParameterTypes], CallReader]]
     """What a call begins with -> its reader."""
-    close: str = ""
-    bare: str = ""
+    close_marker: str = ""
+    bare_start_chars: str = ""
     """Characters with which an answer opens a region without a mark."""
-    in_template: tuple[str, ...] = ()
+    template_markers: tuple[str, ...] = ()
     """A chat template that has one of these was made for the format."""
-    short_ids: bool = False
+    has_short_ids: bool = False
     """Templates of the family take ids of nine letters and digits only."""
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def special_markers(self) -> tuple[str, ...]:
         """Its markup that a tokenizer may have as special tokens."""
-        return (*self.opens, self.close, "[ARGS]", "[CALL_ID]")
+        return (*self.open_markers, self.close_marker, "[ARGS]", "[CALL_ID]")
 
 
-def _object(sink: CallSink, types: ParameterTypes) -> CallReader:
+def _make_object_reader(sink: CallSink, types: ParameterTypes) -> CallReader:
     return JsonObjectCallReader(sink)
 
 
-def _object_with_arguments(sink: CallSink, types: ParameterTypes) -> CallReader:
+def _make_strict_object_reader(sink: CallSink, types: ParameterTypes) -> CallReader:
     return JsonObjectCallReader(sink, needs_arguments=True)
 
 
-def _named(sink: CallSink, types: ParameterTypes) -> CallReader:
+def _make_named_reader(sink: CallSink, types: ParameterTypes) -> CallReader:
     return NamedCallReader(sink)
 
 
-def _python(sink: CallSink, types: ParameterTypes) -> CallReader:
+def _make_python_reader(sink: CallSink, types: ParameterTypes) -> CallReader:
     return PythonCallReader(sink)
 
 
 # fmt: off
 CALL_FORMATS = {row.name: row for row in (  # those whose templates say more come first: the first that fits is chosen
-    ToolCallFormat("qwen3_coder", ("<tool_call>", XmlCallReader.OPENS), {XmlCallReader.OPENS: XmlCallReader},
-                   close="</tool_call>", in_template=("<function=",)),
-    ToolCallFormat("mistral", ("[TOOL_CALLS]",), {"{": _object, _NAMED: _named}, short_ids=True,
-                   in_template=("[TOOL_CALLS]",)),
-    ToolCallFormat("granite", ("<|tool_call|>", "<tool_call>"), {"{": _object}, close="</tool_call>",
-                   in_template=("<|tool_call|>", "<|start_of_role|>")),
-    ToolCallFormat("hermes", ("<tool_call>",), {"{": _object}, close="</tool_call>", in_template=("<tool_call>",)),
-    ToolCallFormat("pythonic", ("<|python_start|>", "<|python_tag|>"), {_NAMED: _python}, close="<|python_end|>",
-                   bare="[", in_template=("func_name1(", "<|python_start|>")),
-    ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": _object_with_arguments}, bare="{",
-                   in_template=("<|python_tag|>", '"parameters": ')),
+    ToolCallFormat("qwen3_coder", ("<tool_call>", XmlCallReader.OPEN_MARKER),
+                   {XmlCallReader.OPEN_MARKER: XmlCallReader},
+                   close_marker="</tool_call>", template_markers=("<function=",)),
+    ToolCallFormat("mistral", ("[TOOL_CALLS]",), {"{": _make_object_reader, _FUNCTION_NAME: _make_named_reader},
+                   has_short_ids=True, template_markers=("[TOOL_CALLS]",)),
+    ToolCallFormat("granite", ("<|tool_call|>", "<tool_call>"), {"{": _make_object_reader},
+                   close_marker="</tool_call>", template_markers=("<|tool_call|>", "<|start_of_role|>")),
+    ToolCallFormat("hermes", ("<tool_call>",), {"{": _make_object_reader}, close_marker="</tool_call>",
+                   template_markers=("<tool_call>",)),
+    ToolCallFormat("pythonic", ("<|python_start|>", "<|python_tag|>"), {_FUNCTION_NAME: _make_python_reader},
+                   close_marker="<|python_end|>", bare_start_chars="[",
+                   template_markers=("func_name1(", "<|python_start|>")),
+    ToolCallFormat("llama3_json", ("<|python_tag|>",), {"{": _make_strict_object_reader}, bare_start_chars="{",
+                   template_markers=("<|python_tag|>", '"parameters": ')),
 )}
 # fmt: on
 SHORT_ID_CHARS = 9
@@ -89,7 +92,10 @@ SHORT_ID_CHARS = 9
 
 def detect_call_format(template: str) -> ToolCallFormat | None:
     """The format that a chat template was made for; None where it shows no markup of a call."""
-    return next((row for row in CALL_FORMATS.values() if any(mark in template for mark in row.in_template)), None)
+    return next(
+        (format for format in CALL_FORMATS.values() if any(marker in template for marker in format.template_markers)),
+        None,
+    )
 
 
 def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:
@@ -124,208 +130,218 @@ class _PendingDelta:
 class ToolCallParser:
     """Splits a growing text into what is said and what is called."""
 
-    def __init__(self, row: ToolCallFormat, types: ParameterTypes, new_id: Callable[[], str] | None = None) -> None:
-        self._format = row
+    def __init__(self, format: ToolCallFormat, types: ParameterTypes, make_id: Callable[[], str] | None = None) -> None:
+        self._format = format
         self._types = types
-        self._new_id = new_id or _short_id if row.short_ids else new_id or _id
-        self._marks = DelimiterScanner(row.opens)
-        self._step = self._answer
-        self._left = ""
+        self._make_id = make_id or _make_short_id if format.has_short_ids else make_id or _make_id
+        self._scanner = DelimiterScanner(format.open_markers)
+        self._step = self._read_text
+        self._pending_text = ""
         """The end of what was pushed: it may be the beginning of a mark."""
-        self._back: list[str] = []
+        self._unconfirmed_markup: list[str] = []
         """Markup of what is not known to be a call yet."""
         self._reader: CallReader | None = None
-        self._in_array = False
-        self._called = False
+        self._is_in_array = False
+        self._region_has_call = False
         """A call of this region has ended."""
-        self._fresh = True
+        self._is_at_start = True
         """Nothing but white space has come."""
-        self._beside_call = False
+        self._is_beside_call = False
         """Nothing but white space has come since a call."""
-        self._spaces: list[str] = []
+        self._pending_spaces: list[str] = []
         """White space that is said where text follows."""
-        self._said: list[str] = []
-        self._growing: list[_PendingDelta] = []
-        self.count = 0
+        self._text_parts: list[str] = []
+        self._pending_deltas: list[_PendingDelta] = []
+        self.call_count = 0
         """Calls that have been told."""
 
     @property
-    def in_call(self) -> bool:
+    def is_in_call(self) -> bool:
         """A call has been told, and its end has not come."""
-        return self._reader is not None and self._reader.begun
+        return self._reader is not None and self._reader.has_begun
 
-    def push(self, piece: str) -> tuple[str, list[ToolCallDelta]]:
+    def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Take the next of the text: (what is said, what is called)."""
-        self._read(self._left + piece)
-        return self._take()
+        self._run_steps(self._pending_text + text)
+        return self._flush_output()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """Nothing follows: what is held back."""
-        left, self._left = self._left, ""
-        if self._reader is not None and self._reader.begun:
-            self._reader.finish(left)
-            self.say("".join(self._back))
-        elif self._step != self._region or not self._called or not self._format.close.startswith(left):
-            self.say("".join(self._back) + left)
-        self._back = []
-        if not self._beside_call:
-            self._said += self._spaces
-        return self._take()
+        pending_text, self._pending_text = self._pending_text, ""
+        if self._reader is not None and self._reader.has_begun:
+            self._reader.finish(pending_text)
+            self.add_text("".join(self._unconfirmed_markup))
+        elif (
+            self._step != self._read_region
+            or not self._region_has_call
+            or not self._format.close_marker.startswith(pending_text)
+        ):
+            self.add_text("".join(self._unconfirmed_markup) + pending_text)
+        self._unconfirmed_markup = []
+        if not self._is_beside_call:
+            self._text_parts += self._pending_spaces
+        return self._flush_output()
 
-    def _take(self) -> tuple[str, list[ToolCallDelta]]:
-        pieces = [
-            ToolCallDelta(one.index, "".join(one.arguments), one.name, None if one.name is None else self._new_id())
-            for one in self._growing
+    def _flush_output(self) -> tuple[str, list[ToolCallDelta]]:
+        deltas = [
+            ToolCallDelta(
+                delta.index, "".join(delta.arguments), delta.name, None if delta.name is None else self._make_id()
+            )
+            for delta in self._pending_deltas
         ]
-        said = "".join(self._said)
-        self._said, self._growing = [], []
-        return said, pieces
+        text = "".join(self._text_parts)
+        self._text_parts, self._pending_deltas = [], []
+        return text, deltas
 
     # What readers tell ----------------------------------------------------------------------------------------------
 
-    def begin(self, name: str) -> None:
-        self._growing.append(_PendingDelta(self.count, name))
-        self.count += 1
-        self._back.clear()
-        self._spaces.clear()
-        self._beside_call = True
+    def begin_call(self, name: str) -> None:
+        self._pending_deltas.append(_PendingDelta(self.call_count, name))
+        self.call_count += 1
+        self._unconfirmed_markup.clear()
+        self._pending_spaces.clear()
+        self._is_beside_call = True
 
-    def arguments(self, piece: str) -> None:
+    def add_arguments(self, piece: str) -> None:
         if not piece:
             return
-        if not self._growing:
-            self._growing.append(_PendingDelta(self.count - 1, None))
-        self._growing[-1].arguments.append(piece)
+        if not self._pending_deltas:
+            self._pending_deltas.append(_PendingDelta(self.call_count - 1, None))
+        self._pending_deltas[-1].arguments.append(piece)
 
-    def say(self, text: str) -> None:
-        spoken = text.rstrip()
-        if spoken:
-            self._said += [*self._spaces, spoken]
-            self._spaces = []
-            self._fresh = self._beside_call = False
-        if len(text) > len(spoken):
-            self._spaces.append(text[len(spoken) :])
+    def add_text(self, text: str) -> None:
+        stripped_text = text.rstrip()
+        if stripped_text:
+            self._text_parts += [*self._pending_spaces, stripped_text]
+            self._pending_spaces = []
+            self._is_at_start = self._is_beside_call = False
+        if len(text) > len(stripped_text):
+            self._pending_spaces.append(text[len(stripped_text) :])
 
     # Steps: each takes text from `at`, and returns where it stopped. The rest may be the beginning of a mark --------
 
-    def _read(self, text: str) -> None:
-        at = 0
-        while at < len(text):
-            before = (at, self._step)
-            at = self._step(text, at)
-            if (at, self._step) == before:
+    def _run_steps(self, text: str) -> None:
+        pos = 0
+        while pos < len(text):
+            before = (pos, self._step)
+            pos = self._step(text, pos)
+            if (pos, self._step) == before:
                 break
-        self._left = text[at:]
+        self._pending_text = text[pos:]
 
-    def _answer(self, text: str, at: int) -> int:
-        if self._fresh and self._format.bare:
-            start = at
-            while at < len(text) and text[at] in _SPACE:
-                at += 1
-            self.say(text[start:at])
-            if at == len(text):
-                return at
-            if text[at] in self._format.bare:
-                self._open("")
-                return at
-        found = self._marks.first(text, at)
-        if found is None:
-            end = self._marks.tail(text, at)
-            self.say(text[at:end])
+    def _read_text(self, text: str, pos: int) -> int:
+        if self._is_at_start and self._format.bare_start_chars:
+            start = pos
+            while pos < len(text) and text[pos] in _SPACE:
+                pos += 1
+            self.add_text(text[start:pos])
+            if pos == len(text):
+                return pos
+            if text[pos] in self._format.bare_start_chars:
+                self._open_region("")
+                return pos
+        match = self._scanner.find_first(text, pos)
+        if match is None:
+            end = self._scanner.find_partial(text, pos)
+            self.add_text(text[pos:end])
             return end
-        start, mark = found
-        self.say(text[at:start])
-        begins = mark in self._format.begins
-        self._open("" if begins else mark)
-        return start if begins else start + len(mark)
+        start, marker = match
+        self.add_text(text[pos:start])
+        is_call_start = marker in self._format.readers
+        self._open_region("" if is_call_start else marker)
+        return start if is_call_start else start + len(marker)
 
-    def _open(self, mark: str) -> None:
-        self._back.append(mark)
-        self._in_array = self._called = False
-        self._step = self._region
+    def _open_region(self, marker: str) -> None:
+        self._unconfirmed_markup.append(marker)
+        self._is_in_array = self._region_has_call = False
+        self._step = self._read_region
 
-    def _region(self, text: str, at: int) -> int:
+    def _read_region(self, text: str, pos: int) -> int:
         """Between calls."""
-        start = at
-        while at < len(text) and (text[at] in _SPACE or (self._called and text[at] in ",;")):
-            at += 1
-        self._back.append(text[start:at])
-        if at == len(text):
-            return at
-        row = self._format
-        for mark in (row.close, *row.opens, *(begin for begin in row.begins if len(begin) > 1)):
-            if mark and text.startswith(mark, at):
-                return self._mark(mark, at)
-            if len(text) - at < len(mark) and mark.startswith(text[at:]):
-                return at
-        return self._first_of(text, at)
+        start = pos
+        while pos < len(text) and (text[pos] in _SPACE or (self._region_has_call and text[pos] in ",;")):
+            pos += 1
+        self._unconfirmed_markup.append(text[start:pos])
+        if pos == len(text):
+            return pos
+        format = self._format
+        for marker in (
+            format.close_marker,
+            *format.open_markers,
+            *(call_start for call_start in format.readers if len(call_start) > 1),
+        ):
+            if marker and text.startswith(marker, pos):
+                return self._read_marker(marker, pos)
+            if len(text) - pos < len(marker) and marker.startswith(text[pos:]):
+                return pos
+        return self._read_region_char(text, pos)
 
-    def _mark(self, mark: str, at: int) -> int:
-        if mark in self._format.begins:
-            self._begin_reader(self._format.begins[mark])
-            return at
-        if not self._called:  # a region without a call is text
-            self._give_back()
-        self._back.clear()
-        if mark == self._format.close and self._called:
-            self._step = self._answer
-        elif mark == self._format.close:
-            self.say(mark)
+    def _read_marker(self, marker: str, pos: int) -> int:
+        if marker in self._format.readers:
+            self._start_reader(self._format.readers[marker])
+            return pos
+        if not self._region_has_call:  # a region without a call is text
+            self._revert_to_text()
+        self._unconfirmed_markup.clear()
+        if marker == self._format.close_marker and self._region_has_call:
+            self._step = self._read_text
+        elif marker == self._format.close_marker:
+            self.add_text(marker)
         else:
-            self._open(mark)
-        return at + len(mark)
+            self._open_region(marker)
+        return pos + len(marker)
 
-    def _first_of(self, text: str, at: int) -> int:
+    def _read_region_char(self, text: str, pos: int) -> int:
         """A character that begins no mark."""
-        char, begins = text[at], self._format.begins
-        if char == "[" and not self._called and not self._in_array:
-            self._in_array = True
-        elif char == "]" and self._in_array and self._called:
-            self._in_array = False
-            self._back.clear()
-            return at + 1
-        elif char in begins:
-            self._begin_reader(begins[char])
-            return at
-        elif _NAMED in begins and NAME.match(char):
-            self._begin_reader(begins[_NAMED])
-            return at
+        char, readers = text[pos], self._format.readers
+        if char == "[" and not self._region_has_call and not self._is_in_array:
+            self._is_in_array = True
+        elif char == "]" and self._is_in_array and self._region_has_call:
+            self._is_in_array = False
+            self._unconfirmed_markup.clear()
+            return pos + 1
+        elif char in readers:
+            self._start_reader(readers[char])
+            return pos
+        elif _FUNCTION_NAME in readers and NAME.match(char):
+            self._start_reader(readers[_FUNCTION_NAME])
+            return pos
         else:
-            self._give_back()
-            return at
-        self._back.append(char)
-        return at + 1
+            self._revert_to_text()
+            return pos
+        self._unconfirmed_markup.append(char)
+        return pos + 1
 
-    def _begin_reader(self, make: Callable[[CallSink, ParameterTypes], CallReader]) -> None:
-        self._reader = make(self, self._types)
-        self._step = self._call
+    def _start_reader(self, make_reader: Callable[[CallSink, ParameterTypes], CallReader]) -> None:
+        self._reader = make_reader(self, self._types)
+        self._step = self._read_call
 
-    def _call(self, text: str, at: int) -> int:
+    def _read_call(self, text: str, pos: int) -> int:
         assert self._reader is not None
-        end = self._reader.read(text, at)
-        if not self._reader.told:
-            self._back.append(text[at:end])
-        if self._reader.status is ReadStatus.DONE:
+        end = self._reader.read(text, pos)
+        if not self._reader.is_emitted:
+            self._unconfirmed_markup.append(text[pos:end])
+        if self._reader.status is ReadStatus.COMPLETE:
             self._reader = None
-            self._back.clear()
-            self._spaces.clear()
-            self._called = self._beside_call = True
-            self._step = self._region
+            self._unconfirmed_markup.clear()
+            self._pending_spaces.clear()
+            self._region_has_call = self._is_beside_call = True
+            self._step = self._read_region
         elif self._reader.status is ReadStatus.INVALID:
             self._reader = None
-            self._give_back()
+            self._revert_to_text()
         return end
 
-    def _give_back(self) -> None:
-        self._step = self._answer
-        self._fresh = False
-        self.say("".join(self._back))
-        self._back.clear()
+    def _revert_to_text(self) -> None:
+        self._step = self._read_text
+        self._is_at_start = False
+        self.add_text("".join(self._unconfirmed_markup))
+        self._unconfirmed_markup.clear()
 
 
-def _id() -> str:
+def _make_id() -> str:
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
-def _short_id() -> str:
+def _make_short_id() -> str:
     return uuid.uuid4().hex[:SHORT_ID_CHARS]

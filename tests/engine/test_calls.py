@@ -52,7 +52,7 @@ def run(row: ToolCallFormat, pieces: list[str], *, ends: bool = True) -> Told:
             if piece.name is not None:
                 calls[piece.index] = [piece.name, ""]
             calls[piece.index][1] += piece.arguments
-    assert parser.count == len(calls)
+    assert parser.call_count == len(calls)
     return said, [(name, arguments) for name, arguments in calls.values()]
 
 
@@ -314,7 +314,7 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
         parser = ToolCallParser(row, TYPES)
         _Counted.looked = 0
         for start in range(0, len(text), at_a_time):
-            parser._left = _Counted(parser._left)
+            parser._pending_text = _Counted(parser._pending_text)
             parser.push(_Counted(text[start : start + at_a_time]))
         parser.finish()
         return _Counted.looked
@@ -339,7 +339,7 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     ],
 )  # fmt: skip
 def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], wanted: str) -> None:
-    assert markup_calls.as_json(value, types) == wanted
+    assert markup_calls.encode_as_types(value, types) == wanted
 
 
 ROOT = {

@@ -357,7 +357,7 @@ def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     parser = ToolCallParser(CALL_FORMATS[markup], parameter_types(tools))
     told = [parser.push(text), parser.finish()]
     assert "".join(said for said, _ in told) == ""
-    assert parser.count == 1
+    assert parser.call_count == 1
     return json.loads("".join(piece.arguments for _, pieces in told for piece in pieces))
 
 

@@ -59,7 +59,7 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     skip=st.booleans(),
 )
 def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: list[int], skip: bool) -> None:
-    detokenizer = DetokenizerFactory(BYTE_LEVEL).new(skip)
+    detokenizer = DetokenizerFactory(BYTE_LEVEL).create(skip)
     assert isinstance(detokenizer, ByteLevelDetokenizer)
     pieces = [detokenizer.push(part) for part in split(ids, cuts)]
     assert "".join(pieces) + detokenizer.flush() == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
@@ -68,7 +68,7 @@ def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: lis
 @settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=30))
 def test_byte_level_never_emits_half_a_character(text: str) -> None:
-    detokenizer = DetokenizerFactory(BYTE_LEVEL).new()
+    detokenizer = DetokenizerFactory(BYTE_LEVEL).create()
     emitted = ""
     for token_id in BYTE_LEVEL.encode(text).ids:
         emitted += detokenizer.push([token_id])
@@ -80,7 +80,7 @@ def test_byte_level_never_emits_half_a_character(text: str) -> None:
 @given(text=st.text(st.characters(exclude_characters="\ufffd▁", exclude_categories=["Cs"]), max_size=20))
 def test_window_equals_the_full_decode_of_text(text: str) -> None:
     factory = DetokenizerFactory(BYTE_FALLBACK)
-    detokenizer = factory.new()
+    detokenizer = factory.create()
     assert isinstance(detokenizer, WindowDetokenizer)
     ids = BYTE_FALLBACK.encode(text).ids
     emitted = ""
@@ -113,13 +113,13 @@ def test_a_window_costs_so_much_a_token_and_not_more(token: str, cut: int) -> No
 def test_special_tokens_are_spelled_only_on_request() -> None:
     ids = [*BYTE_LEVEL.encode("hi").ids, BYTE_LEVEL.token_to_id(SPECIAL)]
     factory = DetokenizerFactory(BYTE_LEVEL)
-    assert factory.new(True).push(ids) == "hi"
-    assert factory.new(False).push(ids) == f"hi{SPECIAL}"
+    assert factory.create(True).push(ids) == "hi"
+    assert factory.create(False).push(ids) == f"hi{SPECIAL}"
     assert factory.token_bytes(ids[-1]) == SPECIAL.encode()
 
 
 def test_an_incomplete_character_at_the_end_is_shown_as_replacement() -> None:
-    detokenizer = DetokenizerFactory(BYTE_LEVEL).new()
+    detokenizer = DetokenizerFactory(BYTE_LEVEL).create()
     byte_ids = [BYTE_LEVEL.token_to_id(char) for char in pre_tokenizers.ByteLevel(False).pre_tokenize_str("🙂")[0][0]]
     assert [detokenizer.push([i]) for i in byte_ids[:-1]] == ["", "", ""]
     assert detokenizer.flush() == "\ufffd"
@@ -148,15 +148,15 @@ def test_stop_strings_match_a_character_by_character_search(pieces: list[str], s
         emitted += final
         if found is not None:
             break
-        assert "".join(pieces).startswith(emitted + checker.held)
-    emitted += checker.release()
+        assert "".join(pieces).startswith(emitted + checker.pending_text)
+    emitted += checker.flush()
     expected, expected_stop = naive_stop("".join(pieces), stops, include)
     assert (found, emitted) == (expected_stop, expected)
 
 
 @pytest.mark.parametrize("tail", ["", "x", "<|", "<|en"])
 def test_only_a_possible_beginning_is_held_back(tail: str) -> None:
-    checker = StopStrings(["<|end|>"], include=False)
+    checker = StopStrings(["<|end|>"], includes_stop=False)
     emitted, _ = checker.push("hello " + tail)
-    assert checker.held == (tail if tail.startswith("<") else "")
-    assert emitted + checker.release() == "hello " + tail
+    assert checker.pending_text == (tail if tail.startswith("<") else "")
+    assert emitted + checker.flush() == "hello " + tail

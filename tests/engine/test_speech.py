@@ -255,7 +255,9 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(ids) - 1))
     stops = ("stop",) if data.draw(st.booleans()) else ()
     plan = OutputParserConfig(
-        thought="qwen3", place=data.draw(st.sampled_from(["before", "inside", "after"])), calls="hermes"
+        reasoning_format="qwen3",
+        initial_state=data.draw(st.sampled_from(["before", "inside", "after"])),
+        call_format="hermes",
     )
 
     def choice() -> Choice:
@@ -308,7 +310,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         tokenizer.decoder = decoder
         factory = DetokenizerFactory(tokenizer)
         ids = tokenizer.encode(text).ids
-        plan = OutputParserConfig(thought="mistral", place="before", calls="mistral")
+        plan = OutputParserConfig(reasoning_format="mistral", initial_state="before", call_format="mistral")
         for skips in (True, False):
             one = new_choice(0, SamplingParams(), factory, keep=True, skip_special_tokens=skips, plan=plan)
             for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
@@ -364,10 +366,10 @@ def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, p
 def test_thoughts_wherever_the_text_is_cut(name: str, place: Any, text: str, thought: str, rest: str) -> None:
     for cut in range(len(text) + 1):
         one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
-        told = [*map(one.push, [text[:cut], text[cut:]]), one.release()]
+        told = [*map(one.push, [text[:cut], text[cut:]]), one.flush()]
         assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
     one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
-    told = [*map(one.push, text), one.release()]
+    told = [*map(one.push, text), one.flush()]
     assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
 
 

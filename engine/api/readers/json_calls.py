@@ -27,115 +27,117 @@ _CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
 
 
 class ReadStatus(enum.Enum):
-    MORE = 0
-    DONE = 1
+    INCOMPLETE = 0
+    COMPLETE = 1
     INVALID = 2
     """The character at which `read` stopped cannot follow: it was not taken."""
 
 
 class CallSink(Protocol):
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """This is a call of that function."""
 
-    def arguments(self, piece: str) -> None:
+    def add_arguments(self, piece: str) -> None:
         """The next of the arguments' JSON."""
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Text that belongs to no call."""
 
 
 class CallReader:
-    """`status` says where it stands; `begun` whether the call has been told; `told` whether what the last `read` took
-    has been, so that it need not be text again."""
+    """`status`: how far the call was read; `has_begun`: the sink has the call's name; `is_emitted`: the sink has what the
+    last `read` took, so that it need not be text again."""
 
     def __init__(self, sink: CallSink) -> None:
         self._sink = sink
-        self.status = ReadStatus.MORE
-        self.begun = False
+        self.status = ReadStatus.INCOMPLETE
+        self.has_begun = False
 
     @property
-    def told(self) -> bool:
-        return self.begun
+    def is_emitted(self) -> bool:
+        return self.has_begun
 
-    def read(self, text: str, at: int) -> int:
+    def read(self, text: str, pos: int) -> int:
         """Take text from `at`; where it stopped. What is left while MORE may be the beginning of a mark: it comes again
         with more behind it."""
-        while at < len(text) and self.status is ReadStatus.MORE:
-            end = self._take(text, at)
+        while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
+            end = self._read_part(text, pos)
             if end is None:
                 break
-            at = end
-        return at
+            pos = end
+        return pos
 
-    def _take(self, text: str, at: int) -> int | None:
+    def _read_part(self, text: str, pos: int) -> int | None:
         """Take the next part of a text that is not empty; its end, or None where nothing can be taken yet."""
         raise NotImplementedError
 
-    def _begin(self, name: str) -> None:
-        self.begun = True
-        self._sink.begin(name)
+    def _begin_call(self, name: str) -> None:
+        self.has_begun = True
+        self._sink.begin_call(name)
 
-    def finish(self, rest: str) -> None:
-        """Nothing follows; `rest` was left. Only where the call has been told."""
+    def finish(self, remaining_text: str) -> None:
+        """Nothing follows; `remaining_text` was not read. Only where the call has begun."""
 
 
 class JsonValueScanner:
     """Where one JSON value ends: knows strings and nesting, and takes on trust what is between them."""
 
-    __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
+    __slots__ = ("_depth", "_is_escaped", "_is_in_string", "_is_scalar", "is_complete")
     _NESTED = re.compile(r'["{}\[\]]')
     _IN_STRING = re.compile(r'["\\\x00-\x1f]')
     _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._escaped = self._scalar = False
-        self.done = False
+        self._is_in_string = self._is_escaped = self._is_scalar = False
+        self.is_complete = False
 
-    def read(self, text: str, at: int) -> tuple[int, str]:
+    def read(self, text: str, pos: int) -> tuple[int, str]:
         """Return the end of what of `text[at:]` belongs to the value, and that as JSON: with control characters in
         strings escaped. The value's first character is the first that is read."""
-        valid: list[str] = []
-        while at < len(text) and not self.done:
-            at, piece = self._next(text, at)
-            valid.append(piece)
-        return at, "".join(valid)
+        json_parts: list[str] = []
+        while pos < len(text) and not self.is_complete:
+            pos, piece = self._read_next(text, pos)
+            json_parts.append(piece)
+        return pos, "".join(json_parts)
 
-    def _next(self, text: str, at: int) -> tuple[int, str]:
-        if self._scalar:
-            return self._read_scalar(text, at)
-        if self._escaped:
-            self._escaped = False
-            return at + 1, _CONTROLS[text[at]][1:] if text[at] in _CONTROLS else text[at]  # its backslash is written
-        found = (self._IN_STRING if self._in_string else self._NESTED).search(text, at)
-        if self._depth == 0 and not self._in_string and (found is None or found.start() != at):
-            self._scalar = True
-            return self._read_scalar(text, at)
-        if found is None:
-            return len(text), text[at:]
-        if found[0] in _CONTROLS:
-            return found.end(), text[at : found.start()] + _CONTROLS[found[0]]
-        self._take(found[0])
-        self.done = self._depth <= 0 and not self._in_string
-        return found.end(), text[at : found.end()]
+    def _read_next(self, text: str, pos: int) -> tuple[int, str]:
+        if self._is_scalar:
+            return self._read_scalar(text, pos)
+        if self._is_escaped:
+            self._is_escaped = False
+            return pos + 1, _CONTROLS[text[pos]][1:] if text[pos] in _CONTROLS else text[
+                pos
+            ]  # its backslash is written
+        match = (self._IN_STRING if self._is_in_string else self._NESTED).search(text, pos)
+        if self._depth == 0 and not self._is_in_string and (match is None or match.start() != pos):
+            self._is_scalar = True
+            return self._read_scalar(text, pos)
+        if match is None:
+            return len(text), text[pos:]
+        if match[0] in _CONTROLS:
+            return match.end(), text[pos : match.start()] + _CONTROLS[match[0]]
+        self._track_nesting(match[0])
+        self.is_complete = self._depth <= 0 and not self._is_in_string
+        return match.end(), text[pos : match.end()]
 
-    def _take(self, char: str) -> None:
-        if self._in_string:
-            self._escaped = char == "\\"
-            self._in_string = self._escaped
+    def _track_nesting(self, char: str) -> None:
+        if self._is_in_string:
+            self._is_escaped = char == "\\"
+            self._is_in_string = self._is_escaped
         elif char == '"':
-            self._in_string = True
+            self._is_in_string = True
         else:
             self._depth += 1 if char in "{[" else -1
 
-    def _read_scalar(self, text: str, at: int) -> tuple[int, str]:
-        found = self._AFTER_SCALAR.search(text, at)
-        self.done = found is not None
-        end = len(text) if found is None else found.start()
-        return end, text[at:end]
+    def _read_scalar(self, text: str, pos: int) -> tuple[int, str]:
+        match = self._AFTER_SCALAR.search(text, pos)
+        self.is_complete = match is not None
+        end = len(text) if match is None else match.start()
+        return end, text[pos:end]
 
 
-def with_escapes(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """A JSON value as its model wrote it, with control characters in strings escaped."""
     text = text.strip(_SPACE)
     end, valid = JsonValueScanner().read(text, 0)
@@ -151,97 +153,97 @@ class JsonObjectCallReader(CallReader):
     def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
         super().__init__(sink)
         self._needs_arguments = needs_arguments
-        self._seen: set[str] = set()
-        self._expects = "{"
-        self._value: JsonValueScanner | None = None
-        self._raw: list[str] = []
-        self._streams = False
+        self._seen_keys: set[str] = set()
+        self._expected = "{"
+        self._scanner: JsonValueScanner | None = None
+        self._value_parts: list[str] = []
+        self._is_streaming = False
         self._key: str | None = None
         self._name = ""
         self._arguments: str | None = None
-        self._told = False
+        self._is_emitted = False
 
     @property
-    def told(self) -> bool:
-        return self._told
+    def is_emitted(self) -> bool:
+        return self._is_emitted
 
-    def read(self, text: str, at: int) -> int:
-        self._told = self._streams
-        while at < len(text) and self.status is ReadStatus.MORE:
-            if self._value is not None:
-                end, piece = self._value.read(text, at)
-                if not self._streams:
-                    self._raw.append(piece)
+    def read(self, text: str, pos: int) -> int:
+        self._is_emitted = self._is_streaming
+        while pos < len(text) and self.status is ReadStatus.INCOMPLETE:
+            if self._scanner is not None:
+                end, piece = self._scanner.read(text, pos)
+                if not self._is_streaming:
+                    self._value_parts.append(piece)
                 else:
-                    self._sink.arguments(piece)
-                    self._streams = not self._value.done
-                    if self._value.done:
-                        self._value = None
+                    self._sink.add_arguments(piece)
+                    self._is_streaming = not self._scanner.is_complete
+                    if self._scanner.is_complete:
+                        self._scanner = None
                         return end
-                at = end
-                if self._value.done:
-                    self._value = None
+                pos = end
+                if self._scanner.is_complete:
+                    self._scanner = None
                     self._end_value()
                 continue
-            char = text[at]
-            if char not in _SPACE and not self._fits(char):
+            char = text[pos]
+            if char not in _SPACE and not self._accept(char):
                 self.status = ReadStatus.INVALID
-                return at
-            if self._value is None:  # its first character is its own
-                at += 1
-        return at
+                return pos
+            if self._scanner is None:  # its first character is its own
+                pos += 1
+        return pos
 
-    def _fits(self, char: str) -> bool:
+    def _accept(self, char: str) -> bool:
         """Take a character of the object itself; whether it may stand there."""
-        if self._expects == "{" and char == "{":
-            self._expects = "first key"
-        elif self._expects in ("first key", "key") and char == '"':
-            self._expects = ":"
+        if self._expected == "{" and char == "{":
+            self._expected = "first key"
+        elif self._expected in ("first key", "key") and char == '"':
+            self._expected = ":"
             self._key = None
-            self._value = JsonValueScanner()
-        elif self._expects == ":" and char == ":":
-            self._expects = "value"
-        elif self._expects == "value" and char not in ",:}]":
-            self._expects = ","
-            self._value = JsonValueScanner()
+            self._scanner = JsonValueScanner()
+        elif self._expected == ":" and char == ":":
+            self._expected = "value"
+        elif self._expected == "value" and char not in ",:}]":
+            self._expected = ","
+            self._scanner = JsonValueScanner()
             if self._key in self._ARGUMENTS and self._name and char == "{":
-                self._begin(self._name)
-                self._streams = True
-        elif self._expects == "," and char == ",":
-            self._expects = "key"
-        elif self._expects in (",", "first key") and char == "}":
-            return self._end()
+                self._begin_call(self._name)
+                self._is_streaming = True
+        elif self._expected == "," and char == ",":
+            self._expected = "key"
+        elif self._expected in (",", "first key") and char == "}":
+            return self._finish_call()
         else:
             return False
         return True
 
     def _end_value(self) -> None:
-        raw = "".join(self._raw)
-        self._raw = []
+        value_json = "".join(self._value_parts)
+        self._value_parts = []
         if self._key in self._ARGUMENTS:
-            self._arguments = raw
+            self._arguments = value_json
         elif self._key == "name":
-            self._name = _json_string(raw) or ""
+            self._name = _decode_string(value_json) or ""
             self.status = self.status if self._name else ReadStatus.INVALID
         elif self._key is None:
-            self._key = _json_string(raw) or ""
-            fits = self._key in self._KEYS and self._key not in self._seen
-            self._seen |= {self._key} if self._key not in self._ARGUMENTS else set(self._ARGUMENTS)
-            self.status = self.status if fits else ReadStatus.INVALID
+            self._key = _decode_string(value_json) or ""
+            is_valid_key = self._key in self._KEYS and self._key not in self._seen_keys
+            self._seen_keys |= {self._key} if self._key not in self._ARGUMENTS else set(self._ARGUMENTS)
+            self.status = self.status if is_valid_key else ReadStatus.INVALID
 
-    def _end(self) -> bool:
-        if not self.begun:
-            arguments = _whole_arguments(self._arguments, self._needs_arguments)
+    def _finish_call(self) -> bool:
+        if not self.has_begun:
+            arguments = _complete_arguments(self._arguments, self._needs_arguments)
             if not self._name or arguments is None:
                 return False
-            self._begin(self._name)
-            self._sink.arguments(arguments)
-        self.status = ReadStatus.DONE
+            self._begin_call(self._name)
+            self._sink.add_arguments(arguments)
+        self.status = ReadStatus.COMPLETE
         return True
 
-    def _begin(self, name: str) -> None:
-        self._told = True
-        super()._begin(name)
+    def _begin_call(self, name: str) -> None:
+        self._is_emitted = True
+        super()._begin_call(name)
 
 
 class NamedCallReader(CallReader):
@@ -252,65 +254,65 @@ class NamedCallReader(CallReader):
     def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
         self._name = ""
-        self._parts: list[str] = []
+        self._name_parts: list[str] = []
         self._has_id = False
-        self._value: JsonValueScanner | None = None
+        self._scanner: JsonValueScanner | None = None
 
-    def _take(self, text: str, at: int) -> int | None:
-        if self._value is None:
-            return self._head(text, at)
-        end, piece = self._value.read(text, at)
-        self._sink.arguments(piece)
-        if self._value.done:
-            self.status = ReadStatus.DONE
+    def _read_part(self, text: str, pos: int) -> int | None:
+        if self._scanner is None:
+            return self._read_head(text, pos)
+        end, piece = self._scanner.read(text, pos)
+        self._sink.add_arguments(piece)
+        if self._scanner.is_complete:
+            self.status = ReadStatus.COMPLETE
         return end
 
-    def _head(self, text: str, at: int) -> int | None:
+    def _read_head(self, text: str, pos: int) -> int | None:
         """What stands before the arguments; None where the rest may be the beginning of a mark."""
-        name = None if self._name else NAME.match(text, at)
+        name = None if self._name else NAME.match(text, pos)
         if name is not None:
-            self._parts.append(name[0])
-            if sum(map(len, self._parts)) > NAME_CHARS_MAX:
+            self._name_parts.append(name[0])
+            if sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
                 self.status = ReadStatus.INVALID
             return name.end()
-        if text[at] in _SPACE:
-            self._name = self._name or "".join(self._parts)
-            return at + 1
-        if text[at] == "{":
-            self._value = JsonValueScanner()
-            self._name = self._name or "".join(self._parts)
-            self._begin(self._name)
-            return at
-        rest = text[at : at + len(self._ID)]
-        for mark in (self._ARGS, self._ID):
-            if rest.startswith(mark):
-                self._name = self._name or "".join(self._parts)
-                self._has_id = mark == self._ID
-                return at + len(mark)
-            if mark.startswith(rest):
+        if text[pos] in _SPACE:
+            self._name = self._name or "".join(self._name_parts)
+            return pos + 1
+        if text[pos] == "{":
+            self._scanner = JsonValueScanner()
+            self._name = self._name or "".join(self._name_parts)
+            self._begin_call(self._name)
+            return pos
+        lookahead = text[pos : pos + len(self._ID)]
+        for marker in (self._ARGS, self._ID):
+            if lookahead.startswith(marker):
+                self._name = self._name or "".join(self._name_parts)
+                self._has_id = marker == self._ID
+                return pos + len(marker)
+            if marker.startswith(lookahead):
                 return None
-        if self._has_id and (found := NAME.match(text, at)):  # an id that the model gave: clients get ours
-            return found.end()
+        if self._has_id and (match := NAME.match(text, pos)):  # an id that the model gave: clients get ours
+            return match.end()
         self.status = ReadStatus.INVALID
-        return at
+        return pos
 
 
-def _json_string(raw: str) -> str | None:
+def _decode_string(value_json: str) -> str | None:
     try:
-        return msgspec.json.decode(raw, type=str)
+        return msgspec.json.decode(value_json, type=str)
     except (msgspec.MsgspecError, UnicodeError):
         return None
 
 
-def _whole_arguments(raw: str | None, needed: bool) -> str | None:
+def _complete_arguments(value_json: str | None, is_required: bool) -> str | None:
     """The arguments of a call that is complete, as an object's JSON; None where they are no object."""
-    if raw is None:
-        return None if needed else "{}"
-    if raw == "null":
+    if value_json is None:
+        return None if is_required else "{}"
+    if value_json == "null":
         return "{}"
-    if raw.startswith('"'):  # JSON in a string
-        raw = with_escapes(_json_string(raw) or "")
+    if value_json.startswith('"'):  # JSON in a string
+        value_json = escape_control_chars(_decode_string(value_json) or "")
     try:
-        return raw if isinstance(msgspec.json.decode(raw), dict) else None
+        return value_json if isinstance(msgspec.json.decode(value_json), dict) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None

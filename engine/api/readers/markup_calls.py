@@ -19,7 +19,7 @@ from engine.api.readers.json_calls import (
     CallSink,
     ParameterTypes,
     ReadStatus,
-    with_escapes,
+    escape_control_chars,
 )
 from engine.api.schemas.inspection import type_of
 
@@ -34,186 +34,189 @@ class XmlCallReader(CallReader):
     A function that is not among the tools is text.
     """
 
-    OPENS = "<function="
-    _PARAMETER, _VALUE_ENDS, _ENDS = "<parameter=", "</parameter>", "</function>"
-    _NAME_ENDS = re.compile(r"[<>\n]")
-    _BETWEEN = DelimiterScanner((_PARAMETER, _ENDS, "</tool_call>"))
-    _IN_VALUE = DelimiterScanner((_VALUE_ENDS, _PARAMETER, _ENDS))
-    _FOLLOWS = {_VALUE_ENDS: (_PARAMETER, _ENDS, "</tool_call>"), _ENDS: ("</tool_call>", "<tool_call>", OPENS)}
+    OPEN_MARKER = "<function="
+    _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
+    _NAME_END = re.compile(r"[<>\n]")
+    _BETWEEN_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, "</tool_call>"))
+    _VALUE_SCANNER = DelimiterScanner((_VALUE_END_MARKER, _PARAMETER_MARKER, _END_MARKER))
+    _FOLLOWING_MARKERS = {
+        _VALUE_END_MARKER: (_PARAMETER_MARKER, _END_MARKER, "</tool_call>"),
+        _END_MARKER: ("</tool_call>", "<tool_call>", OPEN_MARKER),
+    }
     """What must follow a mark, behind white space, for the mark to end a value; the end of the answer does too."""
 
     def __init__(self, sink: CallSink, types: ParameterTypes) -> None:
         super().__init__(sink)
-        self._types = types
-        self._step = self._open
-        self._name: list[str] = []
-        self._own_types: Mapping[str, tuple[str, ...]] = {}
-        self._key: list[str] = []
-        self._keys: set[str] = set()
+        self._types_by_function = types
+        self._step = self._read_open_marker
+        self._name_parts: list[str] = []
+        self._types_by_parameter: Mapping[str, tuple[str, ...]] = {}
+        self._key_parts: list[str] = []
+        self._seen_keys: set[str] = set()
         """Names of the parameters that have come."""
-        self._wanted: tuple[str, ...] = ()
-        self._value: list[str] = []
-        self._newline = ""
-        self._fresh = False
-        self._mark = ""
-        self._held: list[str] = []
-        """What came since `_mark`, which may belong to the value."""
+        self._value_types: tuple[str, ...] = ()
+        self._value_parts: list[str] = []
+        self._pending_newline = ""
+        self._is_at_value_start = False
+        self._marker = ""
+        self._text_after_marker: list[str] = []
+        """What came since `_marker`, which may belong to the value."""
 
-    def _take(self, text: str, at: int) -> int | None:
+    def _read_part(self, text: str, pos: int) -> int | None:
         step = self._step
-        end = step(text, at)
-        return None if end == at and self._step == step else end
+        end = step(text, pos)
+        return None if end == pos and self._step == step else end
 
-    def _open(self, text: str, at: int) -> int:
-        self._step = self._in_name
-        return at + len(self.OPENS)
+    def _read_open_marker(self, text: str, pos: int) -> int:
+        self._step = self._read_name
+        return pos + len(self.OPEN_MARKER)
 
-    def _in_name(self, text: str, at: int) -> int:
-        found = self._NAME_ENDS.search(text, at)
-        end = len(text) if found is None else found.start()
-        self._name.append(text[at:end])
-        if (found is not None and found[0] != ">") or sum(map(len, self._name)) > NAME_CHARS_MAX:
+    def _read_name(self, text: str, pos: int) -> int:
+        match = self._NAME_END.search(text, pos)
+        end = len(text) if match is None else match.start()
+        self._name_parts.append(text[pos:end])
+        if (match is not None and match[0] != ">") or sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
             self.status = ReadStatus.INVALID
             return end
-        if found is None:
+        if match is None:
             return end
-        name = "".join(self._name).strip()
-        if name not in self._types:
+        name = "".join(self._name_parts).strip()
+        if name not in self._types_by_function:
             self.status = ReadStatus.INVALID
             return end
-        self._own_types = self._types[name]
-        self._begin(name)
-        self._step = self._between
+        self._types_by_parameter = self._types_by_function[name]
+        self._begin_call(name)
+        self._step = self._read_between
         return end + 1
 
-    def _between(self, text: str, at: int) -> int:
-        found = self._BETWEEN.first(text, at)
-        if found is None:
-            end = self._BETWEEN.tail(text, at)
-            self._sink.say(text[at:end])
+    def _read_between(self, text: str, pos: int) -> int:
+        match = self._BETWEEN_SCANNER.find_first(text, pos)
+        if match is None:
+            end = self._BETWEEN_SCANNER.find_partial(text, pos)
+            self._sink.add_text(text[pos:end])
             return end
-        start, mark = found
-        self._sink.say(text[at:start])
-        if mark == self._PARAMETER:
-            self._step, self._key = self._in_key, []
-            return start + len(mark)
-        self._close()
-        return start + (len(mark) if mark == self._ENDS else 0)
+        start, marker = match
+        self._sink.add_text(text[pos:start])
+        if marker == self._PARAMETER_MARKER:
+            self._step, self._key_parts = self._read_key, []
+            return start + len(marker)
+        self._finish_call()
+        return start + (len(marker) if marker == self._END_MARKER else 0)
 
-    def _in_key(self, text: str, at: int) -> int:
-        end = text.find(">", at)
-        self._key.append(text[at:] if end < 0 else text[at:end])
+    def _read_key(self, text: str, pos: int) -> int:
+        end = text.find(">", pos)
+        self._key_parts.append(text[pos:] if end < 0 else text[pos:end])
         if end < 0:
             return len(text)
-        self._open_value("".join(self._key).strip())
+        self._open_value("".join(self._key_parts).strip())
         return end + 1
 
     def _open_value(self, key: str) -> None:
-        self._sink.arguments((", " if self._keys else "{") + _quoted(key) + ": ")
-        self._keys.add(key)
-        self._wanted = self._own_types.get(key, ("string",))
-        self._step, self._value, self._newline = self._in_value, [], ""
-        if self._wanted == ("string",):
-            self._sink.arguments('"')
-        self._fresh = True
+        self._sink.add_arguments((", " if self._seen_keys else "{") + _quote(key) + ": ")
+        self._seen_keys.add(key)
+        self._value_types = self._types_by_parameter.get(key, ("string",))
+        self._step, self._value_parts, self._pending_newline = self._read_value, [], ""
+        if self._value_types == ("string",):
+            self._sink.add_arguments('"')
+        self._is_at_value_start = True
 
-    def _in_value(self, text: str, at: int) -> int:
-        found = self._IN_VALUE.first(text, at)
-        end = self._IN_VALUE.tail(text, at) if found is None else found[0]
-        self._more_value(text[at:end])
-        if found is None:
+    def _read_value(self, text: str, pos: int) -> int:
+        match = self._VALUE_SCANNER.find_first(text, pos)
+        end = self._VALUE_SCANNER.find_partial(text, pos) if match is None else match[0]
+        self._append_value(text[pos:end])
+        if match is None:
             return end
-        self._mark, self._held = found[1], []
-        self._step = self._in_next_key if self._mark == self._PARAMETER else self._behind_mark
-        return end + len(self._mark)
+        self._marker, self._text_after_marker = match[1], []
+        self._step = self._read_next_key if self._marker == self._PARAMETER_MARKER else self._read_after_marker
+        return end + len(self._marker)
 
-    def _in_next_key(self, text: str, at: int) -> int:
+    def _read_next_key(self, text: str, pos: int) -> int:
         """Read the name in a mark that opens the next parameter, or is part of this one's value."""
-        found = self._NAME_ENDS.search(text, at)
-        end = len(text) if found is None else found.start()
-        self._held.append(text[at:end])
-        if sum(map(len, self._held)) > NAME_CHARS_MAX or (found is not None and found[0] != ">"):
-            self._go_on_with_value()
-        elif found is not None:
-            key = "".join(self._held).strip()
-            if key in self._keys or (self._own_types and key not in self._own_types):
-                self._go_on_with_value()
+        match = self._NAME_END.search(text, pos)
+        end = len(text) if match is None else match.start()
+        self._text_after_marker.append(text[pos:end])
+        if sum(map(len, self._text_after_marker)) > NAME_CHARS_MAX or (match is not None and match[0] != ">"):
+            self._resume_value()
+        elif match is not None:
+            key = "".join(self._text_after_marker).strip()
+            if key in self._seen_keys or (self._types_by_parameter and key not in self._types_by_parameter):
+                self._resume_value()
             else:
                 self._end_value()
                 self._open_value(key)
                 end += 1
         return end
 
-    def _behind_mark(self, text: str, at: int) -> int:
+    def _read_after_marker(self, text: str, pos: int) -> int:
         """Find out by what follows a mark whether it ends the value."""
-        end = at
+        end = pos
         while end < len(text) and text[end] in _SPACE:
             end += 1
-        self._held.append(text[at:end])
+        self._text_after_marker.append(text[pos:end])
         if end == len(text):
             return end
-        for mark in self._FOLLOWS[self._mark]:
-            if text.startswith(mark, end):
-                self._end_at_mark()
+        for marker in self._FOLLOWING_MARKERS[self._marker]:
+            if text.startswith(marker, end):
+                self._end_value_at_marker()
                 return end
-            if len(text) - end < len(mark) and mark.startswith(text[end:]):
+            if len(text) - end < len(marker) and marker.startswith(text[end:]):
                 return end
-        self._go_on_with_value()
+        self._resume_value()
         return end
 
-    def _end_at_mark(self) -> None:
+    def _end_value_at_marker(self) -> None:
         self._end_value()
-        self._step = self._between
-        if self._mark == self._ENDS:
-            self._close()
+        self._step = self._read_between
+        if self._marker == self._END_MARKER:
+            self._finish_call()
 
-    def _go_on_with_value(self) -> None:
-        self._step = self._in_value
-        self._more_value(self._mark + "".join(self._held))
+    def _resume_value(self) -> None:
+        self._step = self._read_value
+        self._append_value(self._marker + "".join(self._text_after_marker))
 
-    def _more_value(self, piece: str) -> None:
+    def _append_value(self, piece: str) -> None:
         """One line break after the opening and one before the end are the markup's."""
         if not piece:
             return
-        if self._fresh:
-            self._fresh = False
+        if self._is_at_value_start:
+            self._is_at_value_start = False
             piece = piece.removeprefix("\n")
             if not piece:
                 return
-        piece = self._newline + piece
-        self._newline = "\n" if piece.endswith("\n") else ""
+        piece = self._pending_newline + piece
+        self._pending_newline = "\n" if piece.endswith("\n") else ""
         piece = piece.removesuffix("\n")
-        if self._wanted == ("string",):
-            self._sink.arguments(_quoted(piece)[1:-1])
+        if self._value_types == ("string",):
+            self._sink.add_arguments(_quote(piece)[1:-1])
         else:
-            self._value.append(piece)
+            self._value_parts.append(piece)
 
     def _end_value(self) -> None:
-        if self._wanted == ("string",):
-            self._sink.arguments('"')
+        if self._value_types == ("string",):
+            self._sink.add_arguments('"')
         else:
-            self._sink.arguments(as_json("".join(self._value), self._wanted))
+            self._sink.add_arguments(encode_as_types("".join(self._value_parts), self._value_types))
 
-    def _close(self) -> None:
-        self._sink.arguments("}" if self._keys else "{}")
-        self.status = ReadStatus.DONE
+    def _finish_call(self) -> None:
+        self._sink.add_arguments("}" if self._seen_keys else "{}")
+        self.status = ReadStatus.COMPLETE
 
-    def finish(self, rest: str) -> None:
+    def finish(self, remaining_text: str) -> None:
         """A call that was cut: its arguments stay as open as they are."""
-        if self._step == self._behind_mark:
-            self._end_at_mark()
+        if self._step == self._read_after_marker:
+            self._end_value_at_marker()
             return
-        if self._step == self._in_next_key:
-            self._go_on_with_value()
-        if self._step == self._in_value:
-            self._more_value(rest)
-            if self._wanted != ("string",):
-                self._sink.arguments("".join(self._value) + self._newline)
-            elif self._newline:
-                self._sink.arguments("\\n")
-        elif self._step == self._in_key:
-            self._sink.say(self._PARAMETER + "".join(self._key) + rest)
-        # else `rest` is the beginning of a mark
+        if self._step == self._read_next_key:
+            self._resume_value()
+        if self._step == self._read_value:
+            self._append_value(remaining_text)
+            if self._value_types != ("string",):
+                self._sink.add_arguments("".join(self._value_parts) + self._pending_newline)
+            elif self._pending_newline:
+                self._sink.add_arguments("\\n")
+        elif self._step == self._read_key:
+            self._sink.add_text(self._PARAMETER_MARKER + "".join(self._key_parts) + remaining_text)
+        # else `remaining_text` is the beginning of a mark
 
 
 class PythonCallReader(CallReader):
@@ -222,57 +225,57 @@ class PythonCallReader(CallReader):
     Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
     """
 
-    _ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]"), "": re.compile(r"""["'()\[\]{},=]""")}
+    _PUNCTUATION = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]"), "": re.compile(r"""["'()\[\]{},=]""")}
     """What a string of such quotation marks, or the code outside of one, is searched for."""
     _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
 
     def __init__(self, sink: CallSink) -> None:
         super().__init__(sink)
-        self._name: list[str] = []
-        self._in_name = True
+        self._name_parts: list[str] = []
+        self._is_in_name = True
         self._depth = 0
         self._quote = ""
-        self._escaped = False
+        self._is_escaped = False
         self._key: str | None = None
         """What stands before the `=` of the argument that is read, once that has come."""
-        self._source: list[str] = []
+        self._source_parts: list[str] = []
         """Of that argument, what came behind its `=`; before that, all of it."""
         self._arguments: list[tuple[str | None, str]] = []
 
-    def _take(self, text: str, at: int) -> int:
-        return self._head(text, at) if self._in_name else self._body(text, at)
+    def _read_part(self, text: str, pos: int) -> int:
+        return self._read_head(text, pos) if self._is_in_name else self._read_body(text, pos)
 
-    def _head(self, text: str, at: int) -> int:
-        found = NAME.match(text, at)
-        if found is not None:
-            self._name.append(found[0])
-            if sum(map(len, self._name)) > NAME_CHARS_MAX:
+    def _read_head(self, text: str, pos: int) -> int:
+        match = NAME.match(text, pos)
+        if match is not None:
+            self._name_parts.append(match[0])
+            if sum(map(len, self._name_parts)) > NAME_CHARS_MAX:
                 self.status = ReadStatus.INVALID
-            return found.end()
-        if text[at] != "(":
+            return match.end()
+        if text[pos] != "(":
             self.status = ReadStatus.INVALID
-            return at
-        self._in_name = False
+            return pos
+        self._is_in_name = False
         self._depth = 1
-        return at + 1
+        return pos + 1
 
-    def _body(self, text: str, at: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            self._source.append(text[at])
-            return at + 1
-        found = self._ENDS[self._quote].search(text, at)
-        end = len(text) if found is None else found.start()
-        piece = text[at:end]  # a line break in a string is none to Python's parser, but is to a model
-        self._source.append(piece.translate(self._ESCAPES) if self._quote else piece)
-        if found is None:
+    def _read_body(self, text: str, pos: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            self._source_parts.append(text[pos])
+            return pos + 1
+        match = self._PUNCTUATION[self._quote].search(text, pos)
+        end = len(text) if match is None else match.start()
+        piece = text[pos:end]  # a line break in a string is none to Python's parser, but is to a model
+        self._source_parts.append(piece.translate(self._ESCAPES) if self._quote else piece)
+        if match is None:
             return end
-        return self._mark(found[0], end)
+        return self._read_punctuation(match[0], end)
 
-    def _mark(self, char: str, at: int) -> int:
+    def _read_punctuation(self, char: str, pos: int) -> int:
         if self._quote:
-            self._escaped = char == "\\"
-            self._quote = self._quote if self._escaped else ""
+            self._is_escaped = char == "\\"
+            self._quote = self._quote if self._is_escaped else ""
         elif char in "\"'":
             self._quote = char
         elif char in "([{":
@@ -280,76 +283,76 @@ class PythonCallReader(CallReader):
         elif char in ")]}":
             self._depth -= 1
             if self._depth == 0:
-                return self._end(char, at)
+                return self._finish_call(char, pos)
         elif self._depth == 1 and char == ",":
             self._end_argument()
-            return at + 1
+            return pos + 1
         elif self._depth == 1 and char == "=" and self._key is None:
-            self._key, self._source = "".join(self._source), []
-            return at + 1
-        self._source.append(char)
-        return at + 1
+            self._key, self._source_parts = "".join(self._source_parts), []
+            return pos + 1
+        self._source_parts.append(char)
+        return pos + 1
 
     def _end_argument(self) -> None:
-        self._arguments.append((self._key, "".join(self._source)))
-        self._key, self._source = None, []
+        self._arguments.append((self._key, "".join(self._source_parts)))
+        self._key, self._source_parts = None, []
 
-    def _end(self, char: str, at: int) -> int:
+    def _finish_call(self, char: str, pos: int) -> int:
         self._end_argument()
         if self._arguments[-1][0] is None and not self._arguments[-1][1].strip():  # f(), or a comma at the end
             self._arguments.pop()
-        arguments = _python_arguments(self._arguments) if char == ")" else None
+        arguments = _encode_arguments(self._arguments) if char == ")" else None
         if arguments is None:
             self.status = ReadStatus.INVALID
-            return at
-        self._begin("".join(self._name))
-        self._sink.arguments(arguments)
-        self.status = ReadStatus.DONE
-        return at + 1
+            return pos
+        self._begin_call("".join(self._name_parts))
+        self._sink.add_arguments(arguments)
+        self.status = ReadStatus.COMPLETE
+        return pos + 1
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
 # Values of a schema's type ------------------------------------------------------------------------------------------
 
 
-def as_json(value: str, types: tuple[str, ...]) -> str:
+def encode_as_types(value: str, types: tuple[str, ...]) -> str:
     """A parameter's text as JSON of one of its types; as a string where it is none of them."""
     text = value.strip()
-    told = text.lower()
-    if (told == "null" or text == "None") and "null" in types:
+    lowered_text = text.lower()
+    if (lowered_text == "null" or text == "None") and "null" in types:
         return "null"
-    numbers = not {"integer", "number"}.isdisjoint(types)
-    if "boolean" in types and told in (("true", "false") if numbers else ("true", "false", "1", "0")):
-        return "true" if told in ("true", "1") else "false"
-    found = _decoded(text, types)
-    if found is None:
-        return _quoted(value)
-    kind, text = found
-    fits = kind in types or (numbers and kind in ("integer", "number"))
-    return text if fits or "string" not in types else _quoted(value)
+    allows_numbers = not {"integer", "number"}.isdisjoint(types)
+    if "boolean" in types and lowered_text in (("true", "false") if allows_numbers else ("true", "false", "1", "0")):
+        return "true" if lowered_text in ("true", "1") else "false"
+    type_and_json = _decode_value(text, types)
+    if type_and_json is None:
+        return _quote(value)
+    type_name, text = type_and_json
+    is_allowed = type_name in types or (allows_numbers and type_name in ("integer", "number"))
+    return text if is_allowed or "string" not in types else _quote(value)
 
 
-def _decoded(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
+def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:
     """(type, JSON) of a value that is JSON, or a literal of Python that may be one; None where it is neither."""
-    valid = with_escapes(text)
+    value_json = escape_control_chars(text)
     try:
-        return type_of(msgspec.json.decode(valid)), valid
+        return type_of(msgspec.json.decode(value_json)), value_json
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         pass
     if text[:1] in ("{", "["):
-        value = _python_value(text)
-        if value is not None and type_of(value.decoded) in types:
-            return type_of(value.decoded), value.json
+        value = _parse_literal(text)
+        if value is not None and type_of(value.value) in types:
+            return type_of(value.value), value.json
     return None
 
 
 # A call in Python ---------------------------------------------------------------------------------------------------
 
 
-class _Names(ast.NodeTransformer):
+class _JsonConstants(ast.NodeTransformer):
     """JSON's names for what Python calls otherwise."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -358,11 +361,11 @@ class _Names(ast.NodeTransformer):
 
 
 class _Literal(NamedTuple):
-    decoded: Any
+    value: Any
     json: str
 
 
-def _python_value(source: str) -> _Literal | None:
+def _parse_literal(source: str) -> _Literal | None:
     """The value of a literal that JSON can say; None where the source is no such literal."""
     if not source.strip():
         return None
@@ -370,28 +373,28 @@ def _python_value(source: str) -> _Literal | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an escape that Python does not know
             tree = ast.parse(f"({source}\n)", mode="eval").body
-        decoded = ast.literal_eval(_Names().visit(tree))
-        encoded = json.dumps(decoded, ensure_ascii=False, allow_nan=False)
-        encoded.encode()  # half a character cannot be sent
-        return _Literal(decoded, encoded)
+        value = ast.literal_eval(_JsonConstants().visit(tree))
+        value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value_json.encode()  # half a character cannot be sent
+        return _Literal(value, value_json)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _python_arguments(sources: list[tuple[str | None, str]]) -> str | None:
+def _encode_arguments(sources: list[tuple[str | None, str]]) -> str | None:
     """The JSON of arguments by name, each a source of a name and of a value; None where one of them is neither."""
     arguments: dict[str, str] = {}
     for key_source, value_source in sources:
-        key = None if key_source is None else _python_key(key_source.strip())
-        value = _python_value(value_source)
+        key = None if key_source is None else _parse_key(key_source.strip())
+        value = _parse_literal(value_source)
         if key is None or value is None or key in arguments:
             return None
         arguments[key] = value.json
-    return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in arguments.items()) + "}"
+    return "{" + ", ".join(f"{_quote(key)}: {value}" for key, value in arguments.items()) + "}"
 
 
-def _python_key(source: str) -> str | None:
+def _parse_key(source: str) -> str | None:
     if NAME.fullmatch(source):
         return source
-    value = _python_value(source) if source[:1] in ("'", '"') else None
-    return value.decoded if value is not None and isinstance(value.decoded, str) else None
+    value = _parse_literal(source) if source[:1] in ("'", '"') else None
+    return value.value if value is not None and isinstance(value.value, str) else None
