@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from engine.api.choice import Choice, new_choice
+from engine.api.choice import Choice, make_choice
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import samples
+from engine.api.generation import make_sample_requests
 from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.api.schemas.constraint_check import check_constraint
@@ -254,7 +254,7 @@ class LLM:
                     if output.error is not None:
                         raise RuntimeError(f"{output.request_id}: {output.error}")
                     piece = job.choices[index].push(output)
-                    if piece.aborts:
+                    if piece.should_abort:
                         self._core.abort([output.request_id])
                     progress.tokens(len(piece.token_ids))
                     if piece.finish_reason is not None and job.done:
@@ -270,9 +270,9 @@ class LLM:
         check_prompt(ids, self._limits, f"prompts[{number}]")
         params = fit_max_tokens(params, self._limits, len(ids))
         name = str(next(self._numbers))
-        requests = samples(name, 0, ids, params, salt, priority)
+        requests = make_sample_requests(name, 0, ids, params, salt, priority)
         choices = [
-            new_choice(i, request.params, self._factory, keep=True, keeps_logprobs=True)
+            make_choice(i, request.params, self._factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)
         ]
         return _Job(name, text, ids, params, requests, choices)

@@ -17,7 +17,7 @@ from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, b
 from engine.api.generation import Generation
 from prompts.errors import RequestError
 
-_MARK = "\ue000text\ue000"
+_PLACEHOLDER = "\ue000text\ue000"
 _encoder = msgspec.json.Encoder()
 
 
@@ -63,7 +63,7 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
-def event(type: str, **fields: Any) -> bytes:
+def format_event(type: str, **fields: Any) -> bytes:
     """One event of a stream, with its name twice, as clients expect it."""
     data = _encoder.encode({"type": type, **fields})
     return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
@@ -76,64 +76,66 @@ class MessagesFormatter:
         self._generation = generation
         self._choice = generation.choices[0]
         self._blocks = ContentBlocks()
-        self._halves: tuple[int, bytes, bytes] | None = None
+        self._delta_template: tuple[int, bytes, bytes] | None = None
         """Block that they are of, and what stands before and after a text that it grows by."""
-        self._begun = False
+        self._has_begun = False
 
-    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
+    def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """The events that one piece becomes."""
-        said = b""
-        if not self._begun:
-            self._begun = True
-            said = event("message_start", message=self._message([]))
-        return said + b"".join(map(self._step, self._blocks.push(piece)))
+        events = b""
+        if not self._has_begun:
+            self._has_begun = True
+            events = format_event("message_start", message=self._make_message([]))
+        return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
 
-    def end(self) -> bytes:
+    def format_end(self) -> bytes:
         """What follows the last piece."""
-        said = b"".join(map(self._step, self._blocks.end()))
+        events = b"".join(map(self._format_block_event, self._blocks.finish()))
         reason, sequence = stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return said + event("message_delta", delta=delta, usage=self._usage()) + event("message_stop")
+        return (
+            events + format_event("message_delta", delta=delta, usage=self._make_usage()) + format_event("message_stop")
+        )
 
-    def failed(self, error: RequestError) -> bytes:
+    def format_error(self, error: RequestError) -> bytes:
         """What ends a stream that broke off."""
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
-    def whole(self) -> bytes:
-        return _encoder.encode(self._message(blocks_of_choice(self._choice)))
+    def format_response(self) -> bytes:
+        return _encoder.encode(self._make_message(blocks_of_choice(self._choice)))
 
-    def _step(self, step: BlockEvent) -> bytes:
-        what, block, text = step
-        if what == "grows":
-            if self._halves is None or self._halves[0] != block.index:
-                before, after = _delta(block, _MARK).split(_encoder.encode(_MARK))
-                self._halves = block.index, before, after
-            return self._halves[1] + _encoder.encode(text) + self._halves[2]
-        if what == "begins":
-            begun = _content(block, "")
-            return event("content_block_start", index=block.index, content_block=begun)
-        said = event("content_block_stop", index=block.index)
+    def _format_block_event(self, event: BlockEvent) -> bytes:
+        action, block, text = event
+        if action == "grows":
+            if self._delta_template is None or self._delta_template[0] != block.index:
+                before, after = _format_block_delta(block, _PLACEHOLDER).split(_encoder.encode(_PLACEHOLDER))
+                self._delta_template = block.index, before, after
+            return self._delta_template[1] + _encoder.encode(text) + self._delta_template[2]
+        if action == "begins":
+            content_block = _make_content_block(block, "")
+            return format_event("content_block_start", index=block.index, content_block=content_block)
+        events = format_event("content_block_stop", index=block.index)
         if block.kind == "thought":
-            signed = {"type": "signature_delta", "signature": uuid.uuid4().hex}
-            said = event("content_block_delta", index=block.index, delta=signed) + said
-        return said
+            signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
+            events = format_event("content_block_delta", index=block.index, delta=signature_delta) + events
+        return events
 
-    def _message(self, blocks: list[ContentBlock]) -> MessageResponse:
+    def _make_message(self, blocks: list[ContentBlock]) -> MessageResponse:
         generation = self._generation
-        content = [_content(block, block.text) for block in blocks]
+        content = [_make_content_block(block, block.text) for block in blocks]
         reason, sequence = stop_reason(self._choice)
         return MessageResponse(
             id=generation.id, model=generation.model, content=content, stop_reason=reason, stop_sequence=sequence,
-            usage=self._usage(),
+            usage=self._make_usage(),
         )  # fmt: skip
 
-    def _usage(self) -> MessageUsage:
+    def _make_usage(self) -> MessageUsage:
         usage = self._generation.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(usage.prompt_tokens - cached_tokens, usage.completion_tokens, cached_tokens)
 
 
-def _content(block: ContentBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _make_content_block(block: ContentBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
     """The block when it has said so much."""
     if block.kind == "text":
         return TextBlock(text)
@@ -152,12 +154,12 @@ def arguments_object(arguments: str) -> Raw:
     return Raw(b"{}")
 
 
-def _delta(block: ContentBlock, text: str) -> bytes:
+def _format_block_delta(block: ContentBlock, text: str) -> bytes:
     type, field = {
         "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
         "call": ("input_json_delta", "partial_json"),
     }[block.kind]  # fmt: skip
-    return event("content_block_delta", index=block.index, delta={"type": type, field: text})
+    return format_event("content_block_delta", index=block.index, delta={"type": type, field: text})
 
 
 def stop_reason(choice: Choice) -> tuple[str | None, str | None]:
@@ -166,8 +168,8 @@ def stop_reason(choice: Choice) -> tuple[str | None, str | None]:
         return None, None
     if choice.finish_reason == "length":
         return "max_tokens", None
-    met = choice.stop_reason
-    if isinstance(met, str):
-        return "stop_sequence", met  # it may have cut a call short, which must not run
-    called = choice.speech is not None and choice.speech.has_tool_calls
-    return "tool_use" if called else "end_turn", None
+    stop = choice.stop_reason
+    if isinstance(stop, str):
+        return "stop_sequence", stop  # it may have cut a call short, which must not run
+    has_tool_calls = choice.parser is not None and choice.parser.has_tool_calls
+    return "tool_use" if has_tool_calls else "end_turn", None

@@ -1,6 +1,6 @@
 """One sequence of an answer while it grows: outputs of the core in, text and logprobs that are final out.
 
-Owns detokenising, token counts and the finish reason of one choice; its `speech` reads the text. Pure: what it decides
+Owns detokenising, token counts and the finish reason of one choice; its `parser` reads the text. Pure: what it decides
 (a stop string ended it, so the core should be told) it returns; the server acts.
 """
 
@@ -27,30 +27,30 @@ class ChoiceDelta:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    thought: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)
-    aborts: bool = False
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    should_abort: bool = False
     """A stop string ended the choice: the core still runs it and must be told."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """`text`, `thought`, `token_ids` hold the whole answer so far where `keep` is set, for answers sent at the end;
-    `logprobs` and `prompt_logprobs` where `keeps_logprobs` is set, for `LLM`."""
+    """`text`, `reasoning`, `token_ids` hold the whole answer so far where `keeps_text` is set, for answers sent at the
+    end; `logprobs` and `prompt_logprobs` where `keeps_logprobs` is set, for `LLM`."""
 
     index: int
     params: SamplingParams
     detokenizer: Detokenizer
-    keep: bool
+    keeps_text: bool
     keeps_logprobs: bool = False
-    speech: OutputParser | None = None
+    parser: OutputParser | None = None
     """None: all is text, and no string stops it."""
     completion_tokens: int = 0
-    thought_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    called: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
+    reasoning_texts: list[str] = field(default_factory=list)
+    call_parts: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
     """The first piece of each call, and the arguments of those after it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -63,123 +63,140 @@ class Choice:
         return "".join(self.texts)
 
     @property
-    def thought(self) -> str:
-        return "".join(self.thoughts)
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_texts)
 
     @property
-    def calls(self) -> list[ToolCallDelta]:
+    def tool_calls(self) -> list[ToolCallDelta]:
         """Whole ones."""
-        return [replace(first, arguments=first.arguments + "".join(rest)) for first, rest in self.called]
+        return [
+            replace(first_delta, arguments=first_delta.arguments + "".join(more_arguments))
+            for first_delta, more_arguments in self.call_parts
+        ]
 
-    def go_on(self, token_ids: list[int]) -> None:
+    def resume(self, token_ids: list[int]) -> None:
         """Begin where an answer that began with `token_ids` stands: what they said already is not said again."""
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
-        self.texts, self.thoughts, self.called, self.token_ids = [], [], [], []
+        self.texts, self.reasoning_texts, self.call_parts, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> ChoiceDelta:
         """Take one output of this choice's sequence. Must not be called after it has finished."""
         assert self.finish_reason is None
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
-        piece = self._decode(output)
-        piece.prompt_logprobs = output.prompt_logprobs or []
-        self.completion_tokens += len(piece.token_ids)
-        if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-        for call in piece.calls:
+        delta = self._decode(output)
+        delta.prompt_logprobs = output.prompt_logprobs or []
+        self.completion_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        for call in delta.tool_calls:
             if call.name is not None:
-                self.called.append((call, []))
-            elif self.called:  # else its beginning was told by the engine that this answer goes on from
-                self.called[-1][1].append(call.arguments)
-        if self.keep:
-            self.texts.append(piece.text)
-            self.thoughts.append(piece.thought)
-            self.token_ids.extend(piece.token_ids)
+                self.call_parts.append((call, []))
+            elif self.call_parts:  # else its beginning was told by the engine that this answer goes on from
+                self.call_parts[-1][1].append(call.arguments)
+        if self.keeps_text:
+            self.texts.append(delta.text)
+            self.reasoning_texts.append(delta.reasoning)
+            self.token_ids.extend(delta.token_ids)
         if self.keeps_logprobs:
-            self.logprobs.extend(piece.logprobs)
+            self.logprobs.extend(delta.logprobs)
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
-        return piece
+        return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
         ids, logprobs, reason = output.token_ids, output.logprobs or [], output.finish_reason
-        spoken = self._spoken(output)
-        if self.speech is None:
-            text = self.detokenizer.push(spoken)
+        text_ids = self._text_token_ids(output)
+        if self.parser is None:
+            text = self.detokenizer.push(text_ids)
             if reason is not None:
                 text += self.detokenizer.flush()
-            ended = None if reason is None else reason.value
-            return ChoiceDelta(text, ids, logprobs, finish_reason=ended, stop_reason=output.stop_token_id)
-        said = ParsedDelta()
+            reason_name = None if reason is None else reason.value
+            return ChoiceDelta(text, ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
+        parsed_delta = ParsedDelta()
         for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
-            text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
+            text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
             if reason is not None and i == len(ids) - 1:
                 text += self.detokenizer.flush()
-            self.speech.push(text, said, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
-            self.thought_tokens += i < len(spoken) and self.speech.is_reasoning
-            if said.stop_string is not None:
-                self.speech.finish(said)
-                return self._piece(
-                    said, ids[: i + 1], logprobs[: i + 1], "stop", said.stop_string, aborts=reason is None
+            self.parser.push(text, parsed_delta, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
+            self.reasoning_tokens += i < len(text_ids) and self.parser.is_reasoning
+            if parsed_delta.stop_string is not None:
+                self.parser.finish(parsed_delta)
+                return self._make_delta(
+                    parsed_delta,
+                    ids[: i + 1],
+                    logprobs[: i + 1],
+                    "stop",
+                    parsed_delta.stop_string,
+                    aborts=reason is None,
                 )
         if reason is not None:
             if not ids:
-                self.speech.push(self.detokenizer.flush(), said, may_stop=False)
-            self.speech.finish(said)
-        return self._piece(said, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
+                self.parser.push(self.detokenizer.flush(), parsed_delta, may_stop=False)
+            self.parser.finish(parsed_delta)
+        return self._make_delta(
+            parsed_delta, ids, logprobs, None if reason is None else reason.value, output.stop_token_id
+        )
 
-    def _piece(
+    def _make_delta(
         self,
-        said: ParsedDelta,
+        parsed_delta: ParsedDelta,
         ids: list[int],
         logprobs: list[TokenLogprobs],
         reason: str | None,
         stop_reason: str | int | None,
         aborts: bool = False,
     ) -> ChoiceDelta:
-        assert self.speech is not None
-        thought = "".join(said.reasoning) if self.speech.config.shows_reasoning else ""
+        assert self.parser is not None
+        reasoning = "".join(parsed_delta.reasoning) if self.parser.config.shows_reasoning else ""
         return ChoiceDelta(
-            "".join(said.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason, thought=thought,
-            calls=_merged(said.calls), aborts=aborts,
+            "".join(parsed_delta.text), ids, logprobs, finish_reason=reason, stop_reason=stop_reason,
+            reasoning=reasoning,
+            tool_calls=_merge_call_deltas(parsed_delta.calls), should_abort=aborts,
         )  # fmt: skip
 
-    def _spoken(self, output: SequenceOutput) -> list[int]:
+    def _text_token_ids(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
-        stopped = output.finish_reason is FinishReason.STOP
-        if stopped and output.token_ids and not self.params.include_stop_str_in_output:
+        is_stopped = output.finish_reason is FinishReason.STOP
+        if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
         return output.token_ids
 
 
-def _merged(pieces: list[ToolCallDelta]) -> list[ToolCallDelta]:
+def _merge_call_deltas(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
     """One piece of each call."""
-    merged = []
-    for _, group in groupby(pieces, key=lambda piece: piece.index):
-        first, *rest = group
-        merged.append(replace(first, arguments="".join([first.arguments, *(piece.arguments for piece in rest)])))
-    return merged
+    merged_deltas = []
+    for _, group in groupby(deltas, key=lambda delta: delta.index):
+        first_delta, *later_deltas = group
+        merged_deltas.append(
+            replace(
+                first_delta, arguments="".join([first_delta.arguments, *(delta.arguments for delta in later_deltas)])
+            )
+        )
+    return merged_deltas
 
 
 PLAIN_TEXT_CONFIG = OutputParserConfig()
 
 
-def new_choice(
+def make_choice(
     index: int,
     params: SamplingParams,
     factory: DetokenizerFactory,
     *,
-    keep: bool,
+    keeps_text: bool,
     keeps_logprobs: bool = False,
     skip_special_tokens: bool = True,
-    plan: OutputParserConfig = PLAIN_TEXT_CONFIG,
+    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
 ) -> Choice:
-    """`plan`: how its text is read."""
+    """`parser_config`: how its text is read."""
     return Choice(
         index=index,
         params=params,
-        detokenizer=factory.create(skip_special_tokens, plan.special_markers),
-        keep=keep,
+        detokenizer=factory.create(skip_special_tokens, parser_config.special_markers),
+        keeps_text=keeps_text,
         keeps_logprobs=keeps_logprobs,
-        speech=OutputParser(plan, params) if params.stop or plan.reasoning_format or plan.call_format else None,
+        parser=OutputParser(parser_config, params)
+        if params.stop or parser_config.reasoning_format or parser_config.call_format
+        else None,
     )

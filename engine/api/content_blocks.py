@@ -35,52 +35,52 @@ class ContentBlocks:
     """Of one choice, while it grows."""
 
     def __init__(self) -> None:
-        self.all: list[ContentBlock] = []
-        self._open: ContentBlock | None = None
+        self.blocks: list[ContentBlock] = []
+        self._current_block: ContentBlock | None = None
 
-    def push(self, piece: ChoiceDelta) -> list[BlockEvent]:
-        steps: list[BlockEvent] = []
-        if piece.thought:
-            self._grow("thought", piece.thought, steps)
-        if piece.text:
-            self._grow("text", piece.text, steps)
-        for call in piece.calls:
+    def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
+        events: list[BlockEvent] = []
+        if delta.reasoning:
+            self._append_text("thought", delta.reasoning, events)
+        if delta.text:
+            self._append_text("text", delta.text, events)
+        for call in delta.tool_calls:
             if call.name is not None:
-                self._begin(ContentBlock("call", len(self.all), id=call.id or "", name=call.name), steps)
-            self._grow("call", call.arguments, steps)
-        return steps
+                self._start_block(ContentBlock("call", len(self.blocks), id=call.id or "", name=call.name), events)
+            self._append_text("call", call.arguments, events)
+        return events
 
-    def end(self) -> list[BlockEvent]:
+    def finish(self) -> list[BlockEvent]:
         """Nothing follows. An answer that said nothing has one block of no text: some clients expect one."""
-        steps: list[BlockEvent] = []
-        if not self.all:
-            self._begin(ContentBlock("text", 0), steps)
-        self._close(steps)
-        return steps
+        events: list[BlockEvent] = []
+        if not self.blocks:
+            self._start_block(ContentBlock("text", 0), events)
+        self._stop_block(events)
+        return events
 
-    def _grow(self, kind: BlockKind, text: str, steps: list[BlockEvent]) -> None:
-        if self._open is None or self._open.kind != kind:
-            self._begin(ContentBlock(kind, len(self.all)), steps)
-        assert self._open is not None
+    def _append_text(self, kind: BlockKind, text: str, events: list[BlockEvent]) -> None:
+        if self._current_block is None or self._current_block.kind != kind:
+            self._start_block(ContentBlock(kind, len(self.blocks)), events)
+        assert self._current_block is not None
         if text:
-            self._open.texts.append(text)
-            steps.append(("grows", self._open, text))
+            self._current_block.texts.append(text)
+            events.append(("grows", self._current_block, text))
 
-    def _begin(self, block: ContentBlock, steps: list[BlockEvent]) -> None:
-        self._close(steps)
-        self.all.append(block)
-        self._open = block
-        steps.append(("begins", block, ""))
+    def _start_block(self, block: ContentBlock, events: list[BlockEvent]) -> None:
+        self._stop_block(events)
+        self.blocks.append(block)
+        self._current_block = block
+        events.append(("begins", block, ""))
 
-    def _close(self, steps: list[BlockEvent]) -> None:
-        if self._open is not None:
-            steps.append(("ends", self._open, ""))
-            self._open = None
+    def _stop_block(self, events: list[BlockEvent]) -> None:
+        if self._current_block is not None:
+            events.append(("ends", self._current_block, ""))
+            self._current_block = None
 
 
 def blocks_of_choice(choice: Choice) -> list[ContentBlock]:
     """The blocks of a choice that was kept whole."""
     blocks = ContentBlocks()
-    blocks.push(ChoiceDelta(choice.text, [], [], thought=choice.thought, calls=choice.calls))
-    blocks.end()
-    return blocks.all
+    blocks.push(ChoiceDelta(choice.text, [], [], reasoning=choice.reasoning, tool_calls=choice.tool_calls))
+    blocks.finish()
+    return blocks.blocks

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.api.choice import PLAIN_TEXT_CONFIG, Choice, new_choice
+from engine.api.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.output_parser import OutputParserConfig
 from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
@@ -34,95 +34,108 @@ class Generation:
     choices: list[Choice]
     requests: list[Request]
     created: int = field(default_factory=lambda: int(time.time()))
-    echo_only: bool = False
-    plan: OutputParserConfig = PLAIN_TEXT_CONFIG
-    by_id: dict[str, Choice] = field(default_factory=dict)
+    is_echo_only: bool = False
+    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
+    choices_by_id: dict[str, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
+        self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
 
-    def head(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """What every answer and every chunk of one begins with."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
-    def prompt_of(self, choice: Choice) -> list[int]:
+    def prompt_of_choice(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 
     def usage(self) -> Usage:
         """Of all choices so far. A prompt counts once, however many samples continue it."""
         return make_usage(
             sum(map(len, self.prompts)),
-            0 if self.echo_only else sum(choice.completion_tokens for choice in self.choices),
+            0 if self.is_echo_only else sum(choice.completion_tokens for choice in self.choices),
             sum(choice.cached_tokens for choice in self.choices[:: self.n]),
-            sum(choice.thought_tokens for choice in self.choices) if self.plan.reasoning_format else None,
+            sum(choice.reasoning_tokens for choice in self.choices) if self.parser_config.reasoning_format else None,
         )
 
-    def usage_of(self, choice: Choice) -> Usage:
+    def usage_of_choice(self, choice: Choice) -> Usage:
         """Of one choice, for `continuous_usage_stats`."""
-        thought = choice.thought_tokens if self.plan.reasoning_format else None
-        return make_usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens, thought)
+        reasoning_tokens = choice.reasoning_tokens if self.parser_config.reasoning_format else None
+        return make_usage(
+            len(self.prompt_of_choice(choice)), choice.completion_tokens, choice.cached_tokens, reasoning_tokens
+        )
 
 
-def plan_generation(
+def make_generation(
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
     *,
     id: str,
-    unique: str,
+    request_prefix: str,
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
-    plan: OutputParserConfig = PLAIN_TEXT_CONFIG,
+    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
     constraint: Constraint | None = None,
 ) -> Generation:
     """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.
 
-    `unique` makes the sequences' names unique in the core; `id` is the client's to choose.
+    `request_prefix` makes the sequences' names unique in the core; `id` is the client's to choose.
     """
     skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
-    answered = check_answered(body, prompts)
+    answered_tokens = check_answered(body, prompts)
     for prompt in prompts:
-        params = sampling_params(body, limits, len(prompt) - answered, constraint)
-        requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered)
+        params = sampling_params(body, limits, len(prompt) - answered_tokens, constraint)
+        requests += make_sample_requests(
+            request_prefix, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered_tokens
+        )
     choices = [
-        new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special, plan=plan)
+        make_choice(
+            index,
+            request.params,
+            factory,
+            keeps_text=not body.stream,
+            skip_special_tokens=skips_special,
+            parser_config=parser_config,
+        )
         for index, request in enumerate(requests)
     ]
-    if answered:
-        choices[0].go_on(prompts[0][-answered:])
+    if answered_tokens:
+        choices[0].resume(prompts[0][-answered_tokens:])
         if choices[0].finish_reason is not None:
-            raise bad_value("answered_tokens", answered, "tokens of an answer that no stop string has ended")
-        prompts = [prompts[0][:-answered]]
+            raise bad_value("answered_tokens", answered_tokens, "tokens of an answer that no stop string has ended")
+        prompts = [prompts[0][:-answered_tokens]]
     return Generation(
         id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
-        echo_only=echoes_only(body), plan=plan,
+        is_echo_only=echoes_only(body), parser_config=parser_config,
     )  # fmt: skip
 
 
-def samples(
-    name: str,
-    first: int,
+def make_sample_requests(
+    request_prefix: str,
+    first_number: int,
     prompt: list[int],
     params: SamplingParams,
     cache_salt: str | None,
     priority: int,
-    answered: int = 0,
+    answered_tokens: int = 0,
 ) -> list[Request]:
-    """The n sequences of one prompt, numbered from `first`: of a seed, each sample takes the next."""
+    """The n sequences of one prompt, numbered from `first_number`: of a seed, each sample takes the next."""
     return [
         Request(
-            request_id=f"{name}-{first + sample}",
+            request_id=f"{request_prefix}-{first_number + sample}",
             token_ids=prompt,
-            params=params if params.seed is None else msgspec.structs.replace(params, seed=_next(params.seed, sample)),
+            params=params
+            if params.seed is None
+            else msgspec.structs.replace(params, seed=_next_seed(params.seed, sample)),
             cache_salt=cache_salt,
             priority=priority,
-            answered=answered,
+            answered=answered_tokens,
         )
         for sample in range(params.n)
     ]
 
 
-def _next(seed: int, sample: int) -> int:
+def _next_seed(seed: int, sample: int) -> int:
     """Samplers look at 64 bits: after the largest seed comes the smallest."""
     return (seed + sample + 2**63) % 2**64 - 2**63

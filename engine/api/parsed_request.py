@@ -121,11 +121,11 @@ def read_response(
     body = ChatRequest(**response_as_chat(request, earlier, found))
     asked = ResponseContext(
         messages=msgspec.json.encode(body.messages),
-        shown=_shown(request),
-        stores=request.store is not False,
-        previous=request.previous_response_id,
+        echoed_fields=_shown(request),
+        should_store=request.store is not False,
+        previous_response_id=request.previous_response_id,
         tools={name: tool for name, tool in shown_tools(request.tools).items() if tool != ShownTool(name)},
-        skipped=skipped_items(request),
+        skipped_item_types=skipped_items(request),
     )
     try:
         reading = _chat(body, tokenizer, limits, "/v1/responses", asked.tools)

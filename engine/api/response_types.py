@@ -25,14 +25,14 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, thought_tokens: int | None) -> Usage:
-    """`thought_tokens`: None where no thought is told apart."""
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None) -> Usage:
+    """`reasoning_tokens`: None where no thought is told apart."""
     return Usage(
         prompt_tokens,
         prompt_tokens + completion_tokens,
         completion_tokens,
         PromptTokensDetails(cached_tokens),
-        UNSET if thought_tokens is None else CompletionTokensDetails(thought_tokens),
+        UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
     )
 
 

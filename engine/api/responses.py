@@ -28,13 +28,13 @@ class ResponseContext(Struct, frozen=True):
 
     messages: bytes
     """What was rendered: a list, as JSON. Who goes on from the response needs it."""
-    shown: bytes
+    echoed_fields: bytes
     """Fields that the answer repeats: an object, as JSON."""
-    stores: bool
-    previous: str | None
+    should_store: bool
+    previous_response_id: str | None
     tools: dict[str, ShownTool] = {}
     """By the names that the model is shown: those of another name, and those that take free text."""
-    skipped: list[str] = []
+    skipped_item_types: list[str] = []
     """Types of items of which the model is shown nothing."""
 
 
@@ -149,174 +149,184 @@ ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
     "tool_choice", "tools", "top_p", "truncation", "user",
 )  # fmt: skip
-_shown = msgspec.json.Decoder(dict[str, Raw])
-_FIRST = {"thought": "rs_", "text": "msg_", "call": "fc_"}
+_echoed_decoder = msgspec.json.Decoder(dict[str, Raw])
+_ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 
 
 class ResponsesFormatter:
     """Of one request, which has one choice."""
 
-    def __init__(self, generation: Generation, asked: ResponseContext) -> None:
+    def __init__(self, generation: Generation, context: ResponseContext) -> None:
         self._generation = generation
         self._choice = generation.choices[0]
-        self.asked = asked
+        self.context = context
         self._blocks = ContentBlocks()
-        self._inputs: dict[int, CustomInputDecoder] = {}
+        self._custom_inputs: dict[int, CustomInputDecoder] = {}
         """Free texts of calls, by the number of their block."""
         self._is_over = False
         """Nothing follows: what was cut short is incomplete."""
-        self._number = -1
+        self._sequence_number = -1
         """Of the last event."""
 
     # Streamed ---------------------------------------------------------------------------------------------------------
 
-    def piece(self, choice: Choice, piece: ChoiceDelta) -> bytes:
+    def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """The events that one piece becomes."""
-        said = b""
-        if self._number < 0:
-            begun = self.response("in_progress", [])
-            said = self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
-        return said + b"".join(map(self._step, self._blocks.push(piece)))
+        events = b""
+        if self._sequence_number < 0:
+            response = self.make_response("in_progress", [])
+            events = self._format_event("response.created", response=response) + self._format_event(
+                "response.in_progress", response=response
+            )
+        return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
 
-    def end(self) -> bytes:
+    def format_end(self) -> bytes:
         """What follows the last piece."""
         self._is_over = True
-        said = b"".join(map(self._step, self._blocks.end()))
-        return said + self._event("response.completed", response=self.done())
+        events = b"".join(map(self._format_block_event, self._blocks.finish()))
+        return events + self._format_event("response.completed", response=self.final_response())
 
-    def failed(self, error: RequestError) -> bytes:
+    def format_error(self, error: RequestError) -> bytes:
         """What ends a stream that broke off."""
-        response = self.response("failed", self._blocks.all, error)
-        return self._event("response.failed", response=response)
+        response = self.make_response("failed", self._blocks.blocks, error)
+        return self._format_event("response.failed", response=response)
 
-    def _step(self, step: BlockEvent) -> bytes:
-        what, block, text = step
-        where: dict[str, Any] = {"output_index": block.index, "item_id": self._id(block)}
+    def _format_block_event(self, event: BlockEvent) -> bytes:
+        action, block, text = event
+        position: dict[str, Any] = {"output_index": block.index, "item_id": self._item_id(block)}
         if block.kind != "call":
-            where["content_index"] = 0
-        name = self._event_name(block)
-        if what == "grows":
-            return self._grown(name, where, block, text)
+            position["content_index"] = 0
+        name = self._event_base_name(block)
+        if action == "grows":
+            return self._format_growth(name, position, block, text)
         is_cut = self._is_over and self._choice.finish_reason == "length"
-        status = "in_progress" if what == "begins" else "incomplete" if is_cut else "completed"
-        if what == "begins":
-            item = {"output_index": block.index, "item": self._item(block, status)}
-            said = self._event("response.output_item.added", **item)
+        status = "in_progress" if action == "begins" else "incomplete" if is_cut else "completed"
+        if action == "begins":
+            item = {"output_index": block.index, "item": self._make_item(block, status)}
+            events = self._format_event("response.output_item.added", **item)
             if block.kind == "text":
-                said += self._event("response.content_part.added", **where, part=OutputText("", logprobs=[]))
-            return said
-        said = b""
+                events += self._format_event(
+                    "response.content_part.added", **position, part=OutputText("", logprobs=[])
+                )
+            return events
+        events = b""
         if block.kind == "call":
-            custom = self._input(block)
-            left = "" if custom is None else custom.finish()
-            if left:
-                said = self._event(f"{name}.delta", **where, delta=left)
+            custom = self._custom_input(block)
+            last_text = "" if custom is None else custom.finish()
+            if last_text:
+                events = self._format_event(f"{name}.delta", **position, delta=last_text)
             if custom is None:
-                said += self._event(f"{name}.done", **where, name=self._tool(block).name, arguments=block.text)
+                events += self._format_event(
+                    f"{name}.done", **position, name=self._client_tool(block).name, arguments=block.text
+                )
             else:
-                said += self._event(f"{name}.done", **where, input=custom.text)
+                events += self._format_event(f"{name}.done", **position, input=custom.text)
         elif block.kind == "thought":
-            said = self._event(f"{name}.done", **where, text=block.text)
+            events = self._format_event(f"{name}.done", **position, text=block.text)
         else:
-            said = self._event(f"{name}.done", **where, text=block.text, logprobs=[])
-            said += self._event("response.content_part.done", **where, part=OutputText(block.text, logprobs=[]))
-        item = {"output_index": block.index, "item": self._item(block, status)}
-        return said + self._event("response.output_item.done", **item)
+            events = self._format_event(f"{name}.done", **position, text=block.text, logprobs=[])
+            events += self._format_event(
+                "response.content_part.done", **position, part=OutputText(block.text, logprobs=[])
+            )
+        item = {"output_index": block.index, "item": self._make_item(block, status)}
+        return events + self._format_event("response.output_item.done", **item)
 
-    def _event_name(self, block: ContentBlock) -> str:
+    def _event_base_name(self, block: ContentBlock) -> str:
         if block.kind == "call":
-            is_custom = self._tool(block).is_custom
+            is_custom = self._client_tool(block).is_custom
             return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
         return "response.output_text" if block.kind == "text" else "response.reasoning_text"
 
-    def _grown(self, name: str, where: dict[str, Any], block: ContentBlock, text: str) -> bytes:
+    def _format_growth(self, name: str, position: dict[str, Any], block: ContentBlock, text: str) -> bytes:
         if block.kind == "text":
-            return self._event(f"{name}.delta", **where, delta=text, logprobs=[])
-        custom = self._input(block)
+            return self._format_event(f"{name}.delta", **position, delta=text, logprobs=[])
+        custom = self._custom_input(block)
         if custom is None:
-            return self._event(f"{name}.delta", **where, delta=text)
-        free = custom.push(text)
-        return self._event(f"{name}.delta", **where, delta=free) if free else b""
+            return self._format_event(f"{name}.delta", **position, delta=text)
+        input_text = custom.push(text)
+        return self._format_event(f"{name}.delta", **position, delta=input_text) if input_text else b""
 
-    def _tool(self, block: ContentBlock) -> ShownTool:
+    def _client_tool(self, block: ContentBlock) -> ShownTool:
         """The called tool, as its client calls it."""
-        return self.asked.tools.get(block.name) or ShownTool(block.name)
+        return self.context.tools.get(block.name) or ShownTool(block.name)
 
-    def _input(self, block: ContentBlock) -> CustomInputDecoder | None:
+    def _custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
         """The free text of a call; None where it has arguments."""
-        if block.kind != "call" or not self._tool(block).is_custom:
+        if block.kind != "call" or not self._client_tool(block).is_custom:
             return None
-        return self._inputs.setdefault(block.index, CustomInputDecoder())
+        return self._custom_inputs.setdefault(block.index, CustomInputDecoder())
 
-    def _event(self, type: str, **fields: Any) -> bytes:
-        self._number += 1
-        data = _encoder.encode({"type": type, "sequence_number": self._number, **fields})
+    def _format_event(self, type: str, **fields: Any) -> bytes:
+        self._sequence_number += 1
+        data = _encoder.encode({"type": type, "sequence_number": self._sequence_number, **fields})
         return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
 
     # Whole ------------------------------------------------------------------------------------------------------------
 
-    def whole(self) -> bytes:
-        self._blocks.all = blocks_of_choice(self._choice)
-        for block in self._blocks.all:
-            custom = self._input(block)
+    def format_response(self) -> bytes:
+        self._blocks.blocks = blocks_of_choice(self._choice)
+        for block in self._blocks.blocks:
+            custom = self._custom_input(block)
             if custom is not None:
                 custom.push(block.text)
                 custom.finish()
-        return _encoder.encode(self.done())
+        return _encoder.encode(self.final_response())
 
-    def done(self) -> ResponseObject:
+    def final_response(self) -> ResponseObject:
         """All that was said."""
         status = "incomplete" if self._choice.finish_reason == "length" else "completed"
-        return self.response(status, self._blocks.all)
+        return self.make_response(status, self._blocks.blocks)
 
-    def response(self, status: str, blocks: list[ContentBlock], error: RequestError | None = None) -> ResponseObject:
+    def make_response(
+        self, status: str, blocks: list[ContentBlock], error: RequestError | None = None
+    ) -> ResponseObject:
         """As it stands."""
-        generation, asked = self._generation, self.asked
-        ended, ends_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
-        shown: dict[str, Any] = _shown.decode(asked.shown)
+        generation, context = self._generation, self.context
+        is_final, is_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
+        echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
         return ResponseObject(
             id=generation.id, created_at=generation.created, status=status, model=generation.model,
-            store=asked.stores, previous_response_id=asked.previous,
+            store=context.should_store, previous_response_id=context.previous_response_id,
             error=None if error is None else ResponseError("server_error", error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            output=[self._item(block, "incomplete" if ends_cut and block is blocks[-1] else "completed")
+            output=[self._make_item(block, "incomplete" if is_cut and block is blocks[-1] else "completed")
                     for block in blocks],
-            usage=self._usage() if ended else None, **shown,
+            usage=self._make_usage() if is_final else None, **echoed_fields,
         )  # fmt: skip
 
-    def _item(self, block: ContentBlock, status: str) -> OutputItem:
-        name, text = self._id(block), "" if status == "in_progress" else block.text
+    def _make_item(self, block: ContentBlock, status: str) -> OutputItem:
+        name, text = self._item_id(block), "" if status == "in_progress" else block.text
         if block.kind == "call":
-            tool, custom = self._tool(block), self._input(block)
-            called: dict[str, Any] = {"id": name, "status": status, "call_id": block.id, "name": tool.name}
+            tool, custom = self._client_tool(block), self._custom_input(block)
+            fields: dict[str, Any] = {"id": name, "status": status, "call_id": block.id, "name": tool.name}
             if tool.namespace is not None:
-                called["namespace"] = tool.namespace
+                fields["namespace"] = tool.namespace
             if custom is not None:
-                return CustomToolCall(**called, input=custom.text if text else "")
-            return FunctionCall(**called, arguments=text)
+                return CustomToolCall(**fields, input=custom.text if text else "")
+            return FunctionCall(**fields, arguments=text)
         if block.kind == "thought":
             content = [ReasoningText(text)] if text else []
             return ReasoningItem(id=name, status=status, content=content)
-        said = [] if status == "in_progress" else [OutputText(text)]
-        return OutputMessage(id=name, status=status, content=said)
+        texts = [] if status == "in_progress" else [OutputText(text)]
+        return OutputMessage(id=name, status=status, content=texts)
 
-    def _id(self, block: ContentBlock) -> str:
-        prefix = "ctc_" if self._input(block) is not None else _FIRST[block.kind]
+    def _item_id(self, block: ContentBlock) -> str:
+        prefix = "ctc_" if self._custom_input(block) is not None else _ID_PREFIXES[block.kind]
         return item_id(prefix, self._generation.id, block.index)
 
-    def _usage(self) -> ResponseUsage:
-        usage, thought = self._generation.usage(), self._choice.thought_tokens
-        cached = usage.prompt_tokens_details.cached_tokens
+    def _make_usage(self) -> ResponseUsage:
+        usage, reasoning_tokens = self._generation.usage(), self._choice.reasoning_tokens
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
         return ResponseUsage(
-            usage.prompt_tokens, InputDetails(cached), usage.completion_tokens, OutputDetails(thought),
+            usage.prompt_tokens, InputDetails(cached_tokens), usage.completion_tokens, OutputDetails(reasoning_tokens),
             usage.total_tokens,
         )  # fmt: skip
 
     # For who goes on from it ------------------------------------------------------------------------------------------
 
-    def messages(self) -> bytes:
+    def encode_messages(self) -> bytes:
         """What was rendered and what was said, as JSON. Thoughts stay behind."""
-        blocks = self._blocks.all
+        blocks = self._blocks.blocks
         message: Message = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text")}
         calls = [
             {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.text}}
@@ -324,4 +334,4 @@ class ResponsesFormatter:
         ]  # fmt: skip
         if calls:
             message["tool_calls"] = calls
-        return self.asked.messages[:-1] + b"," + _encoder.encode(message) + b"]"
+        return self.context.messages[:-1] + b"," + _encoder.encode(message) + b"]"

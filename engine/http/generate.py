@@ -20,7 +20,7 @@ from aiohttp import web
 
 from engine.api.anthropic import MessagesFormatter
 from engine.api.choice import Choice, ChoiceDelta
-from engine.api.generation import Generation, plan_generation
+from engine.api.generation import Generation, make_generation
 from engine.api.parsed_request import (
     ParsedRequest,
     read_chat,
@@ -95,8 +95,10 @@ async def _answer(
         generation = _plan(state, request, reading, kind, constraint)
         answer: ResponseFormatter
         if reading.asked is not None:
-            if reading.asked.skipped:
-                log.warning("items of a response's input are not shown: %s", ", ".join(reading.asked.skipped)[:1000])
+            if reading.asked.skipped_item_types:
+                log.warning(
+                    "items of a response's input are not shown: %s", ", ".join(reading.asked.skipped_item_types)[:1000]
+                )
             answer = ResponsesFormatter(generation, reading.asked)
         elif kind == "msg_":
             answer = MessagesFormatter(generation)
@@ -113,15 +115,15 @@ def _plan(
 ) -> Generation:
     body = reading.body
     wanted = body.request_id or request.headers.get("X-Request-Id") or ""
-    return plan_generation(
+    return make_generation(
         body,
         reading.prompts,
         id=kind + (wanted if _ID.fullmatch(wanted) and kind != "resp_" else random_id()),  # who knows it may read it
-        unique=state.unique_id(),
+        request_prefix=state.unique_id(),
         model=body.model or state.names[0],
         limits=state.limits,
         factory=state.factory,
-        plan=reading.plan,
+        parser_config=reading.plan,
         constraint=constraint,
     )
 
@@ -141,7 +143,7 @@ async def _serve(
             return await _stream(state, generation, writer, follower, answer)
         async for pieces in follower:
             await follower.format_logprobs(answer, pieces)
-        whole = answer.whole()
+        whole = answer.format_response()
         _store(state, answer)
         return await writer.whole(whole)
     finally:
@@ -154,8 +156,8 @@ async def _serve(
 
 
 def _store(state: ServerState, answer: ResponseFormatter) -> None:
-    if isinstance(answer, ResponsesFormatter) and answer.asked.stores:
-        state.stored.put(StoredResponse(answer.done(), answer.messages()))
+    if isinstance(answer, ResponsesFormatter) and answer.context.should_store:
+        state.stored.put(StoredResponse(answer.final_response(), answer.encode_messages()))
 
 
 def _too_late(limit_s: float) -> RequestError:
@@ -197,7 +199,7 @@ class DeltaStream:
             return
         since_pause = 0
         for choice, piece in pieces:
-            while count := answer.format_slice(choice, piece):
+            while count := answer.format_logprob_slice(choice, piece):
                 if self._generation.body.stream:
                     self._stream.logprobs.release(count)
                 since_pause += count
@@ -206,17 +208,17 @@ class DeltaStream:
                     await asyncio.sleep(0)
 
     def _take(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
-        choice = self._generation.by_id[output.request_id]
+        choice = self._generation.choices_by_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
-            self._clock.finish("error", len(self._generation.prompt_of(choice)), choice.completion_tokens, now_s)
+            self._clock.finish("error", len(self._generation.prompt_of_choice(choice)), choice.completion_tokens, now_s)
             raise _ended(output, choice.params.constraint)
         piece = choice.push(output)
         self._clock.tokens(choice.index, len(piece.token_ids), now_s)
-        if piece.aborts:
+        if piece.should_abort:
             self._stream.close(output.request_id)
         if piece.finish_reason is not None:
-            prompt_tokens = len(self._generation.prompt_of(choice))
+            prompt_tokens = len(self._generation.prompt_of_choice(choice))
             self._clock.finish(piece.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
         return choice, piece
 
@@ -228,8 +230,8 @@ async def _stream(
     try:
         async for pieces in follower:
             await follower.format_logprobs(answer, pieces)
-            await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
-        last = answer.end()
+            await writer.write(b"".join([answer.format_delta(choice, piece) for choice, piece in pieces]))
+        last = answer.format_end()
         _store(state, answer)  # a client may go on from it as soon as it has the end
         await writer.write(last)
     except (RequestError, EngineDead) as error:
@@ -238,7 +240,7 @@ async def _stream(
         if isinstance(error, EngineDead):
             error = not_running(error)
         state.metrics.count_refusal(error.status)
-        await writer.write(answer.failed(error))
+        await writer.write(answer.format_error(error))
     finally:
         commenting.cancel()
     return await writer.end()

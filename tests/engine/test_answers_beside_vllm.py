@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import plan_generation
+from engine.api.generation import make_generation
 from engine.api.params import ModelLimits
 from engine.api.parsed_request import speech_plan
 from engine.api.response_formatters import ChatFormatter
@@ -40,8 +40,15 @@ class Reader:
         pieces = [c.get("token_ids") or [] for chunk in chunks for c in chunk["choices"]]
         prompt = chunks[0]["prompt_token_ids"]
         plan = speech_plan(body, self.tokenizer.decode(prompt, skip_special_tokens=False), self.limits)
-        generation = plan_generation(
-            body, [prompt], id="x", unique="u", model="m", limits=self.limits, factory=self.factory, plan=plan
+        generation = make_generation(
+            body,
+            [prompt],
+            id="x",
+            request_prefix="u",
+            model="m",
+            limits=self.limits,
+            factory=self.factory,
+            parser_config=plan,
         )
         answer, (choice,), sent = ChatFormatter(generation, body, self.factory), generation.choices, b""
         pieces = list(filter(None, pieces))
@@ -56,12 +63,16 @@ class Reader:
                 output.stop_token_id = stopped if isinstance(stopped, int) else None
             if choice.finish_reason is None:
                 piece = choice.push(output)
-                while answer.format_slice(choice, piece):
+                while answer.format_logprob_slice(choice, piece):
                     pass
-                sent += answer.piece(choice, piece) if body.stream else b""
+                sent += answer.format_delta(choice, piece) if body.stream else b""
         if not body.stream:
-            return json.loads(answer.whole())
-        return [json.loads(event[6:]) for event in (sent + answer.end()).split(b"\n\n") if event.startswith(b"data: {")]
+            return json.loads(answer.format_response())
+        return [
+            json.loads(event[6:])
+            for event in (sent + answer.format_end()).split(b"\n\n")
+            if event.startswith(b"data: {")
+        ]
 
 
 def told(answer: Any) -> dict[str, Any]:

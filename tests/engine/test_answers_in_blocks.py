@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from engine.api.anthropic import MessagesFormatter
-from engine.api.choice import Choice, ChoiceDelta, new_choice
+from engine.api.choice import Choice, ChoiceDelta, make_choice
 from engine.api.content_blocks import ContentBlocks
 from engine.api.generation import Generation
 from engine.api.responses import ResponseContext, ResponsesFormatter
@@ -20,11 +20,16 @@ from prompts import RequestError
 from prompts.responses import ShownTool
 from prompts.schemas import ChatRequest
 
-ASKED = ResponseContext(messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, previous=None)
+ASKED = ResponseContext(
+    messages=b'[{"role":"user","content":"q"}]',
+    echoed_fields=b'{"tools":[1]}',
+    should_store=True,
+    previous_response_id=None,
+)
 
 
 def piece(text: str = "", thought: str = "", calls: Any = ()) -> ChoiceDelta:
-    return ChoiceDelta(text, [], [], thought=thought, calls=list(calls))
+    return ChoiceDelta(text, [], [], reasoning=thought, tool_calls=list(calls))
 
 
 PIECES = [
@@ -35,15 +40,15 @@ PIECES = [
 
 
 class Factory:
-    def new(self, *_: object) -> None:
+    def create(self, *_: object) -> None:
         return None
 
 
 def generation() -> tuple[Generation, Choice]:
-    choice = new_choice(0, SamplingParams(), Factory(), keep=True)  # type: ignore[arg-type]
-    choice.thoughts, choice.texts = ["I ", "think"], ["Let me", " see"]
-    choice.called = [(ToolCallDelta(0, '{"a": 1}', "f", "call_1"), []), (ToolCallDelta(1, "{}", "g", "call_2"), [])]
-    choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.thought_tokens = "stop", 2, 9, 4
+    choice = make_choice(0, SamplingParams(), Factory(), keeps_text=True)  # type: ignore[arg-type]
+    choice.reasoning_texts, choice.texts = ["I ", "think"], ["Let me", " see"]
+    choice.call_parts = [(ToolCallDelta(0, '{"a": 1}', "f", "call_1"), []), (ToolCallDelta(1, "{}", "g", "call_2"), [])]
+    choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens = "stop", 2, 9, 4
     body = ChatRequest(messages=[{"role": "user"}])
     made = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])
     return made, choice
@@ -55,7 +60,7 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 def test_one_block_is_open_at_a_time() -> None:
     blocks = ContentBlocks()
-    steps = [step for one in PIECES for step in blocks.push(one)] + blocks.end()
+    steps = [step for one in PIECES for step in blocks.push(one)] + blocks.finish()
     opened: list[int] = []
     for what, block, _ in steps:
         if what == "begins":
@@ -65,18 +70,18 @@ def test_one_block_is_open_at_a_time() -> None:
             assert opened == [block.index]
             if what == "ends":
                 opened.pop()
-    assert [(b.kind, b.text, b.name) for b in blocks.all] == [
+    assert [(b.kind, b.text, b.name) for b in blocks.blocks] == [
         ("thought", "I think", ""), ("text", "Let me see", ""), ("call", '{"a": 1}', "f"), ("call", "{}", "g"),
     ]  # fmt: skip
 
 
 def test_messages() -> None:
     made, choice = generation()
-    whole = json.loads(MessagesFormatter(made).whole())
+    whole = json.loads(MessagesFormatter(made).format_response())
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole["content"][2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
     answer = MessagesFormatter(made)
-    told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
+    told = events(b"".join(answer.format_delta(choice, one) for one in PIECES) + answer.format_end())
     deltas: dict[int, list[Any]] = {}
     for event in told:
         if event["type"] == "content_block_delta":
@@ -90,12 +95,12 @@ def test_messages() -> None:
 
 def test_responses() -> None:
     made, choice = generation()
-    whole = json.loads(ResponsesFormatter(made, ASKED).whole())
+    whole = json.loads(ResponsesFormatter(made, ASKED).format_response())
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
     assert whole["tools"] == [1]
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
     answer = ResponsesFormatter(made, ASKED)
-    told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
+    told = events(b"".join(answer.format_delta(choice, one) for one in PIECES) + answer.format_end())
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     items = {event["output_index"]: event["item"] for event in told if event["type"] == "response.output_item.done"}
     assert list(items.values()) == told[-1]["response"]["output"]
@@ -108,7 +113,7 @@ def test_responses() -> None:
         e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 2
     ]
     assert "".join(arguments) == '{"a": 1}'
-    kept = json.loads(answer.messages())
+    kept = json.loads(answer.encode_messages())
     assert kept[0] == {"role": "user", "content": "q"}
     assert [call["id"] for call in kept[1]["tool_calls"]] == ["call_1", "call_2"]
 
@@ -124,10 +129,13 @@ CALLS = [
 def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     asked = structs.replace(ASKED, tools=TOOLS)
     made, choice = generation()
-    choice.thoughts, choice.texts, choice.finish_reason = [], ["so"], finish
-    choice.called = [(ToolCallDelta(0, "{}", "f", "c1"), []), (ToolCallDelta(1, '{"input": "a\\nb"}', "g", "c2"), [])]
+    choice.reasoning_texts, choice.texts, choice.finish_reason = [], ["so"], finish
+    choice.call_parts = [
+        (ToolCallDelta(0, "{}", "f", "c1"), []),
+        (ToolCallDelta(1, '{"input": "a\\nb"}', "g", "c2"), []),
+    ]
     answer = ResponsesFormatter(made, asked)
-    told = events(b"".join(answer.piece(choice, one) for one in CALLS) + answer.end())
+    told = events(b"".join(answer.format_delta(choice, one) for one in CALLS) + answer.format_end())
     read, patch, message = told[-1]["response"]["output"]
     del read["id"], patch["id"], message["id"]
     assert read == {
@@ -147,11 +155,11 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     assert (done["input"], done["output_index"]) == ("a\nb", 1)
     (done,) = [event for event in told if event["type"] == "response.function_call_arguments.done"]
     assert done["name"] == "read"
-    whole = json.loads(ResponsesFormatter(made, asked).whole())
+    whole = json.loads(ResponsesFormatter(made, asked).format_response())
     assert {item["type"]: item.get("input", item.get("namespace")) for item in whole["output"][1:]} == {
         "function_call": "fs", "custom_tool_call": "a\nb"
     }  # fmt: skip
-    kept = json.loads(answer.messages())
+    kept = json.loads(answer.encode_messages())
     assert [call["function"]["name"] for call in kept[1]["tool_calls"]] == ["f", "g"], "as the model is shown them"
 
 
@@ -159,8 +167,8 @@ def test_items_are_found_by_their_names() -> None:
     made, _ = generation()
     made.id, store = "resp_0af", ResponseStore(5_000)
     answer = ResponsesFormatter(made, ASKED)
-    whole = json.loads(answer.whole())
-    store.put(StoredResponse(answer.done(), b"[]"))
+    whole = json.loads(answer.format_response())
+    store.put(StoredResponse(answer.final_response(), b"[]"))
     for item in whole["output"]:
         assert json.loads(store.item(item["id"], "input[0].id")) == item
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
@@ -172,8 +180,8 @@ def test_items_are_found_by_their_names() -> None:
 def test_a_response_that_breaks_off_has_failed() -> None:
     made, choice = generation()
     answer = ResponsesFormatter(made, ASKED)
-    answer.piece(choice, PIECES[2])
-    (failed,) = events(answer.failed(RequestError("late", param=None, status=504)))
+    answer.format_delta(choice, PIECES[2])
+    (failed,) = events(answer.format_error(RequestError("late", param=None, status=504)))
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"]["message"] == "late"
     assert failed["response"]["output"][0]["status"] == "incomplete"
@@ -184,7 +192,7 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store = ResponseStore(5_000)
     for i in range(8):
         made.id = f"resp_{i}"
-        store.put(StoredResponse(ResponsesFormatter(made, ASKED).done(), b"x" * 1_000))
+        store.put(StoredResponse(ResponsesFormatter(made, ASKED).final_response(), b"x" * 1_000))
         store.check_invariants()
         store.get("resp_0", "response_id")
     assert store.get("resp_7", "response_id").messages
@@ -193,7 +201,7 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store.delete("resp_0")
     store.check_invariants()
     made.id = "resp_huge"
-    store.put(StoredResponse(ResponsesFormatter(made, ASKED).done(), b"x" * 9_000))
+    store.put(StoredResponse(ResponsesFormatter(made, ASKED).final_response(), b"x" * 9_000))
     with pytest.raises(RequestError):
         store.get("resp_huge", "response_id")
     store.check_invariants()

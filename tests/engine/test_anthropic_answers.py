@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from engine.api.anthropic import MessagesFormatter
 from engine.api.choice import Choice
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation, plan_generation
+from engine.api.generation import Generation, make_generation
 from engine.api.params import ModelLimits
 from engine.types import FinishReason, SequenceOutput
 from prompts import RequestError
@@ -26,7 +26,7 @@ def generation(stream: bool) -> Generation:
     tokenizer.decoder = decoders.Fuse()
     body = ChatRequest(messages=[{"role": "user"}], max_tokens=20, stop=["STOP"], stream=stream)
     factory = DetokenizerFactory(tokenizer)
-    return plan_generation(body, [[1, 2, 3]], id="msg_1", unique="u", model="m", limits=LIMITS, factory=factory)
+    return make_generation(body, [[1, 2, 3]], id="msg_1", request_prefix="u", model="m", limits=LIMITS, factory=factory)
 
 
 def say(made: Generation, ids: list[int], finish: FinishReason | None, cuts: int) -> tuple[Choice, list[Any]]:
@@ -68,7 +68,7 @@ def test_a_stream_is_the_message_in_the_order_of_events(
 ) -> None:
     made = generation(stream=False)
     say(made, ids, finish, cuts)
-    whole = json.loads(MessagesFormatter(made).whole())
+    whole = json.loads(MessagesFormatter(made).format_response())
     assert (whole["type"], whole["role"], whole["id"], whole["model"]) == ("message", "assistant", "msg_1", "m")
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
     assert whole["usage"]["cache_read_input_tokens"] == 2
@@ -77,7 +77,7 @@ def test_a_stream_is_the_message_in_the_order_of_events(
     made = generation(stream=True)
     answer = MessagesFormatter(made)
     choice, pieces = say(made, ids, finish, cuts)
-    told = events(b"".join(answer.piece(choice, piece) for piece in pieces) + answer.end())
+    told = events(b"".join(answer.format_delta(choice, piece) for piece in pieces) + answer.format_end())
     names = [event["type"] for event in told]
     deltas = [event["delta"]["text"] for event in told if event["type"] == "content_block_delta"]
     order = ["message_start", "content_block_start", *["content_block_delta"] * len(deltas), "content_block_stop"]
@@ -90,5 +90,5 @@ def test_a_stream_is_the_message_in_the_order_of_events(
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_of_this_api() -> None:
-    said = MessagesFormatter(generation(stream=True)).failed(RequestError("late", param=None, status=504))
+    said = MessagesFormatter(generation(stream=True)).format_error(RequestError("late", param=None, status=504))
     assert events(said) == [{"type": "error", "error": {"type": "timeout_error", "message": "late"}}]

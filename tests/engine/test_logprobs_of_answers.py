@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import Generation, plan_generation
+from engine.api.generation import Generation, make_generation
 from engine.api.logprobs import FLOOR
 from engine.api.params import ModelLimits
 from engine.api.response_formatters import ChatFormatter, CompletionFormatter
@@ -50,13 +50,13 @@ def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
 
 def chat(**fields: Any) -> tuple[Generation, ChatFormatter]:
     body = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], "logprobs": True, **fields}).encode())
-    generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
+    generation = make_generation(body, [PROMPT], id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
     return generation, ChatFormatter(generation, body, FACTORY)
 
 
 def completion(**fields: Any) -> tuple[Generation, CompletionFormatter]:
     body = parse_completion(json.dumps({"prompt": PROMPT, "logprobs": 3, **fields}).encode())
-    generation = plan_generation(body, [PROMPT], id="i", unique="u", model="m", limits=LIMITS, factory=FACTORY)
+    generation = make_generation(body, [PROMPT], id="i", request_prefix="u", model="m", limits=LIMITS, factory=FACTORY)
     return generation, CompletionFormatter(generation, body, FACTORY, ["abc" if body.echo else ""])
 
 
@@ -72,9 +72,9 @@ def test_a_chats_logprobs_are_those_of_the_engine(scores: list[TokenLogprobs], p
     generation, answer = chat(top_logprobs=3, prompt_logprobs=3)
     for output in outputs_of(scores, [None, *prompt]):
         piece = generation.choices[0].push(output)
-        while answer.format_slice(generation.choices[0], piece):
+        while answer.format_logprob_slice(generation.choices[0], piece):
             pass
-    told = json.loads(answer.whole())
+    told = json.loads(answer.format_response())
     assert told["choices"][0]["logprobs"]["content"] == [
         in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top]} for s in scores
     ]
@@ -104,9 +104,9 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
     for output in [lone, first, *more]:
         piece = generation.choices[0].push(output)
         if stream:
-            sent += answer.piece(generation.choices[0], piece)
+            sent += answer.format_delta(generation.choices[0], piece)
         else:
-            while answer.format_slice(generation.choices[0], piece):
+            while answer.format_logprob_slice(generation.choices[0], piece):
                 pass
     if stream:
         chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n") if event]
@@ -114,7 +114,7 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
         assert len(parts) == len(scores)
         told = {name: [value for part in parts for value in part[name]] for name in parts[0]}
     else:
-        told = json.loads(answer.whole())["choices"][0]["logprobs"]
+        told = json.loads(answer.format_response())["choices"][0]["logprobs"]
     every: list[TokenLogprobs | None] = [None, *prompt, *scores]
     tokens = [spelled(PROMPT[0] if s is None else s.token_id) for s in every]
     assert told["tokens"] == tokens

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
-from engine.api.generation import samples
+from engine.api.generation import make_sample_requests
 from engine.api.params import ModelLimits, check_params, sampling_params
 from engine.execution.sampler import Sampler
 from engine.messages import Add, Command
@@ -53,7 +53,7 @@ ASKED = st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUE
 
 def arrives(params: SamplingParams, salt: str | None = None, priority: int = 0) -> None:
     """What the check let through is read by the core as it was sent."""
-    sent = Add(samples("r", 0, [1], params, salt, priority))
+    sent = Add(make_sample_requests("r", 0, [1], params, salt, priority))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Command) == sent
 
 

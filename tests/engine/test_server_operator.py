@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.generation import plan_generation
+from engine.api.generation import make_generation
 from engine.api.params import ModelLimits
 from engine.config import ServerConfig
 from engine.http import server
@@ -174,8 +174,8 @@ def test_fewer_file_descriptors_are_fewer_connections(
 @pytest.mark.parametrize(("refused", "status"), [(True, 400), (False, 500)])
 def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, status: int) -> None:
     factory = DetokenizerFactory(build_tokenizer(300))
-    generation = plan_generation(
-        parse_completion(b'{"prompt": [5]}'), [[5]], id="i", unique="u", model="m",
+    generation = make_generation(
+        parse_completion(b'{"prompt": [5]}'), [[5]], id="i", request_prefix="u", model="m",
         limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
         constraint=Constraint(lark="start: X", param="structured_outputs.regex"),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.api.choice import new_choice
+from engine.api.choice import make_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, sampling_params
 from engine.cli import parse, serve_command, spread_names
@@ -107,7 +107,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
 
     def run(outputs: list[SequenceOutput]) -> tuple[Any, ...]:
-        choice = new_choice(0, params, FACTORY, keep=True)
+        choice = make_choice(0, params, FACTORY, keeps_text=True)
         for output in outputs:
             choice.push(output)
             if choice.finish_reason is not None:
@@ -129,7 +129,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
 
 
 def test_a_stop_token_is_counted_and_not_spoken() -> None:
-    choice = new_choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keep=True)
+    choice = make_choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keeps_text=True)
     piece = choice.push(
         SequenceOutput(request_id="r", token_ids=[70, 5], finish_reason=FinishReason.STOP, stop_token_id=5)
     )

@@ -148,7 +148,7 @@ def test_what_is_long_is_not_repeated_in_answers() -> None:
     body = {"input": "hi", "instructions": "so it goes " * (ECHOED_BYTES_MAX // 11 + 1), "tools": [TOOL]}
     reading = read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
     assert reading.asked is not None
-    assert json.loads(reading.asked.shown) == {"tools": [TOOL]}
+    assert json.loads(reading.asked.echoed_fields) == {"tools": [TOOL]}
     assert json.loads(reading.asked.messages)[0]["content"] == body["instructions"]
 
 

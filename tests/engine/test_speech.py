@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.api.choice import Choice, new_choice
+from engine.api.choice import Choice, make_choice
 from engine.api.detokenizer import _BYTE_OF, DetokenizerFactory
-from engine.api.generation import Generation, plan_generation
+from engine.api.generation import Generation, make_generation
 from engine.api.output_parser import OutputParserConfig, resolve_formats
 from engine.api.params import ModelLimits
 from engine.api.parsed_request import speech_plan
@@ -55,21 +55,21 @@ def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: 
     """An answer of these tokens, and the bytes of its stream."""
     request = parse_chat(json.dumps({**BODY, **body}).encode())
     plan = speech_plan(request, prompt, limits)
-    generation = plan_generation(
-        request, [[1, 2]], id="x", unique="u", model="m", limits=limits, factory=FACTORY, plan=plan
+    generation = make_generation(
+        request, [[1, 2]], id="x", request_prefix="u", model="m", limits=limits, factory=FACTORY, parser_config=plan
     )
     answer = ChatFormatter(generation, request, FACTORY)
     (choice,), sent = generation.choices, b""
     for output in outputs(ids, cuts, reason):
         if choice.finish_reason is None:
-            sent += answer.piece(choice, choice.push(output))
-    return generation, answer, sent + answer.end()
+            sent += answer.format_delta(choice, choice.push(output))
+    return generation, answer, sent + answer.format_end()
 
 
 def whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = FinishReason.LENGTH, prompt: str = "",
           limits: ModelLimits = LIMITS, **body: Any) -> dict[str, Any]:  # fmt: skip
     _, answer, _ = generate(ids, cuts, body, reason, prompt, limits)
-    found: dict[str, Any] = json.loads(answer.whole())
+    found: dict[str, Any] = json.loads(answer.format_response())
     return found
 
 
@@ -208,7 +208,7 @@ def test_one_call_is_told_where_more_were_not_wanted() -> None:
     for stream in (False, True):
         body = {"parallel_tool_calls": False, "stream": stream}
         _, answer, sent = generate(ids_of(CALL + CALL + "."), [3, 9, 30], body)
-        found = streamed(sent) if stream else message(json.loads(answer.whole()))
+        found = streamed(sent) if stream else message(json.loads(answer.format_response()))
         assert len(found["tool_calls"]) == 1
         assert found["content"] == "."
 
@@ -228,7 +228,7 @@ def test_stop_strings_are_looked_for_after_the_thought() -> None:
     text = "<think>a stop here</think>no stop here"
     for stream in (False, True):
         generation, answer, sent = generate(ids_of(text), list(range(40)), {"stop": ["stop"], "stream": stream})
-        found = streamed(sent) if stream else message(json.loads(answer.whole()))
+        found = streamed(sent) if stream else message(json.loads(answer.format_response()))
         assert (found["reasoning"], found["content"], found["finish_reason"]) == ("a stop here", "no ", "stop")
         assert generation.choices[0].stop_reason == "stop"
     assert message(whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
@@ -261,15 +261,15 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     )
 
     def choice() -> Choice:
-        return new_choice(0, SamplingParams(stop=stops), FACTORY, keep=True, plan=plan)
+        return make_choice(0, SamplingParams(stop=stops), FACTORY, keeps_text=True, parser_config=plan)
 
     def tell(one: Choice, tokens: list[int]) -> tuple[Any, ...]:
         for output in outputs(tokens, list(range(1, len(tokens))), FinishReason.LENGTH):
             if one.finish_reason is None:
                 one.push(output)
         return (
-            one.text, one.thought, [(c.name, c.arguments) for c in one.calls], one.finish_reason,
-            one.completion_tokens, one.thought_tokens,
+            one.text, one.reasoning, [(c.name, c.arguments) for c in one.tool_calls], one.finish_reason,
+            one.completion_tokens, one.reasoning_tokens,
         )  # fmt: skip
 
     first = choice()
@@ -278,23 +278,23 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
             first.push(SequenceOutput(request_id="r", token_ids=[token]))
     if first.finish_reason is not None:
         return
-    begun = (first.text, first.thought, [[c.name, c.arguments] for c in first.calls])
+    begun = (first.text, first.reasoning, [[c.name, c.arguments] for c in first.tool_calls])
     second = choice()
-    second.keep = False
-    second.go_on(ids[:at])
+    second.keeps_text = False
+    second.resume(ids[:at])
     text, thought, calls = begun
     for output in outputs(ids[at:], list(range(1, len(ids) - at)), FinishReason.LENGTH):
         if second.finish_reason is None:
             piece = second.push(output)
-            text, thought = text + piece.text, thought + piece.thought
-            for call in piece.calls:
+            text, thought = text + piece.text, thought + piece.reasoning
+            for call in piece.tool_calls:
                 if call.name is not None:
                     assert call.index == len(calls)
                     calls.append([call.name, ""])
                 calls[call.index][1] += call.arguments
     assert (
         text, thought, [tuple(call) for call in calls], second.finish_reason, second.completion_tokens,
-        second.thought_tokens,
+        second.reasoning_tokens,
     ) == tell(choice(), ids)  # fmt: skip
 
 
@@ -312,16 +312,18 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         ids = tokenizer.encode(text).ids
         plan = OutputParserConfig(reasoning_format="mistral", initial_state="before", call_format="mistral")
         for skips in (True, False):
-            one = new_choice(0, SamplingParams(), factory, keep=True, skip_special_tokens=skips, plan=plan)
+            one = make_choice(
+                0, SamplingParams(), factory, keeps_text=True, skip_special_tokens=skips, parser_config=plan
+            )
             for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
                 one.push(output)
-            assert [(call.name, call.arguments) for call in one.calls] == [("now", "{}")]
-            assert [len(call.id or "") for call in one.calls] == [9]
+            assert [(call.name, call.arguments) for call in one.tool_calls] == [("now", "{}")]
+            assert [len(call.id or "") for call in one.tool_calls] == [9]
             if skips:
-                assert (one.thought, one.text) == ("why", "Well")
+                assert (one.reasoning, one.text) == ("why", "Well")
             else:
                 assert one.text == "<s>[THINK]why[/THINK]Well<s>"
-        plain = new_choice(0, SamplingParams(), factory, keep=True)
+        plain = make_choice(0, SamplingParams(), factory, keeps_text=True)
         plain.push(outputs(ids, [], FinishReason.LENGTH)[0])
         assert plain.text == "whyWellnow{}"
 

@@ -45,8 +45,8 @@ class CallSink(Protocol):
 
 
 class CallReader:
-    """`status`: how far the call was read; `has_begun`: the sink has the call's name; `is_emitted`: the sink has what the
-    last `read` took, so that it need not be text again."""
+    """`status`: how far the call was read; `has_begun`: the sink has the call's name; `is_emitted`: the sink has what
+    the last `read` took, so that it need not be text again."""
 
     def __init__(self, sink: CallSink) -> None:
         self._sink = sink
