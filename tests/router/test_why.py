@@ -114,7 +114,7 @@ class Fleet:
         if announce:
             self.store(decision.worker, [*ids, *said][:-1], route.scope)
         usage = ReportedUsage(len(ids), reported(decision.predicted_cached_tokens), len(said))
-        self.core.finished(route.request_id, usage, self.now + 0.5)
+        self.core.finish_request(route.request_id, usage, self.now + 0.5)
         self.analyzer.record_end(begun, usage, len(said), self.now + 0.5)
         self.now += 0.5
         why = self.analyzer.why(begun)
