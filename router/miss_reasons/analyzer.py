@@ -24,7 +24,7 @@ from router.miss_reasons.attribution import (
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation
 from router.miss_reasons.prompt_history import PreviousPrompt, PromptHistory
-from router.prompting.outlined import Outline
+from router.prompting.chat_outline import Outline
 
 SHORT_KEY_TOKENS: Final = 16
 """Between the keys of a prompt's first chunk, by which one that has no more is found."""

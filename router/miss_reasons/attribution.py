@@ -14,7 +14,7 @@ from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
 from router.miss_reasons.prompt_history import PreviousPrompt
-from router.prompting.outlined import Outline
+from router.prompting.chat_outline import Outline
 
 BLOCK_TOKENS: Final = 16
 """Where a worker does not tell."""

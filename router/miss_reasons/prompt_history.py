@@ -14,7 +14,7 @@ from typing import Final
 
 from router.index.protocol import Scope
 from router.miss_reasons.differences import is_dialogue, is_side_request, message_digests, unpack_words
-from router.prompting.outlined import WORDS, Outline
+from router.prompting.chat_outline import FINGERPRINT_FIELDS, Outline
 
 BRANCHES_MAX: Final = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -58,7 +58,7 @@ class PreviousPrompt:
     @property
     def message_count(self) -> int:
         """How many it had."""
-        return 0 if self.outline is None else self.outline.total
+        return 0 if self.outline is None else self.outline.message_count
 
     @property
     def cacheable_tokens(self) -> int:
@@ -209,7 +209,7 @@ def _share_message(outline: Outline | None, previous: PreviousPrompt, session: s
     if outline is None or previous.outline is None:
         return False
     new_words, old_words = unpack_words(outline), unpack_words(previous.outline)
-    for offset in range(0, min(len(new_words), len(old_words)), WORDS):
+    for offset in range(0, min(len(new_words), len(old_words)), FINGERPRINT_FIELDS):
         if new_words[offset + 2] == old_words[offset + 2] and (
             (session is not None or is_dialogue(new_words[offset + 3]))
             and (previous.session is not None or is_dialogue(old_words[offset + 3]))

@@ -79,7 +79,7 @@ class CachedConversation(msgspec.Struct, eq=False):
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
     message_fingerprints: bytes
-    """Fingerprints of the messages up to the last checkpoint, as router/prompting/outlined.py has them."""
+    """Fingerprints of the messages up to the last checkpoint, as router/prompting/chat_outline.py has them."""
     tool_fingerprints: bytes
     """Fingerprints of the tools, which `template_digest` covers too."""
     options_digest: int

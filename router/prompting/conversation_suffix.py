@@ -23,6 +23,7 @@ from prompts.routing import Kind, RoutingRequest, chat_of, has_media, read_routi
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
+from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,
@@ -31,8 +32,7 @@ from router.prompting.conversation_cache import (
     Checkpoint,
 )
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
-from router.prompting.outline import outline, words_of
-from router.prompting.outlined import MESSAGE_BYTES, Outline
+from router.prompting.outline import fingerprint_messages, outline_chat
 
 SUFFIX_BYTES_MAX, SUFFIX_OBJECTS_MAX = 256 << 10, 2048
 """Bounds on a suffix: decoding and rendering so much keeps nobody waiting."""
@@ -109,9 +109,9 @@ class SuffixResult:
 
     @property
     def new_fingerprints(self) -> bytes:
-        """Fingerprints of the new messages, as router/prompting/outlined.py has them."""
+        """Fingerprints of the new messages, as router/prompting/chat_outline.py has them."""
         if self._new_fingerprints is None:
-            self._new_fingerprints = words_of(self.suffix.new_messages)
+            self._new_fingerprints = fingerprint_messages(self.suffix.new_messages)
         return self._new_fingerprints
 
     def outline(self) -> Outline | None:
@@ -120,7 +120,8 @@ class SuffixResult:
         if request.source is not None and _depends_on_template(request):
             return None
         return Outline(
-            conversation.message_fingerprints[: MESSAGE_BYTES * self.checkpoint.message_count] + self.new_fingerprints,
+            conversation.message_fingerprints[: FINGERPRINT_BYTES * self.checkpoint.message_count]
+            + self.new_fingerprints,
             conversation.tool_fingerprints,
             conversation.options_digest,
         )
@@ -190,7 +191,7 @@ def cache_conversation(
         return None
     if _depends_on_template(request):
         return None
-    chat_outline, messages, checkpoints = outline(request), chat.messages, list[Checkpoint]()
+    chat_outline, messages, checkpoints = outline_chat(request), chat.messages, list[Checkpoint]()
     first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
     if chat_outline is None or _has_developer_message(messages):
         return None
@@ -229,7 +230,7 @@ def cache_conversation(
             )
     if not checkpoints:
         return None
-    message_fingerprints = chat_outline.messages[: MESSAGE_BYTES * checkpoints[-1].message_count]
+    message_fingerprints = chat_outline.messages[: FINGERPRINT_BYTES * checkpoints[-1].message_count]
     token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     assert tokenizer.chat_template is not None
     return CachedConversation(
@@ -240,7 +241,7 @@ def cache_conversation(
         messages[: first + 1],
         message_fingerprints,
         chat_outline.tools,
-        chat_outline.flags,
+        chat_outline.options_digest,
         checkpoints,
         body,
         token_ids,
@@ -299,8 +300,8 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
     if new_checkpoint is None:
         return None
     message_fingerprints = (
-        conversation.message_fingerprints[: MESSAGE_BYTES * checkpoint.message_count]
-        + result.new_fingerprints[: MESSAGE_BYTES * new_count]
+        conversation.message_fingerprints[: FINGERPRINT_BYTES * checkpoint.message_count]
+        + result.new_fingerprints[: FINGERPRINT_BYTES * new_count]
     )
     if not _starts_with_tail(
         tokenizer, result.suffix_text, checkpoint.tail_text

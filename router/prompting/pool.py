@@ -23,6 +23,7 @@ from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
+from router.prompting.chat_outline import Outline
 from router.prompting.config import PoolConfig
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_suffix import cache_conversation, is_cacheable
@@ -38,8 +39,7 @@ from router.prompting.encode import (
 )
 from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.media import MediaPrompt, read_media
-from router.prompting.outline import outline
-from router.prompting.outlined import Outline
+from router.prompting.outline import outline_chat
 from router.prompting.turn import digest_beginning
 
 log = logging.getLogger("router")
@@ -240,7 +240,7 @@ def _make(shelf: _Shelf, order: Order) -> tuple[float, Made, str | None]:
 
 
 def _outline(shelf: _Shelf, pieces: Sequence[bytes], kind: Kind) -> Outline | None:
-    return outline(read_routing(kind, b"".join(pieces)))
+    return outline_chat(read_routing(kind, b"".join(pieces)))
 
 
 def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> Made:

@@ -9,9 +9,9 @@ import xxhash
 
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
+from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
-from router.prompting.outline import outline
-from router.prompting.outlined import Outline
+from router.prompting.outline import outline_chat
 from router.prompting.sessions import Session
 
 BEGINNING_CHARS: Final = 256
@@ -40,7 +40,7 @@ class ReadTurn:
         """Outline its messages; None where it is no chat, or they are not here."""
         if self.outliner is not None:
             return self.outliner()
-        return None if self.pieces is not None else outline(self.parsed)
+        return None if self.pieces is not None else outline_chat(self.parsed)
 
     def beginning(self) -> int:
         """Digest of what its user said first: the same in all turns of a conversation without a name."""

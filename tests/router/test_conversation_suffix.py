@@ -25,7 +25,7 @@ from router.prompting.conversation_cache import (
     ConversationCache,
 )
 from router.prompting.encode import cut, read_prompt
-from router.prompting.outline import outline
+from router.prompting.outline import outline_chat
 from router.prompting.pool import Order, _made
 from tests.prompts import chat_templates
 
@@ -207,7 +207,7 @@ def check_same(returned: conversation_suffix.SuffixResult, parsed: RoutingReques
         if name not in ("messages", "source"):
             assert getattr(returned.request, name) == getattr(parsed, name), name
     assert returned.outline() == (
-        None if conversation_suffix._depends_on_template(returned.suffix.request) else outline(parsed)
+        None if conversation_suffix._depends_on_template(returned.suffix.request) else outline_chat(parsed)
     )
     assert returned.token_ids[: returned.reused_tokens] == returned.conversation.token_ids[: returned.reused_tokens]
 

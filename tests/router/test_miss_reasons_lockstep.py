@@ -20,7 +20,7 @@ from router.miss_reasons.analyzer import MissAnalyzer, Prompt
 from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
-from router.prompting.outlined import Outline
+from router.prompting.chat_outline import Outline
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16

@@ -31,8 +31,8 @@ from router.miss_reasons.attribution import RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
-from router.prompting.outline import _message, outline, words_of
-from router.prompting.outlined import THINKS, Outline
+from router.prompting.chat_outline import HAS_THOUGHTS, Outline
+from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
 from router.prompting.turn import digest_beginning
 
 BLOCK = 16
@@ -130,7 +130,7 @@ class Fleet:
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         short = route.session is None and self.analyzer.needs_short_keys(keys)
         return Prompt(
-            route.request_id, ids, route.scope, outline(parsed), route.session, route.parent, keys,
+            route.request_id, ids, route.scope, outline_chat(parsed), route.session, route.parent, keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
             digest_beginning(parsed) if route.session is None else None, route.is_final,
         )  # fmt: skip
@@ -470,22 +470,22 @@ def test_a_body_whose_chat_hangs_on_the_template_is_outlined_all_the_same(more: 
     """Claude Code puts system messages between the others: each of its turns was called edited."""
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
     body = json.dumps({"model": "m", "max_tokens": 5, "system": "s", "messages": messages[: 1 if more else 3], **more})
-    made = outline(parse_routing("/v1/messages", body.encode()))
+    made = outline_chat(parse_routing("/v1/messages", body.encode()))
     assert made is not None
-    assert made.total == (2 if more else 4)
+    assert made.message_count == (2 if more else 4)
 
 
 def test_a_system_message_that_the_template_put_first_is_named(tokenizer: Tokenizer) -> None:
     fleet = Fleet(tokenizer, random.Random(7))
     one = Conversation(fleet)
     body = one.body
-    before, after = (outline(parse_routing("/v1/chat/completions", json.dumps(sent).encode())) for sent in (
+    before, after = (outline_chat(parse_routing("/v1/chat/completions", json.dumps(sent).encode())) for sent in (
         body, {**body, "messages": [*body["messages"], {"role": "assistant", "content": "Yes."},
                                     {"role": "system", "content": "Now this."}, {"role": "user", "content": "Go on."}]},
     ))  # fmt: skip
     assert before is not None
     assert after is not None
-    assert find_added_system_prompt(before, after) == before.total + 1
+    assert find_added_system_prompt(before, after) == before.message_count + 1
     assert find_added_system_prompt(before, before) is None
 
 
@@ -537,25 +537,25 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
         body = {"model": "m", "max_tokens": 5, "messages": turns, "system": "s"}
         if path == "/v1/responses":
             body = {"model": "m", "input": turns, "instructions": "s"}
-        found = outline(parse_routing(path, json.dumps(body).encode()))
+        found = outline_chat(parse_routing(path, json.dumps(body).encode()))
         assert found is not None
         return found
 
     old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
-    assert old.total == 4
+    assert old.message_count == 4
     assert classify_difference(old, new, 0.6) == ("edited", 2)
 
 
 @pytest.mark.parametrize("content", ["", "Hello.", "Grüße, 世界 😀", "half \ud83d of a pair", "x" * 5000])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "nobody"])
 def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, content: str) -> None:
-    plain = array("I", words_of([{"role": role, "content": content}]))
-    in_parts = array("I", words_of([{"role": role, "content": [{"type": "text", "text": content}]}]))
+    plain = array("I", fingerprint_messages([{"role": role, "content": content}]))
+    in_parts = array("I", fingerprint_messages([{"role": role, "content": [{"type": "text", "text": content}]}]))
     assert plain == in_parts
     assert plain[4] == len(content)
-    thought = array("I", words_of([{"role": role, "content": f"<think>so</think>{content}"}]))
+    thought = array("I", fingerprint_messages([{"role": role, "content": f"<think>so</think>{content}"}]))
     assert thought[0] != thought[2] == plain[2]
-    assert thought[3] == plain[3] | THINKS
+    assert thought[3] == plain[3] | HAS_THOUGHTS
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -574,7 +574,7 @@ def test_marks_are_seen_wherever_they_stand(seed: int) -> None:
     ]
     text = "".join(rng.choice([*pieces, "a" * rng.randrange(40), "ü"]) for _ in range(rng.randrange(12)))
     message = {"role": rng.choice(["system", "user"]), "content": text[rng.randrange(4) :]}
-    assert array("I", words_of([message])).tolist() == list(_message(message))
+    assert array("I", fingerprint_messages([message])).tolist() == list(_fingerprint_message(message))
 
 
 @pytest.mark.parametrize(("repeats", "words"), [(8, 12), (200, 300), (80, 4), (200, 4)])

@@ -19,7 +19,7 @@ from router.miss_reasons.analyzer import Prompt
 from router.miss_reasons.attribution import MissContext, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
-from router.prompting.outlined import Outline
+from router.prompting.chat_outline import Outline
 
 Message = tuple[int, int, int, int, int]
 SYSTEM, USER, ASSISTANT = 0, 1, 2
@@ -374,7 +374,7 @@ def difference(before: Outline, after: Outline, share: float) -> tuple[str, int 
         return how_changed(old, new, at), at
     if len(new) < len(old):
         return "truncated", len(new)
-    if before.flags != after.flags:
+    if before.options_digest != after.options_digest:
         return "template_flag", None
     asked = max((at for at, one in enumerate(old) if one[3] & 7 == USER), default=-1)
     thoughts = [at for at, one in enumerate(old) if at > asked and one[3] & THINKS]

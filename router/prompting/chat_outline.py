@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-WORDS: Final = 5
-"""Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
-WORD_BYTES: Final = 4
-MESSAGE_BYTES: Final = WORDS * WORD_BYTES
-ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
+FINGERPRINT_FIELDS: Final = 5
+"""Numbers of a message: digests as sent, of normalised JSON, and of that without thoughts and billing lines; kind bits;
+length."""
+FIELD_BYTES: Final = 4
+FINGERPRINT_BYTES: Final = FINGERPRINT_FIELDS * FIELD_BYTES
+ROLE_BITS, HAS_THOUGHTS, HAS_BILLING_LINE, HAS_TOOL_CALLS = 7, 8, 16, 32
 """Bits of what a message is: its role (system 0, user 1, assistant 2, tool 3, another 4), whether it has thoughts, a
 billing line, calls of tools."""
 
@@ -17,13 +18,13 @@ class Outline(NamedTuple):
     """Digests of all messages of a chat. Numbers are of 32 bits without a sign, as this machine has them."""
 
     messages: bytes
-    """WORDS numbers each."""
+    """FINGERPRINT_FIELDS numbers each."""
     tools: bytes = b""
     """Two numbers each: a tool as sent, and normalised."""
-    flags: int = 0
-    """What else the template is told."""
+    options_digest: int = 0
+    """Digest of the template's inputs besides messages and tools."""
 
     @property
-    def total(self) -> int:
+    def message_count(self) -> int:
         """Number of messages."""
-        return len(self.messages) // MESSAGE_BYTES
+        return len(self.messages) // FINGERPRINT_BYTES
