@@ -381,7 +381,7 @@ def elsewhere(fleet: Fleet) -> Planted:
         fleet.core.route(busy, fleet.now)
     why = one.send(gap=0.01)
     for number in range(30):
-        fleet.core.aborted(f"busy{number}", fleet.now)
+        fleet.core.abort_request(f"busy{number}", fleet.now)
     part = next(part for part in why.uncached_ranges if part.reason == "cached_elsewhere")
     assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
     assert part.best_ttft_s is not None
