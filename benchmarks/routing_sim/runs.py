@@ -114,7 +114,7 @@ EXTRA: dict[str, Factory] = {
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
 it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
+    "rest": lambda: patch.object(Target, "step_wait_seconds", lambda self, now: 0.0),
     "hot": lambda: patch.object(CacheState, "shared_prefix", lambda *of: (0, 0.0)),
     "stall": lambda: patch.object(KvCost, "decode_stall_seconds", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),

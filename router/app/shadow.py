@@ -223,7 +223,7 @@ class ShadowProcess(RouterProcess):
             if steps is not None:
                 known = asdict(steps)
                 del known["load_s_per_token"]
-                target.teach(ServiceModel(**known))
+                target.set_service_model(ServiceModel(**known))
 
     def _compare_here(self) -> None:
         """At the end."""

@@ -94,18 +94,18 @@ class CacheState:
     # Targets -----------------------------------------------------------------------------------------------------
     def join(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
-        if target.held_chunks is None:
-            target.held_chunks = self._index.tally()
+        if target.running_chunks is None:
+            target.running_chunks = self._index.tally()
         tokens = spec.cache_tokens
-        target.capacity_tokens = target.seen_tokens if tokens is None else tokens // spec.ranks
+        target.capacity_tokens = target.observed_capacity_tokens if tokens is None else tokens // spec.ranks
         target.refresh()
         below = (spec.host_tokens or 0) // spec.ranks
         self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + below)
         if spec.seats is not None:
-            target.seats, target.seats_told = spec.seats, True
+            target.seats, target.has_reported_seats = spec.seats, True
         if target.shortest_first is not spec.shortest_first:
             target.shortest_first = spec.shortest_first
-            target.requeue()
+            target.refresh_queue()
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = ApproximateCache((tokens or HISTORY_TOKENS) // spec.ranks)
 
@@ -228,17 +228,17 @@ class CacheState:
 
     def _hold(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
-        assert target.held_chunks is not None
-        self._share(target, self._running_chunks.enter(keys, target.held_chunks, self._copies, now))
+        assert target.running_chunks is not None
+        self._share(target, self._running_chunks.enter(keys, target.running_chunks, self._copies, now))
 
     def _release(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
-        assert target.held_chunks is not None
-        self._share(target, -self._running_chunks.leave(keys, target.held_chunks, self._copies))
+        assert target.running_chunks is not None
+        self._share(target, -self._running_chunks.leave(keys, target.running_chunks, self._copies))
 
     def _share(self, target: Target, chunks: int) -> None:
         target.shared_tokens += self._chunk_tokens * chunks
-        target.room_tokens += self._chunk_tokens * chunks
+        target.free_tokens += self._chunk_tokens * chunks
 
     def shared_prefix(
         self, prompt: PromptQuery, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
@@ -265,9 +265,9 @@ class CacheState:
     def memory_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        held, chunk = target.held_chunks, self._chunk_tokens
+        held, chunk = target.running_chunks, self._chunk_tokens
         there = 0 if held is None else held.leading(prompt.keys(chunk), 1)
-        over = needed_tokens - target.room_tokens - chunk * there
+        over = needed_tokens - target.free_tokens - chunk * there
         capacity = target.capacity_tokens
         if capacity is None or over <= 0.0:
             return 0.0
@@ -290,13 +290,13 @@ class CacheState:
         assert set(self._pins) <= live
         assert set(self._running) <= live
         for target, _, _ in self._running.values():
-            assert target.held_chunks is not None
-            beside = sum(count - 1 for count in target.held_chunks.counts().values())
+            assert target.running_chunks is not None
+            beside = sum(count - 1 for count in target.running_chunks.counts().values())
             assert target.shared_tokens == self._chunk_tokens * beside
         running = Counter(key for _, keys, _ in self._running.values() for key in keys)
         assert self._running_chunks.counts() == running
         holders = {target for target, _, _ in self._running.values()}  # a name may come back
-        held = [target.held_chunks.counts() for target in holders if target.held_chunks is not None]
+        held = [target.running_chunks.counts() for target in holders if target.running_chunks is not None]
         assert self._copies.counts() == Counter(key for chunks in held for key in chunks)
         self.working_sets.check_invariants()
 

@@ -66,7 +66,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
     @property
     def charge_s(self) -> float:
         """What it takes of the workers: its prefill, and what its answer adds to steps that run anyway."""
-        return self.prefill_s + self.target.added_seconds(self.cost.prompt_tokens, self.cost.expected_tokens)
+        return self.prefill_s + self.target.added_decode_seconds(self.cost.prompt_tokens, self.cost.expected_tokens)
 
     def earliest(self) -> tuple[int, float]:
         """(candidate, seconds to its first token there) of the one that is predicted to begin first."""
@@ -196,10 +196,10 @@ class Chooser:
         if prompt is not None:
             needed_tokens, steps_s, alone_s, requests = prompt.tokens + 0.5 * expected_tokens, 0.0, 0.0, 0.0
             for i, target in enumerate(targets):
-                steps_s += target.step_now_s
-                alone_s += target.alone_s
+                steps_s += target.step_s
+                alone_s += target.single_step_s
                 requests += target.requests
-                if target.room_tokens < needed_tokens:
+                if target.free_tokens < needed_tokens:
                     cost.memory_s[i] = self._cache_state.memory_seconds(prompt, target, needed_tokens)
             lifetime_s = expected_tokens * steps_s / len(targets)
             delay = (1.0 + cost.congestion) * (max(1.0, steps_s / alone_s) if alone_s > 0.0 else 1.0)

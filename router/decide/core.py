@@ -154,15 +154,15 @@ class RouterCore:
         """The load that a worker told, or not, of each rank; `in_flight`: what `in_flight_by_rank` said
         when it was asked."""
         for target, load, count in zip(self.registry.targets_of(worker_id), loads, in_flight):
-            self.tracker.hear_load(target.name, load, now, sent=count)
+            self.tracker.record_engine_load(target.name, load, now, in_flight=count)
 
     def record_cache_sizes(self, sizes: Mapping[str, Sequence[int | None]]) -> None:
         """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
         has_changed = False
         for worker_id, tokens in sizes.items():
             for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
-                if target.seen_tokens != seen_tokens:
-                    target.seen_tokens = seen_tokens
+                if target.observed_capacity_tokens != seen_tokens:
+                    target.observed_capacity_tokens = seen_tokens
                     self.cache_state.join(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
@@ -209,7 +209,7 @@ class RouterCore:
         if live is None or live.decision is None:
             return []
         live.has_first_token = True
-        if self.tracker.first_token(request_id, now) is None:
+        if self.tracker.record_first_token(request_id, now) is None:
             return []
         self.registry.alive(live.decision.worker, now)
         return self._try_queued(now)
@@ -217,7 +217,7 @@ class RouterCore:
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
         load, and teaches what steps take."""
-        self.tracker.progress(request_id, output_tokens, at_s)
+        self.tracker.record_progress(request_id, output_tokens, at_s)
         live = self._active.get(request_id)
         worker = self.workers.get(live.decision.worker) if live is not None and live.decision is not None else None
         if worker is not None and at_s is not None:
@@ -233,7 +233,9 @@ class RouterCore:
         request, decision, reported = live.request, live.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
         if not is_error:
-            self._output_lengths.record(request, self.tracker.answered(request_id, reported.completion_tokens, now))
+            self._output_lengths.record(
+                request, self.tracker.record_answer(request_id, reported.completion_tokens, now)
+            )
         self._end_attempt(live, now, is_computed=not is_error, reported_cached=reported.cached_tokens)
         self._end_session(request)
         self.registry.alive(decision.worker, now)
@@ -451,7 +453,7 @@ class RouterCore:
         live.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
         target = choice.target
         self._chooser.rotate()
-        self.tracker.route(
+        self.tracker.add_request(
             request.request_id,
             target,
             prompt_tokens=request.prompt_tokens,
@@ -518,7 +520,7 @@ class RouterCore:
         instructions: list[Instruction] = []
         queued_ahead_s: dict[str, float] = {}
         for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
-            if not self.tracker.any_free(config.enqueue_above_s, now):
+            if not self.tracker.has_free_target(config.enqueue_above_s, now):
                 break
             live = self._active[request_id]
             instruction = self._forget_refused(live, self._place(live, now, queued_ahead_s=queued_ahead_s))
@@ -582,7 +584,7 @@ class RouterCore:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = live.request
         self._background_targets.pop(request.request_id, None)
-        self.tracker.end(request.request_id, now, computed=is_computed, reported_cached=reported_cached)
+        self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
         over = request.session if request.is_final else None
         self.cache_state.ended(request.request_id, now, computed=is_computed, over=over)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None

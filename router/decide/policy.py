@@ -96,21 +96,21 @@ class KvCost:
         utilisation, work_rate, arrival_rate, shortest = 0.0, 0.0, 0.0, math.inf
         waits: list[float] = []
         self.waits = waits
-        self.step_waits = [target.rest_seconds(now) for target in targets]
+        self.step_waits = [target.step_wait_seconds(now) for target in targets]
         for target in targets:
             wait_s = target.waiting_s
             if wait_s:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slowdown
+                progress = (now - target.busy_since_s - target.lead_share * target.step_s) / target.slowdown
                 if progress > 0.0:
-                    remaining_s, overdue_s = target.oldest_s - progress, target.OVERDUE_SHARE * progress
-                    wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_s
+                    remaining_s, overdue_s = target.oldest_prefill_s - progress, target.OVERDUE_SHARE * progress
+                    wait_s += (remaining_s if remaining_s > overdue_s else overdue_s) - target.oldest_prefill_s
             waits.append(wait_s)
             if wait_s * target.slowdown < shortest:
                 shortest = wait_s * target.slowdown
             work_rate += target.utilisation_scaled
             arrival_rate += target.arrivals_scaled
-            if target.peer is not None:
-                utilisation += target.peer.utilisation
+            if target.peer_load is not None:
+                utilisation += target.peer_load.utilisation
         count = len(targets)
         if pool is not None:
             utilisation, work_rate, arrival_rate, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
@@ -140,25 +140,25 @@ class KvCost:
             if cached < shared_prefix:
                 shared_prefill_s = target.prefill_seconds(shared_prefix, cached)
                 prefill_s -= shared_discount * shared_prefill_s
-                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.sharers
+                stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.concurrent_requests
             cost = prefill_weight * prefill_s + wait_s
             if wait_s and target.shortest_first:
                 cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, cached, wait_s)
             if queued_ahead_s is not None:
                 cost += queued_ahead_s[i]
             cost = target.slowdown * cost + utilisation_weight * target.utilisation_scaled
-            if target.peer is not None:
-                cost += config.utilisation_weight * target.peer.utilisation
+            if target.peer_load is not None:
+                cost += config.utilisation_weight * target.peer_load.utilisation
             if decode_weight:
                 context_s = target.decode_context_s * mean_context
-                decode_s = expected_tokens * (target.alone_s + context_s)
-                sharers = target.sharers
+                decode_s = expected_tokens * (target.single_step_s + context_s)
+                sharers = target.concurrent_requests
                 if sharers:
                     overlap_tokens = expected_tokens
-                    mean_remaining = target.left_mean
+                    mean_remaining = target.mean_remaining_tokens
                     if mean_remaining < expected_tokens:
                         overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
-                    decode_s += overlap_tokens * (target.sharing_s + sharers * context_s)
+                    decode_s += overlap_tokens * (target.shared_step_s + sharers * context_s)
                 cost += decode_weight * decode_s
             cost += target.seat_s + stall_s + step_waits[i]
             if memory_s:
@@ -190,7 +190,7 @@ class KvCost:
     def shortest_first_seconds(self, target: Target, cached: int, wait_s: float) -> float:
         """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
         prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
-        before_s, overtaken_count = target.place(prefill_s, wait_s)
+        before_s, overtaken_count = target.shortest_first_place(prefill_s, wait_s)
         return before_s + overtaken_count * prefill_s
 
     def tier_load_seconds(self, i: int) -> float:
@@ -203,13 +203,13 @@ class KvCost:
         prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
         queue_s, overtaken_count = self.waits[i], 0
         if target.shortest_first:
-            queue_s, overtaken_count = target.place(prefill_s, queue_s)
+            queue_s, overtaken_count = target.shortest_first_place(prefill_s, queue_s)
         queued_ahead_s = self.queued_ahead_s[i] if self.queued_ahead_s is not None else 0.0
         utilisation = target.utilisation_scaled * self.utilisation_factor
         decoding = target.decode_requests
-        if target.peer is not None:
-            utilisation += target.peer.utilisation
-            decoding += target.peer.decode_requests
+        if target.peer_load is not None:
+            utilisation += target.peer_load.utilisation
+            decoding += target.peer_load.decode_requests
         tier_load_s = self.tier_load_seconds(i)
         pressure_s = self.pressure_s[i] if self.pressure_s is not None else 0.0
         shared_prefill_s = (
@@ -217,7 +217,7 @@ class KvCost:
         )
         shared_s, stall_s = (
             self.shared_discount * shared_prefill_s,
-            self.decode_stall_seconds(shared_prefill_s) * target.sharers,
+            self.decode_stall_seconds(shared_prefill_s) * target.concurrent_requests,
         )
         overtaking_s = overtaken_count * prefill_s
         cost = target.slowdown * (
@@ -251,7 +251,7 @@ class KvCost:
             shared_s=shared_s,
             decode_stall_s=stall_s,
             external_requests=external_load.running + external_load.waiting
-            if (external_load := target.believed) is not None
+            if (external_load := target.external_load) is not None
             else 0,
             ttft_s=target.slowdown * (queue_s + queued_ahead_s + prefill_s)
             + step_wait_s
@@ -300,7 +300,9 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Fewest requests in flight, other routers' included; ties in turn."""
-    counts = [t.requests + (t.peer.prefill_requests + t.peer.decode_requests if t.peer else 0) for t in targets]
+    counts = [
+        t.requests + (t.peer_load.prefill_requests + t.peer_load.decode_requests if t.peer_load else 0) for t in targets
+    ]
     fewest = min(counts)
     ties = [i for i, count in enumerate(counts) if count == fewest]
     return ties[rotation % len(ties)]

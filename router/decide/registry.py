@@ -93,7 +93,7 @@ class WorkerRegistry:
         self.down = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
         self._orders.clear()
-        self._tracker.orders.clear()
+        self._tracker.load_orders.clear()
         self._models = None
 
     def alive(self, worker_id: str, now: float) -> None:
@@ -174,7 +174,7 @@ class WorkerRegistry:
         order = self._orders.get(key)
         if order is None:
             order = self._orders[key] = LoadOrder(candidates, self._tracker.cost, factor)
-            self._tracker.orders.append(order)
+            self._tracker.load_orders.append(order)
         order.renew(factor)
         return order
 
@@ -332,7 +332,12 @@ class CoreSnapshot:
 
 def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service, peer, claims, others = target.service, target.peer, target.claims, target.others()
+    service, peer, reported, external = (
+        target.service,
+        target.peer_load,
+        target.reported_load,
+        target.external_peer_load(),
+    )
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,
@@ -344,10 +349,10 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefills),
         decoding=target.decode_requests,
-        peer_prefilling=(peer.prefill_requests if peer else 0) - (others.prefill_requests if others else 0),
-        peer_decoding=(peer.decode_requests if peer else 0) - (others.decode_requests if others else 0),
-        engine_load=claims.load if claims is not None else None,
-        external_requests=others.prefill_requests + others.decode_requests if others else 0,
+        peer_prefilling=(peer.prefill_requests if peer else 0) - (external.prefill_requests if external else 0),
+        peer_decoding=(peer.decode_requests if peer else 0) - (external.decode_requests if external else 0),
+        engine_load=reported.latest if reported is not None else None,
+        external_requests=external.prefill_requests + external.decode_requests if external else 0,
         cache_tokens=target.capacity_tokens,
         prefill_order="shortest" if target.shortest_first else "arrival",
         queue_s=target.queue_s(now),

@@ -3,10 +3,9 @@
 Only what others have there counts: sequences, and tokens in its KV memory, beyond what this router and its peers sent,
 in two looks running. So an engine that says too little, or nothing, changes nothing. One that says too much is found
 out by those who are served there, the next request first: each first token and each answer is compared with what was to
-be expected with and without the claim, and after DOUBTS answers against it a claim counts no longer, until as many
-speak for it. Where a claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one
-`ReportedLoad` a target.
-"""
+be expected with and without the report, and after DISTRUST_MISMATCHES answers against it a report counts no longer,
+until as many speak for it. Where a report keeps everybody away, a request is sent to find out. Pure; the tracker keeps
+one `ReportedLoad` a target."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-DOUBTS, DOUBTS_MAX = 3, 6
-TELLING, TELLING_S = 1.3, 0.02
+DISTRUST_MISMATCHES, MISMATCHES_MAX = 3, 6
+DISTINCT_RATIO, DISTINCT_S = 1.3, 0.02
 """Expectations are told apart that differ by more than the factor and the seconds."""
 VALID_S: Final = 15.0
 """What was said longer ago counts no longer."""
-PROBE_S, PROBES = 4.0, 5
-"""A claim that is new, or that nobody was sent to test for so long, is tested by the next request; after each that
+TEST_INTERVAL_S, TEST_DOUBLINGS_MAX = 4.0, 5
+"""A report that is new, or that nobody was sent to test for so long, is tested by the next request; after each that
 found it true, up to so many, twice as long."""
-USAGE_DOUBT: Final = 0.05
+USAGE_TOLERANCE: Final = 0.05
 """Share of the KV memory that books and engine may differ by: blocks that are not full, answers not yet counted."""
 
 
@@ -44,88 +43,101 @@ class ExternalLoad:
 
     running: int = 0
     waiting: int = 0
-    held_tokens: int = 0
+    kv_tokens: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.running or self.waiting or self.held_tokens)
+        return bool(self.running or self.waiting or self.kv_tokens)
 
-    def and_before(self, before: ExternalLoad) -> ExternalLoad:
+    def agree_with(self, previous: ExternalLoad) -> ExternalLoad:
         """What two looks agree on."""
         return ExternalLoad(
-            min(self.running, before.running),
-            min(self.waiting, before.waiting),
-            min(self.held_tokens, before.held_tokens),
+            min(self.running, previous.running),
+            min(self.waiting, previous.waiting),
+            min(self.kv_tokens, previous.kv_tokens),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadExpectation:
-    """What was to be expected of a request without the claim, and with it: seconds to the first token, and of a step
-    what the claim adds to it."""
+    """What was to be expected of a request without the reported load, and with it: seconds to the first token, and of a
+    step what the reported load adds to it."""
 
-    without_s: float
-    with_s: float
-    step_more_s: float
+    own_only_s: float
+    with_external_s: float
+    added_step_s: float
 
 
 @dataclass(slots=True)
 class ReportedLoad:
     """What one target's engine says, and what came of it."""
 
-    load: EngineLoad | None = None
+    latest: EngineLoad | None = None
     """As it was said last."""
-    claim: ExternalLoad = ExternalLoad()
-    doubts: int = 0
-    testing: bool = False
+    external: ExternalLoad = ExternalLoad()
+    mismatches: int = 0
+    is_testing: bool = False
     """The next request is placed as if nothing had been claimed."""
-    heard_s: float = -math.inf
-    _found_true: int = 0
+    reported_s: float = -math.inf
+    _confirmations: int = 0
     """Times in a row."""
-    _seen: ExternalLoad = ExternalLoad()
+    _latest_external: ExternalLoad = ExternalLoad()
     """By the last look alone."""
     _tested_s: float = -math.inf
 
     @property
-    def believed(self) -> ExternalLoad | None:
+    def trusted_external(self) -> ExternalLoad | None:
         """What counts now."""
-        return self.claim if self.claim and self.doubts < DOUBTS and not self.testing else None
+        return (
+            self.external if self.external and self.mismatches < DISTRUST_MISMATCHES and not self.is_testing else None
+        )
 
-    def hear(
-        self, load: EngineLoad | None, now: float, *, sent: int, seats: int, held_tokens: int, capacity: int | None
+    def update(
+        self, load: EngineLoad | None, now: float, *, in_flight: int, seats: int, kv_tokens: int, capacity: int | None
     ) -> None:
-        """It was looked at (`load` is None: in vain). `sent`: the most requests that it may have had of ours meanwhile;
-        `held_tokens`: what those hold."""
+        """It was looked at (`load` is None: in vain). `in_flight`: the most requests that it may have had of ours
+        meanwhile; `kv_tokens`: what those hold."""
         if load is None:
-            if now - self.heard_s > VALID_S:
-                self.load, self.claim, self._seen, self.testing = None, ExternalLoad(), ExternalLoad(), False
+            if now - self.reported_s > VALID_S:
+                self.latest, self.external, self._latest_external, self.is_testing = (
+                    None,
+                    ExternalLoad(),
+                    ExternalLoad(),
+                    False,
+                )
             return
-        others = max(load.running + load.waiting - sent, 0)
-        waiting = min(load.waiting, others)
-        held = 0
+        external_requests = max(load.running + load.waiting - in_flight, 0)
+        waiting = min(load.waiting, external_requests)
+        external_tokens = 0
         if capacity is not None and load.usage is not None:
-            held = max(int((load.usage - USAGE_DOUBT) * capacity) - held_tokens, 0)
+            external_tokens = max(int((load.usage - USAGE_TOLERANCE) * capacity) - kv_tokens, 0)
         # Nobody runs more than his seats: who says so is taken to be full.
-        seen = ExternalLoad(min(others - waiting, max(seats - min(sent, seats), 0)), min(waiting, 2 * seats), held)
-        began = not self.claim
-        self.claim = seen.and_before(self._seen) if now - self.heard_s <= VALID_S else ExternalLoad()
-        self.load, self._seen, self.heard_s = load, seen, now
-        if not self.claim:
-            self.testing = False
-        elif began or now - self._tested_s >= PROBE_S * 2**self._found_true:
-            self.testing = True
+        external = ExternalLoad(
+            min(external_requests - waiting, max(seats - min(in_flight, seats), 0)),
+            min(waiting, 2 * seats),
+            external_tokens,
+        )
+        is_new = not self.external
+        self.external = (
+            external.agree_with(self._latest_external) if now - self.reported_s <= VALID_S else ExternalLoad()
+        )
+        self.latest, self._latest_external, self.reported_s = load, external, now
+        if not self.external:
+            self.is_testing = False
+        elif is_new or now - self._tested_s >= TEST_INTERVAL_S * 2**self._confirmations:
+            self.is_testing = True
 
-    def sent(self, now: float) -> None:
+    def start_test(self, now: float) -> None:
         """A request goes there: what comes of it will tell."""
-        self._tested_s, self.testing = now, False
+        self._tested_s, self.is_testing = now, False
 
-    def served(self, seconds: float, without_s: float, with_s: float) -> None:
-        """Something took so long that was to take `without_s`, or `with_s` where the claim is true."""
-        if with_s < TELLING * without_s + TELLING_S:
+    def record_wait(self, seconds: float, own_only_s: float, with_external_s: float) -> None:
+        """Something took so long that was to take `own_only_s`, or `with_external_s` where the report is true."""
+        if with_external_s < DISTINCT_RATIO * own_only_s + DISTINCT_S:
             return
-        if seconds * seconds > without_s * with_s:
-            self.doubts = max(self.doubts - 1, 0)
-            self._found_true = min(self._found_true + 1, PROBES)
+        if seconds * seconds > own_only_s * with_external_s:
+            self.mismatches = max(self.mismatches - 1, 0)
+            self._confirmations = min(self._confirmations + 1, TEST_DOUBLINGS_MAX)
         else:
-            self._found_true = 0
-            self.doubts = min(self.doubts + 1, DOUBTS_MAX)
-            self.testing = bool(self.claim)
+            self._confirmations = 0
+            self.mismatches = min(self.mismatches + 1, MISMATCHES_MAX)
+            self.is_testing = bool(self.external)

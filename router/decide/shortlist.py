@@ -128,18 +128,18 @@ class LoadOrder:
         prompt, answer = int(self.typical.prompt), self.typical.answer
         computed = int(self.typical.computed)
         prefill_s = target.prefill_seconds(prompt, prompt - computed)
-        wait_s = target.waiting_s - 0.5 * target.oldest_s
+        wait_s = target.waiting_s - 0.5 * target.oldest_prefill_s
         if target.shortest_first:
-            before_s, later = target.place(prefill_s, wait_s)
+            before_s, later = target.shortest_first_place(prefill_s, wait_s)
             wait_s = before_s + later * prefill_s
         key = target.slowdown * (wait_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
-        if target.sharers:
-            key += 0.5 * target.step_now_s
-        if target.peer is not None:
-            key += self._config.utilisation_weight * target.peer.utilisation
-        if target.capacity_tokens and target.room_tokens < computed:
-            key += target.drain_seconds((computed - target.room_tokens) / target.capacity_tokens)
+        if target.concurrent_requests:
+            key += 0.5 * target.step_s
+        if target.peer_load is not None:
+            key += self._config.utilisation_weight * target.peer_load.utilisation
+        if target.capacity_tokens and target.free_tokens < computed:
+            key += target.drain_seconds((computed - target.free_tokens) / target.capacity_tokens)
         return key + self._config.decode_weight * target.decode_seconds(prompt, answer)
 
     def check_invariants(self) -> None:
@@ -153,6 +153,6 @@ class LoadOrder:
 
 def _parts(target: Target) -> tuple[float, float, float, float]:
     """What it adds to the sums."""
-    peer = target.peer
+    peer = target.peer_load
     utilisation = peer.utilisation if peer is not None else 0.0
     return target.utilisation_scaled, target.arrivals_scaled, utilisation, target.requests

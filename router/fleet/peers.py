@@ -131,11 +131,11 @@ class PeerLoads:
         """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
         tracker = self._tracker
         full = self._full_at_s is None or now - self._full_at_s >= self._config.heartbeat_s
-        if not full and not tracker.touched:
+        if not full and not tracker.changed_targets:
             return None
         tracker.advance(now)
-        names = list(tracker.targets) if full else sorted(tracker.touched)
-        tracker.touched.clear()
+        names = list(tracker.targets) if full else sorted(tracker.changed_targets)
+        tracker.changed_targets.clear()
         loads = [self._load(name, now) for name in names if name in tracker.targets]
         if full:
             self._full_at_s = now
@@ -167,19 +167,19 @@ class PeerLoads:
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _shared(load, now) for load in message.loads}
-        self._tracker.set_peer(message.router, loads, full=message.full or restarted)
+        self._tracker.set_peer_loads(message.router, loads, full=message.full or restarted)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
         gone = [name for name, peer in self._peers.items() if now - peer.heard_s > self._config.expire_s]
         for name in gone:
             del self._peers[name]
-            self._tracker.set_peer(name, {})
+            self._tracker.set_peer_loads(name, {})
             self.stats.expired += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _load(self, name: str, now: float) -> TargetLoad:
-        load = self._tracker.share(self._tracker.targets[name], now)
+        load = self._tracker.own_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,
             load.prefill_s,

@@ -86,7 +86,7 @@ class Ours(Router):
             for worker in cluster.workers:
                 service = asdict(worker.service)
                 del service["load_s_per_token"]
-                self.core.tracker.targets[str(worker.number)].teach(ServiceModel(**service))
+                self.core.tracker.targets[str(worker.number)].set_service_model(ServiceModel(**service))
         cluster.at(PROGRESS_S, self._progress)
         if self.siblings:
             cluster.at(0.0, self._beat)

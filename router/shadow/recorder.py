@@ -126,7 +126,7 @@ class Recorder:
     def _cache_tokens(self, worker_id: str, told: int | None) -> int | None:
         if told is not None:
             return told
-        found = [target.seen_tokens for target in self.core.registry.targets_of(worker_id)]
+        found = [target.observed_capacity_tokens for target in self.core.registry.targets_of(worker_id)]
         return sum(tokens or 0 for tokens in found) or None
 
     def logged(self, line: Line, route: RouteRequest, worker: str) -> None:

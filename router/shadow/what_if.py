@@ -258,14 +258,21 @@ def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTime
         tracker.advance(now)
         if kind == 0:
             cached = min(one.cached_tokens or 0, one.prompt_tokens)
-            tracker.route(name, targets[one.worker], prompt_tokens=one.prompt_tokens, cached_tokens=cached, stream=True,
-                          now=now, expected_tokens=float(one.output_tokens or 0))  # fmt: skip
+            tracker.add_request(
+                name,
+                targets[one.worker],
+                prompt_tokens=one.prompt_tokens,
+                cached_tokens=cached,
+                stream=True,
+                now=now,
+                expected_tokens=float(one.output_tokens or 0),
+            )
         elif kind == 1:
-            tracker.first_token(name, now)
+            tracker.record_first_token(name, now)
         else:
-            tracker.progress(name, one.output_tokens or 0)
-            tracker.answered(name, one.output_tokens, now)
-            tracker.end(name, now, reported_cached=one.cached_tokens)
+            tracker.record_progress(name, one.output_tokens or 0)
+            tracker.record_answer(name, one.output_tokens, now)
+            tracker.end_request(name, now, reported_cached=one.cached_tokens)
     models = {name: target.speeds.measured(name) for name, target in targets.items()}
     return {name: StepTimes(**asdict(model)) for name, model in models.items()}
 

@@ -236,15 +236,15 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
     for target in core.tracker.targets.values():
         booked = (
             target.requests,
-            target.left_tokens,
+            target.remaining_tokens,
             target.pending_tokens,
             target.context_tokens,
             target.shared_tokens,
         )
         assert booked == (0, 0.0, 0, 0, 0)
-        assert target.held_chunks is not None
-        assert not target.held_chunks.counts()
-        assert target.room_tokens == 20_000
+        assert target.running_chunks is not None
+        assert not target.running_chunks.counts()
+        assert target.free_tokens == 20_000
 
 
 def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:

@@ -54,13 +54,13 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
         name, side = str(key), key % 2
         for books, targets, at in ((whole, all_targets, now), (*pair[side], now + offset[side])):
             if what == "route" and name not in books.requests:
-                books.route(name, targets[place], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at)
+                books.add_request(name, targets[place], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at)
             elif what == "first":
-                books.first_token(name, at)
+                books.record_first_token(name, at)
             elif what == "end":
-                books.end(name, at)
+                books.end_request(name, at)
             elif what == "progress":
-                books.progress(name, tokens)
+                books.record_progress(name, tokens)
         exchange(number)
     now += 6.0
     lost.clear()
@@ -69,7 +69,9 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
         books, targets = pair[i]
         for own, one in zip(targets, all_targets):
             at = now + offset[i]
-            in_flight = own.requests + (own.peer.prefill_requests + own.peer.decode_requests if own.peer else 0)
+            in_flight = own.requests + (
+                own.peer_load.prefill_requests + own.peer_load.decode_requests if own.peer_load else 0
+            )
             assert in_flight == one.requests
             assert own.slowdown == pytest.approx(one.slowdown)
             assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
@@ -83,46 +85,46 @@ def test_work_is_told_whatever_each_learned() -> None:
     """A router that believes the worker to be three times as fast tells of the same queue."""
     (mine, targets), theirs = tracker(), LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False))
     other = theirs.add_target("w0", None, HolderId(0))
-    theirs.route("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    theirs.add_request("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     message = PeerLoads(theirs, "you").outgoing(0.0)
     assert message is not None
     PeerLoads(mine, "me").incoming(message, 0.0)
     assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].queue_s(60.0) == pytest.approx(late_s)
-    assert targets[0].peer is not None
-    assert targets[0].peer.utilisation == pytest.approx(targets[0].prefill_seconds(8000, 0) / 60.0)
+    assert targets[0].peer_load is not None
+    assert targets[0].peer_load.utilisation == pytest.approx(targets[0].prefill_seconds(8000, 0) / 60.0)
 
 
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads = PeerLoads(mine, "me", PeerConfig(expire_s=2.0))
-    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     message = PeerLoads(theirs, "you").outgoing(0.0)
     assert message is not None
     loads.incoming(message, 0.0)
-    assert targets[0].peer is not None
+    assert targets[0].peer_load is not None
     fresh, _ = tracker()
     restarted = PeerLoads(fresh, "you").outgoing(1.0)
     assert restarted is not None
     loads.incoming(restarted, 1.0)
-    assert targets[0].peer is None, "the new life has nothing in flight"
+    assert targets[0].peer_load is None, "the new life has nothing in flight"
     loads.incoming(message, 1.5)
     loads.expire(3.0)
     assert list(loads._peers) == ["you"]
     loads.expire(4.0)
     assert list(loads._peers) == []
-    assert targets[0].peer is None
+    assert targets[0].peer_load is None
     assert loads.stats.expired == 1
 
 
 def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you", PeerConfig(heartbeat_s=1.0))
-    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     loads.incoming(other.outgoing(0.0) or b"", 0.0)
     assert targets[0].waiting_s > 0.0
-    theirs.end("a", 0.1)
+    theirs.end_request("a", 0.1)
     assert other.outgoing(0.1) is not None, "this one is lost"
     full = other.outgoing(1.1)
     assert full is not None
@@ -134,7 +136,7 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you")
     first = other.outgoing(0.0)
-    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
+    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
     second = other.outgoing(0.1)
     assert first is not None
     assert second is not None
@@ -146,7 +148,7 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     loads.incoming(msgspec.msgpack.encode(LoadMessage(99, "x", "e", 1, True, [])), 0.3)
     loads.incoming(loads.outgoing(0.3) or b"", 0.3)
     assert (loads.stats.late, loads.stats.malformed, loads.stats.received) == (1, 2, 1)
-    assert targets[0].peer is not None
+    assert targets[0].peer_load is not None
 
 
 def test_nothing_is_said_when_nothing_changed() -> None:
@@ -154,7 +156,7 @@ def test_nothing_is_said_when_nothing_changed() -> None:
     loads = PeerLoads(mine, "me", PeerConfig(heartbeat_s=1.0))
     assert loads.outgoing(0.0) is not None
     assert loads.outgoing(0.5) is None
-    mine.route("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
+    mine.add_request("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
     assert loads.outgoing(0.6) is not None
     assert loads.outgoing(0.7) is None
     assert loads.outgoing(1.0) is not None
@@ -168,14 +170,14 @@ def test_over_real_sockets() -> None:
     assert first.address is not None
     second.bind("tcp://127.0.0.1:*")
     second.connect(first.address)
-    one.route("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
+    one.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
     end = time.monotonic() + 10
-    while others[1].peer is None and time.monotonic() < end:
+    while others[1].peer_load is None and time.monotonic() < end:
         first.beat(time.monotonic())
         second.beat(time.monotonic())
         time.sleep(0.01)
-    assert others[1].peer is not None
-    assert others[1].peer.prefill_s == pytest.approx(targets[1].prefill_s)
+    assert others[1].peer_load is not None
+    assert others[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_s)
     first.close()
     second.close()
 

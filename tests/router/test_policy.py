@@ -59,9 +59,9 @@ def test_every_term_by_hand() -> None:
     """Worker 0: a 6,000-token prompt routed at 10.0, half a second ago. Worker 1: one request decoding at 4,000 tokens,
     and 2,000 of the new prompt's 5,000 tokens cached."""
     tracker, targets = tracker_of(2)
-    tracker.route("a", targets[0], prompt_tokens=6000, cached_tokens=0, stream=True, now=10.0)
-    tracker.route("b", targets[1], prompt_tokens=4000, cached_tokens=4000, stream=True, now=10.0)
-    tracker.first_token("b", 10.1)
+    tracker.add_request("a", targets[0], prompt_tokens=6000, cached_tokens=0, stream=True, now=10.0)
+    tracker.add_request("b", targets[1], prompt_tokens=4000, cached_tokens=4000, stream=True, now=10.0)
+    tracker.record_first_token("b", 10.1)
     now = 10.5
     cost = price(tracker, targets, [0, 2000], 5000, now)
     p_a = 1e-4 * (6000 + 6000**2 / 1e5)
@@ -94,10 +94,10 @@ def test_the_rest_of_the_answer_by_hand() -> None:
     tracker, targets = tracker_of(2)
     for k in range(3):
         name = f"a{k}"
-        tracker.route(
+        tracker.add_request(
             name, targets[0], prompt_tokens=1000, cached_tokens=999, stream=True, now=0.0, expected_tokens=200
         )
-        tracker.first_token(name, 0.1)
+        tracker.record_first_token(name, 0.1)
     cost = price(tracker, targets, [499, 499], 500, 1000.0, expected=400)
     t0, c, d = 0.012, 50e-6, 2.5e-8
     alone = 400 * (t0 + c + d * (500 + 200))
@@ -123,7 +123,7 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
     assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole), "it takes its time all the same"
     assert (cost.terms(0, 0).decode_stall_s, terms.decode_stall_s) == (0.0, 0.0), "nobody is there to stand still"
     for name in "xyz":
-        tracker.route(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+        tracker.add_request(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
     cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
     stalled = cost.terms(1, 0)
@@ -139,51 +139,53 @@ def test_all_seats_taken_is_a_wait() -> None:
     tracker, targets = tracker_of(2)
     targets[0].seats = 2
     for k in range(2):
-        tracker.route(f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100)
-        tracker.first_token(f"a{k}", 0.1)
+        tracker.add_request(
+            f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100
+        )
+        tracker.record_first_token(f"a{k}", 0.1)
     cost = price(tracker, targets, [8, 0], 9, 1.0)
     seat_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
     assert cost.terms(0, 0).seat_s == pytest.approx(seat_s)
     assert cost.terms(0, 0).ttft_s > seat_s
     assert cost.terms(1, 0).seat_s == 0.0
     assert cost.choose(0) == 1
-    tracker.end("a0", 2.0)
+    tracker.end_request("a0", 2.0)
     assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).seat_s == 0.0
 
 
 def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:
     tracker, (target,) = tracker_of(1)
     p = target.prefill_seconds(1000, 0)
-    tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
-    tracker.route("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
+    tracker.add_request("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
     lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
     assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slowdown)
     assert target.queue_s(0.004) == pytest.approx(2 * p), "not begun"
     progress = (100.0 - 0.01 + 0.01 - lead) / target.slowdown
     assert target.queue_s(100.0) == pytest.approx(p + 0.2 * progress), "not done after so long: it will take longer"
-    tracker.first_token("a", 50.0)
+    tracker.record_first_token("a", 50.0)
     assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
-    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_now_s) / target.slowdown)
+    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_s) / target.slowdown)
 
 
 def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
     """Workers 0 and 1 decode one request each; the step of the first was seen to end 2 ms ago, the other's 9 ms."""
     tracker, targets = tracker_of(3)
     for name, target, at in (("a", targets[0], 1.007), ("b", targets[1], 1.0)):
-        tracker.route(name, target, prompt_tokens=100, cached_tokens=99, stream=True, now=0.9)
-        tracker.first_token(name, at)
-    step_s = targets[0].step_now_s
+        tracker.add_request(name, target, prompt_tokens=100, cached_tokens=99, stream=True, now=0.9)
+        tracker.record_first_token(name, at)
+    step_s = targets[0].step_s
     cost = price(tracker, targets, [0, 0, 0], 100, 1.009)
     rests = [cost.terms(i, 0).step_wait_s for i in range(3)]
     assert rests == pytest.approx([step_s - 0.002, step_s - 0.009, 0.0]), "who has nothing to do begins at once"
     assert cost.terms(0, 0).cost - cost.terms(1, 0).cost == pytest.approx(0.007)
-    tracker.end("a", 1.0125)
-    assert targets[0].rest_seconds(1.0125) == 0.0
-    assert targets[1].rest_seconds(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
-    tracker.route("c", targets[1], prompt_tokens=100, cached_tokens=0, stream=True, now=1.5)
-    assert targets[1].rest_seconds(1.5) == 0.0, "the step that runs has its prompt: it is in the queue"
-    tracker.end("c", 1.51, computed=False)
-    assert targets[1].rest_seconds(1.511) == pytest.approx(step_s / 2), "what failed shows no step"
+    tracker.end_request("a", 1.0125)
+    assert targets[0].step_wait_seconds(1.0125) == 0.0
+    assert targets[1].step_wait_seconds(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
+    tracker.add_request("c", targets[1], prompt_tokens=100, cached_tokens=0, stream=True, now=1.5)
+    assert targets[1].step_wait_seconds(1.5) == 0.0, "the step that runs has its prompt: it is in the queue"
+    tracker.end_request("c", 1.51, is_computed=False)
+    assert targets[1].step_wait_seconds(1.511) == pytest.approx(step_s / 2), "what failed shows no step"
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
@@ -200,11 +202,11 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
     p = targets[0].prefill_seconds(2000, 0)
     idle = price(tracker, targets, [0, 0], 1000, 0.0)
     for k in range(5):
-        tracker.route(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+        tracker.add_request(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     one_sided = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 5 * p / 60.0 / 2
     assert one_sided.congestion == pytest.approx(max(CONGESTION_MIN, utilisation / (1 - utilisation)), rel=1e-6)
-    tracker.route("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
     both = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 6 * p / 60.0 / 2
     backlogs = p * targets[1].slowdown / p
@@ -228,13 +230,13 @@ def test_slower_tiers_cost_their_load() -> None:
 def test_another_routers_load_counts() -> None:
     tracker, targets = tracker_of(2)
     load = PeerLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
-    tracker.set_peer("other", {"w0": load}, full=False)
+    tracker.set_peer_loads("other", {"w0": load}, full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
     assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
     assert targets[0].slowdown > targets[1].slowdown
     assert cost.choose(0) == 1
-    tracker.set_peer("other", {})
-    assert targets[0].peer is None
+    tracker.set_peer_loads("other", {})
+    assert targets[0].peer_load is None
     assert price(tracker, targets, [0, 0], 1000, 10.0).terms(0, 0).queue_s == 0.0
 
 
@@ -250,9 +252,11 @@ def test_the_winner_has_the_least_cost_of_the_terms(
     tracker, targets = tracker_of(len(loads))
     for i, (count, prompt, _) in enumerate(loads):
         for k in range(count):
-            tracker.route(f"{i}.{k}", targets[i], prompt_tokens=prompt, cached_tokens=0, stream=True, now=float(k))
+            tracker.add_request(
+                f"{i}.{k}", targets[i], prompt_tokens=prompt, cached_tokens=0, stream=True, now=float(k)
+            )
         if count > 1:
-            tracker.first_token(f"{i}.0", 3.0)
+            tracker.record_first_token(f"{i}.0", 3.0)
     cached = [min(h, tokens - 1) for _, _, h in loads]
     cost = price(tracker, targets, cached, tokens, 4.0)
     cost.shared_prefix_tokens, cost.shared_discount = tokens // 2, 0.5
@@ -269,10 +273,10 @@ def test_ties_go_round() -> None:
 
 def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
-    tracker.route("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
-    tracker.set_peer("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
-    tracker.set_peer("other", {"w2": PeerLoad(decode_requests=3)}, full=False)
+    tracker.set_peer_loads("other", {"w1": PeerLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
+    tracker.set_peer_loads("other", {"w2": PeerLoad(decode_requests=3)}, full=False)
     assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
-from router.decide.reported_load import DOUBTS, EngineLoad, ExternalLoad, ReportedLoad
+from router.decide.reported_load import DISTRUST_MISMATCHES, EngineLoad, ExternalLoad, ReportedLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, is_asleep, read_cache_capacity, read_loads, wanted_lines
 from router.index import make_index
@@ -127,8 +127,8 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
 def hear(
     told: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
 ) -> ExternalLoad:
-    told.hear(EngineLoad(running, waiting, usage), now, sent=sent, seats=64, held_tokens=1000, capacity=10_000)
-    return told.claim
+    told.update(EngineLoad(running, waiting, usage), now, in_flight=sent, seats=64, kv_tokens=1000, capacity=10_000)
+    return told.external
 
 
 def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
@@ -146,10 +146,10 @@ def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
     told = ReportedLoad()
     hear(told, 0.0, 30)
     assert hear(told, 4.0, 30)
-    told.hear(None, 8.0, sent=0, seats=64, held_tokens=0, capacity=None)
-    assert told.claim
-    told.hear(None, 30.0, sent=0, seats=64, held_tokens=0, capacity=None)
-    assert (told.claim, told.load, told.believed) == (ExternalLoad(), None, None)
+    told.update(None, 8.0, in_flight=0, seats=64, kv_tokens=0, capacity=None)
+    assert told.external
+    told.update(None, 30.0, in_flight=0, seats=64, kv_tokens=0, capacity=None)
+    assert (told.external, told.latest, told.trusted_external) == (ExternalLoad(), None, None)
     assert not hear(told, 40.0, 30)
     assert hear(told, 44.0, 30)
 
@@ -158,22 +158,22 @@ def test_who_is_served_finds_a_lie_out_and_a_truth() -> None:
     told = ReportedLoad()
     hear(told, 0.0, 60, 20)
     hear(told, 4.0, 60, 20)
-    assert told.testing, "it is new: the next one finds out"
-    assert told.believed is None
-    for count in range(DOUBTS):
-        told.sent(9.0)
-        assert told.believed is not None, count
-        told.served(0.03, 0.025, 4.0)
-    told.sent(9.5)
-    assert told.doubts == DOUBTS
-    assert told.believed is None
-    for _ in range(DOUBTS):
-        told.served(0.03, 0.03, 0.04)  # tells nothing
-        told.served(4.5, 0.025, 4.0)
-    assert told.doubts == 0
-    assert told.believed is not None
+    assert told.is_testing, "it is new: the next one finds out"
+    assert told.trusted_external is None
+    for count in range(DISTRUST_MISMATCHES):
+        told.start_test(9.0)
+        assert told.trusted_external is not None, count
+        told.record_wait(0.03, 0.025, 4.0)
+    told.start_test(9.5)
+    assert told.mismatches == DISTRUST_MISMATCHES
+    assert told.trusted_external is None
+    for _ in range(DISTRUST_MISMATCHES):
+        told.record_wait(0.03, 0.03, 0.04)  # tells nothing
+        told.record_wait(4.5, 0.025, 4.0)
+    assert told.mismatches == 0
+    assert told.trusted_external is not None
     hear(told, 20.0, 60, 20)
-    assert not told.testing, "it was found true: it is asked less often"
+    assert not told.is_testing, "it was found true: it is asked less often"
 
 
 def core_of(workers: int) -> RouterCore:

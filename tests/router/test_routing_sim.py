@@ -304,8 +304,8 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
         assert router.core.index.stats().pins == 0
         for target in router.core.tracker.targets.values():
             assert (target.prefill_s, target.decode_requests, target.context_tokens) == (0.0, 0, 0)
-            assert (target.left_tokens, target.pending_tokens, target.shared_tokens) == (0.0, 0, 0)
-            assert not target.held_chunks.counts()
+            assert (target.remaining_tokens, target.pending_tokens, target.shared_tokens) == (0.0, 0, 0)
+            assert not target.running_chunks.counts()
     assert len(made) == 2
     assert CoreConfig().policy == "kv"
 

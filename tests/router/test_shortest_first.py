@@ -30,7 +30,7 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
     for target in targets:
         target.shortest_first = True
-        target.requeue()
+        target.refresh_queue()
     return tracker, targets
 
 
@@ -45,15 +45,15 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(others: list[int], own:
     assume(own not in others)  # of two that are alike, whichever goes first
     tracker, (target,) = tracker_of(1)
     for i, tokens in enumerate(others):
-        tracker.route(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+        tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
     lefts = sorted(target.prefill_seconds(tokens, 0) for tokens in others)
     own_s, wait_s = target.prefill_seconds(own, 0), target.queue_s(passed)
     if lefts:  # by how much the first is done is what `queue_s` says
         lefts[0] -= target.prefill_s - wait_s
-    before_s, later = target.place(own_s, wait_s)
+    before_s, later = target.shortest_first_place(own_s, wait_s)
     assert before_s == pytest.approx(sum(left for left in lefts if left <= own_s), abs=1e-9)
     assert later == sum(left > own_s for left in lefts)
-    assert target.first_seconds(own_s, passed) == pytest.approx(before_s)
+    assert target.seconds_before(own_s, passed) == pytest.approx(before_s)
     cost = price(tracker, [target], [0], own, passed)
     terms = cost.terms(0, 0)
     assert terms.queue_s == pytest.approx(before_s)
@@ -66,12 +66,12 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     """Worker 0 has the conversation and a prompt of 40,000 tokens to compute. In the order of arrival a turn of 500 new
     tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
     tracker, targets = tracker_of(2)
-    tracker.route("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("long", targets[0], prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 0
     assert price(tracker, targets, [7500, 0], 80_000, 0.1).choose(0) == 1
     for target in targets:
         target.shortest_first = False
-        target.requeue()
+        target.refresh_queue()
     assert price(tracker, targets, [7500, 0], 8000, 0.1).choose(0) == 1
 
 
@@ -80,12 +80,12 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
     tracker, (target,) = tracker_of(1)
     sizes = [500 + 61 * (i * 37 % 100) for i in range(count)]
     for i, tokens in enumerate(sizes):
-        tracker.route(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
+        tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
     assert target.queue_s(0.0) == pytest.approx(target.prefill_s)
-    assert len(target.lefts) == 128
+    assert len(target.remaining_s) == 128
     for own in (400, 1000, 3500, 9000):
         own_s = target.prefill_seconds(own, 0)
-        before_s, later = target.place(own_s, target.queue_s(0.0))
+        before_s, later = target.shortest_first_place(own_s, target.queue_s(0.0))
         truth = [s for tokens in sizes if (s := target.prefill_seconds(tokens, 0)) <= own_s]
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
         assert later == pytest.approx(count - len(truth), rel=0.12)
@@ -95,7 +95,9 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
 def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
     tracker, targets = tracker_of(3)
     for i, tokens in enumerate((9000, 2000, 30_000, 500, 12_000, 7000)):
-        tracker.route(str(i), targets[i % 3], prompt_tokens=tokens, cached_tokens=tokens // 3, stream=True, now=0.1 * i)
+        tracker.add_request(
+            str(i), targets[i % 3], prompt_tokens=tokens, cached_tokens=tokens // 3, stream=True, now=0.1 * i
+        )
     for now in (0.6, 0.9, 2.0):
         for tokens in (100, 3000, 20_000):
             cost = price(tracker, targets, [0, 90, 50], tokens, now)
@@ -106,9 +108,9 @@ def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
     tracker, (target,) = tracker_of(1)
     load = PeerLoad(prefill_s=6.0, prefill_requests=3, oldest_prefill_s=2.0, updated_s=0.0)
-    tracker.set_peer("other", {target.name: load})
-    assert target.place(1.0, target.queue_s(0.0)) == (0.0, 3)
-    assert target.place(2.5, target.queue_s(0.0)) == (6.0, 0)
+    tracker.set_peer_loads("other", {target.name: load})
+    assert target.shortest_first_place(1.0, target.queue_s(0.0)) == (0.0, 3)
+    assert target.shortest_first_place(2.5, target.queue_s(0.0)) == (6.0, 0)
 
 
 @given(
@@ -122,36 +124,36 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     for i, (what, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
         if what in ("route", "blind") and name not in tracker.requests:
-            tracker.route(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
+            tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
         elif what == "first":
-            tracker.first_token(name, now)
+            tracker.record_first_token(name, now)
         elif what == "end":
-            tracker.end(name, now)
+            tracker.end_request(name, now)
         elif what == "turn":  # its engine was restarted with the other order
             target.shortest_first = not target.shortest_first
-            target.requeue()
+            target.refresh_queue()
         tracker.advance(now)
         tracker.check_invariants()
         assert target.queue_s(now) >= 0.0
         if target.shortest_first:
             flights = target.prefills.values()
-            assert target.lefts == sorted(flight.left_s() for flight in flights)
-            assert all(0.05 * f.prefill_s <= f.left_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
-            before_s, later = target.place(target.prefill_seconds(tokens, 0), target.queue_s(now))
+            assert target.remaining_s == sorted(flight.remaining_prefill_s() for flight in flights)
+            assert all(0.05 * f.prefill_s <= f.remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
+            before_s, later = target.shortest_first_place(target.prefill_seconds(tokens, 0), target.queue_s(now))
             assert 0.0 <= before_s <= target.queue_s(now) + 1e-9
             assert later <= len(flights)
     for name in list(tracker.requests):
-        tracker.end(name, 1e6)
-    assert (target.requests, target.prefill_s, target.lefts, target.waiting_s) == (0, 0.0, [], 0.0)
+        tracker.end_request(name, 1e6)
+    assert (target.requests, target.prefill_s, target.remaining_s, target.waiting_s) == (0, 0.0, [], 0.0)
 
 
 def test_what_was_done_before_another_went_first_is_remembered() -> None:
     tracker, (target,) = tracker_of(1)
-    tracker.route("long", target, prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("long", target, prompt_tokens=40_000, cached_tokens=0, stream=True, now=0.0)
     p = target.prefill_seconds(40_000, 0)
-    tracker.route("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
-    tracker.first_token("short", 3.2)
-    assert target.lefts == [pytest.approx(p - 3.0, rel=0.1)]
+    tracker.add_request("short", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=3.0)
+    tracker.record_first_token("short", 3.2)
+    assert target.remaining_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:

@@ -62,7 +62,7 @@ def bound(core: RouterCore, decision: Decision) -> float:
     targets, config = list(core.tracker.targets.values()), core.config.cost
     length, expected = decision.prompt_tokens, decision.terms.output_tokens
     slows = [target.slowdown for target in targets]
-    (order,) = core.tracker.orders
+    (order,) = core.tracker.load_orders
     prompt, answer = int(order.typical.prompt), order.typical.answer
     typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed))
     weighed_s = (1.0 + decision.terms.congestion) * targets[0].prefill_seconds(length, 0)
@@ -70,8 +70,8 @@ def bound(core: RouterCore, decision: Decision) -> float:
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
         + config.decode_weight * (max(differ) - min(differ))
-        + max(target.slowdown * target.oldest_s for target in targets)
-        + max(target.step_now_s for target in targets)
+        + max(target.slowdown * target.oldest_prefill_s for target in targets)
+        + max(target.step_s for target in targets)
         + 1e-6
     )
 
@@ -177,9 +177,9 @@ def test_a_decision_before_500_takes_at_most_2_2_times_the_work_of_one_before_8(
 def test_the_order_follows_loads_peers_and_time() -> None:
     core, rng = fleet(60, cached_by=30)
     core.route(ask("first", 1, rng), 0.01)
-    (order,) = core.tracker.orders
+    (order,) = core.tracker.load_orders
     order.check_invariants()
-    core.tracker.set_peer("other", {"w7": PeerLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
+    core.tracker.set_peer_loads("other", {"w7": PeerLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
     core.abort_request("bg5", 0.02)
     core.route(ask("second", 1, rng), 0.03)
     order.check_invariants()
@@ -195,9 +195,9 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     known = [key for key, _ in order._order]
     assert known == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)
-    assert core.tracker.orders == []
+    assert core.tracker.load_orders == []
     core.route(ask("third", 1, rng), now)
-    assert len(core.tracker.orders[0].targets) == 59
+    assert len(core.tracker.load_orders[0].targets) == 59
 
 
 def test_a_part_of_a_pool_is_priced_whole() -> None:
@@ -205,4 +205,4 @@ def test_a_part_of_a_pool_is_priced_whole() -> None:
     placed = core.route(ask("r", 1, rng, worker="w59"), 0.01)
     assert isinstance(placed, Forward)
     assert placed.decision.worker == "w59"
-    assert core.tracker.orders == [] or placed.decision.worker == "w59"
+    assert core.tracker.load_orders == [] or placed.decision.worker == "w59"

@@ -260,9 +260,9 @@ def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
     world.core.record_cache_sizes({"w": [2240]})
     sent = world.send([1] * 100, 5)
     assert (target.capacity_tokens, sent.terms.cached_tokens) == (2240, 0)
-    assert target.room_tokens < 2240
+    assert target.free_tokens < 2240
     world.core.record_cache_sizes({"w": [None]})
-    assert (target.capacity_tokens, target.room_tokens) == (None, float("inf"))
+    assert (target.capacity_tokens, target.free_tokens) == (None, float("inf"))
     while world.live:
         world.step()
 

@@ -22,37 +22,37 @@ def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
 
 def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None:
     tracker, target = make()
-    tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
+    tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
     due = target.slowdown * target.prefill_seconds(10_000, 0)
     tracker.advance(due * 0.99)
     assert tracker.requests["a"].phase is RequestPhase.PREFILL
     tracker.advance(due * 1.01)
     assert tracker.requests["a"].phase is RequestPhase.DECODE
     assert target.queue_s(due * 1.01) == 0.0
-    tracker.end("a", due + 1)
+    tracker.end_request("a", due + 1)
     tracker.check_invariants()
 
 
 def test_a_removed_target_takes_nothing_with_it() -> None:
     tracker, target = make()
     other = tracker.add_target("v", None, HolderId(1))
-    tracker.route("a", target, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
-    tracker.route("b", other, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("a", target, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("b", other, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
     tracker.remove_target("w")
-    tracker.first_token("a", 1.0)
-    tracker.end("a", 2.0)
+    tracker.record_first_token("a", 1.0)
+    tracker.end_request("a", 2.0)
     tracker.check_invariants()
     assert other.prefill_s > 0.0
 
 
 def test_utilisation_decays_and_survives_rescaling() -> None:
     tracker, target = make()
-    tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
+    tracker.add_request("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
     start = tracker.utilisation(target, 0.0)
     assert start == pytest.approx(target.prefill_seconds(10_000, 0) / 60)
     assert tracker.utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
     assert tracker.utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
-    tracker.route("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
+    tracker.add_request("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
     assert tracker.utilisation(target, 60.0 * 45) == pytest.approx(start, rel=1e-6)
 
 
@@ -63,8 +63,8 @@ def test_steady_load_shows_as_utilisation() -> None:
     tracker, target = make()
     p = target.prefill_seconds(1000, 0)
     for i in range(3000):
-        tracker.route(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
-        tracker.end(str(i), i * 2 * p)
+        tracker.add_request(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
+        tracker.end_request(str(i), i * 2 * p)
     assert tracker.utilisation(target, 3000 * 2 * p) == pytest.approx(0.5, rel=0.01)
 
 
@@ -81,18 +81,18 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
     for i, (what, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
         if what in ("route", "blind") and name not in tracker.requests:
-            tracker.route(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
+            tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
         elif what == "first":
-            tracker.first_token(name, now)
+            tracker.record_first_token(name, now)
         elif what == "end":
-            tracker.end(name, now)
+            tracker.end_request(name, now)
         elif what == "progress":
-            tracker.progress(name, tokens)
+            tracker.record_progress(name, tokens)
         tracker.advance(now)
         tracker.check_invariants()
         assert target.queue_s(now) >= 0.0
     for name in list(tracker.requests):
-        tracker.end(name, 1e6)
+        tracker.end_request(name, 1e6)
     assert (target.requests, target.decode_requests, target.context_tokens, target.prefill_s) == (0, 0, 0, 0.0)
 
 
@@ -170,10 +170,10 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
         now += rng.expovariate(0.35)
         while ends and ends[0][0] <= now:
             at, name = ends.pop(0)
-            tracker.first_token(name, at)
-            tracker.end(name, at)
+            tracker.record_first_token(name, at)
+            tracker.end_request(name, at)
         length = rng.randint(500, 9000)
-        tracker.route(str(i), target, prompt_tokens=length, cached_tokens=0, stream=True, now=now)
+        tracker.add_request(str(i), target, prompt_tokens=length, cached_tokens=0, stream=True, now=now)
         steps = max(1, -(-length // 2048))
         seconds = truth.prefill_s_per_token * (length + length**2 / 1e5) + steps * truth.step_s
         free_s = max(free_s, now) + seconds
@@ -188,21 +188,21 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
     truth = ServiceModel(prefill_s_per_token=1e-4, step_s=0.01)
     now, count = 0.0, 0
     for _ in range(60):
-        tracker.route("first", target, prompt_tokens=4050, cached_tokens=0, stream=True, now=now)
+        tracker.add_request("first", target, prompt_tokens=4050, cached_tokens=0, stream=True, now=now)
         names = [str(count + i) for i in range(6)]
         count += 6
         for i, name in enumerate(names):  # while the first is computed
             cached = 0 if i == 5 else 3968
-            tracker.route(name, target, prompt_tokens=4050, cached_tokens=cached, stream=True, now=now + 0.05)
+            tracker.add_request(name, target, prompt_tokens=4050, cached_tokens=cached, stream=True, now=now + 0.05)
         now += truth.step_s + 4050 * truth.prefill_s_per_token
-        tracker.first_token("first", now)
+        tracker.record_first_token("first", now)
         now += truth.step_s + 4096 * truth.prefill_s_per_token
         for name in names[:5]:
-            tracker.first_token(name, now)
+            tracker.record_first_token(name, now)
         now += truth.step_s + (5 * 82 + 4050 - 4096) * truth.prefill_s_per_token
-        tracker.first_token(names[5], now)
+        tracker.record_first_token(names[5], now)
         for name in ("first", *names):
-            tracker.end(name, now)
+            tracker.end_request(name, now)
         now += 1.0
     learned = target.service
     taken_s = learned.prefill_s_per_token * (4050 + 4050**2 / (2 * learned.quadratic_tokens)) + learned.step_s
@@ -221,11 +221,11 @@ def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> Non
         for i in range(150):
             length = rng.randint(1000, 9000)
             predicted = length * 9 // 10 if i % 3 else 0
-            tracker.route(str(i), target, prompt_tokens=length, cached_tokens=predicted, stream=True, now=now)
+            tracker.add_request(str(i), target, prompt_tokens=length, cached_tokens=predicted, stream=True, now=now)
             now += 2e-4 * (length + length**2 / 1e5) + max(1, -(-length // 2048)) * 0.012
-            tracker.first_token(str(i), now)
+            tracker.record_first_token(str(i), now)
             now += 0.5
-            tracker.end(str(i), now, reported_cached=0 if reports else None)
+            tracker.end_request(str(i), now, reported_cached=0 if reports else None)
         rates[reports] = target.service.prefill_s_per_token
     assert rates[True] == pytest.approx(2e-4, rel=0.15)
     assert abs(rates[True] - 2e-4) < abs(rates[False] - 2e-4)
@@ -264,11 +264,11 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
             if flight.phase is RequestPhase.DECODE:
                 said[name] += 0.05 / step_s(flight.target)
                 if tick % 5 == 0:
-                    tracker.progress(name, int(said[name]), now)
+                    tracker.record_progress(name, int(said[name]), now)
         target = targets[rng.randrange(8) if tick % 8 else 0]
-        tracker.route(f"r{tick}", target, prompt_tokens=2080, cached_tokens=2000, stream=True, now=now)
+        tracker.add_request(f"r{tick}", target, prompt_tokens=2080, cached_tokens=2000, stream=True, now=now)
         own_s = 80 * LIVE.prefill_s_per_token * (1 + 2040 / LIVE.quadratic_tokens)
-        tracker.first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
+        tracker.record_first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
         said[f"r{tick}"] = 1.0
     learned = targets[0].service
     assert learned.step_s + 10 * learned.decode_request_s == pytest.approx(0.030, rel=0.2), learned
@@ -280,15 +280,15 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
     for i in range(3):
-        tracker.route(f"r{i}", targets[i], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.01 * i)
+        tracker.add_request(f"r{i}", targets[i], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.01 * i)
     assert targets[3].prefill_seconds(2000, 0) < 0.2
     tracker.advance(0.6)
     assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.55, rel=0.1)
     assert targets[0].prefills["r0"].prefill_s == targets[3].prefill_seconds(2000, 0)
     assert targets[0].queue_s(0.6) >= 0.1, "it will take longer still"
-    tracker.first_token("r0", 0.7)
-    tracker.first_token("r1", 0.71)
-    tracker.learn_pending(targets[0])
+    tracker.record_first_token("r0", 0.7)
+    tracker.record_first_token("r1", 0.71)
+    tracker.close_interval(targets[0])
     assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.63, rel=0.15)
     tracker.advance(60.0)
     assert targets[3].prefill_seconds(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
@@ -345,13 +345,13 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
     for i in range(4000):
         target = targets[i % 8]
         now += 0.004
-        tracker.route(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
+        tracker.add_request(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
         step = truth.step_s + truth.decode_request_s * target.decode_requests
         wait = rng.random() * step if target.decode_requests else 0.0
         own = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
-        tracker.first_token(f"r{i}", now + wait + step + own)
+        tracker.record_first_token(f"r{i}", now + wait + step + own)
         if i >= 80:
-            tracker.end(f"r{i - 80}", now + 0.03)
+            tracker.end_request(f"r{i - 80}", now + 0.03)
     services = {target.service for target in targets}
     assert len(services) == 1, services
     assert targets[0].service.step_s == pytest.approx(truth.step_s, rel=0.15)
@@ -364,15 +364,15 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         uncached = rng.randrange(500, 4000)
         loads = i % 2 == 1
         load_s = 4000 * 2e-6 if loads else 0.0
-        tracker.route(
+        tracker.add_request(
             str(i), target, prompt_tokens=8000, cached_tokens=8000 - uncached, stream=True, now=now, tier_load_s=load_s
         )
         steps = max(1.0, uncached / ServiceModel().step_tokens)
         now += _compute_s(uncached, steps) + 30 * load_s
-        tracker.first_token(str(i), now)
-        tracker.end(str(i), now + 0.001)
+        tracker.record_first_token(str(i), now)
+        tracker.end_request(str(i), now + 0.001)
         now += 1.0
-    tracker.learn_pending(target)
+    tracker.close_interval(target)
     assert target.tier_load_speed.factor == pytest.approx(30, rel=0.1)
     assert target.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
 
