@@ -231,5 +231,5 @@ def decision_at(worker: str, priced: Decision) -> Decision | None:
         terms=terms,
         predicted_cached_tokens=terms.cached_tokens,
         predicted_ttft_s=terms.ttft_s,
-        best=most if most.cached_tokens > terms.cached_tokens else None,
+        most_cached=most if most.cached_tokens > terms.cached_tokens else None,
     )
