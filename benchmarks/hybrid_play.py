@@ -19,16 +19,16 @@ from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 CHUNK_TOKENS_MAX = 8192
 
 
-class _Named:
+class _PromptKeys:
     """`BlockHasher` for prompts that are nothing but names."""
 
     def __init__(self) -> None:
         self.prompt: list[BlockKey] = []
 
-    def of(self, seq: Sequence, count: int) -> list[BlockKey]:
+    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         return self.prompt
 
-    def forget(self, seq: Sequence) -> None:
+    def discard(self, seq: Sequence) -> None:
         """There is one prompt at a time."""
 
 
@@ -42,8 +42,8 @@ class HybridCache:
         assert spec.blocks_per_unit(0) == state_blocks
         units = max(2, capacity // state_blocks)
         self.cache = KVCache(spec, units, step_tokens_max=CHUNK_TOKENS_MAX, adaptive_eviction=adaptive)
-        self._named = _Named()
-        self.cache._names = cast(Any, self._named)
+        self._hasher = _PromptKeys()
+        self.cache._hasher = cast(Any, self._hasher)
         self._blocks: dict[int, BlockKey] = {}
         self.refused = 0
         """Prompts that were longer than the whole cache."""
@@ -52,25 +52,25 @@ class HybridCache:
         """Serve a prompt that goes on by less than a block; how many of its leading blocks were resumed from."""
         cache, size = self.cache, self.cache.block_size
         blocks = self._blocks
-        self._named.prompt = [blocks.get(n) or blocks.setdefault(n, BlockKey(n, b"", None, None)) for n in names]
+        self._hasher.prompt = [blocks.get(n) or blocks.setdefault(n, BlockKey(n, b"", None, None)) for n in names]
         length = size * len(names) + 1
         request = Request(request_id="r", token_ids=[], params=SamplingParams())
         tokens = cast("list[int]", range(length))  # only their number is asked for
         seq = Sequence(request=request, token_ids=tokens, prompt_len=length, arrival_s=0.0)
         if length > cache.token_capacity or not cache.admit(seq):
             self.refused += 1
-            cache.forget_names(seq)
+            cache.discard_keys(seq)
             return 0
         found = seq.computed // size
         while seq.computed < length:
-            end = cache.clip(seq, min(length, seq.computed + CHUNK_TOKENS_MAX))
+            end = cache.clip_chunk_end(seq, min(length, seq.computed + CHUNK_TOKENS_MAX))
             grown = cache.grow(seq, end)
             assert grown, "a request that fits alone did not fit alone"
             plan = StepPlan(chunks=[Chunk(seq, seq.computed, end, end == length)])
-            cache.reserve(seq, end)
-            cache.fill(plan)
+            cache.register_full_blocks(seq, end)
+            cache.fill_plan(plan)
             cache.commit(plan.chunks)
         cache.release(seq)
-        cache.forget_names(seq)
+        cache.discard_keys(seq)
         cache.take_events()
         return found

@@ -23,7 +23,7 @@ def describe_cache(config: EngineConfig) -> str:
     lines = [
         f"{name}: {units:,} units of {unit_stride_bytes(spec):,} bytes on {device}, up to {tokens:,} tokens of KV",
         *_groups(spec),
-        f"  padding: at most {spec.padding:.2%} of a unit",
+        f"  padding: at most {spec.padding_share:.2%} of a unit",
     ]
     return "\n".join(lines)
 

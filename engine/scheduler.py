@@ -230,7 +230,7 @@ class Scheduler:
     ) -> StepPlan:
         """A plan that is out from now on."""
         plan = StepPlan(chunks=chunks, follows=decoders is not None and chunks[0].fed)
-        self.cache.fill(plan)
+        self.cache.fill_plan(plan)
         self._planned = number = self._planned + 1
         for entry in entries:
             entry.last = number
@@ -252,7 +252,7 @@ class Scheduler:
 
         None changes nothing but what it would change too: some have memory for their next token.
         """
-        loads = self.cache.loads
+        loads = self.cache.host_loads
         if self._ended or loads or self._may_admit or self._running != decoders.entries:
             return None
         for entry in decoders.growing:
@@ -269,7 +269,7 @@ class Scheduler:
             self._waiting.step(self._prompt_room(len(decoders.entries)))
         chunks = decoders.chunks(fed=bool(self._out))
         for entry in filling:
-            self.cache.reserve(entry.seq, entry.seq.computed + 1)
+            self.cache.register_full_blocks(entry.seq, entry.seq.computed + 1)
         return chunks
 
     def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
@@ -324,7 +324,7 @@ class Scheduler:
         oldest, entries, _, _ = plans[0]
         assert plan is oldest
         for _ in plans:
-            self.cache.abandon()
+            self.cache.rollback()
         outputs: list[SequenceOutput] = []
         starts = {
             entry: chunk.start for other, more, _, _ in list(plans)[1:] for entry, chunk in zip(more, other.chunks)
@@ -342,10 +342,10 @@ class Scheduler:
             if entry.ended:
                 continue
             outputs.append(self._failed(entry, message))
-        if self.cache.distrust_moved():
+        if self.cache.invalidate_failed_copies():
             for entry in self._running[::-1]:
                 self._preempt(entry)
-            self.cache.distrust_moved()
+            self.cache.invalidate_failed_copies()
         return outputs[::-1]
 
     # ------------------------------------------------------------------ deciding
@@ -368,7 +368,7 @@ class Scheduler:
     def _plan(self) -> dict[RequestEntry, Chunk]:
         """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustWait."""
         draft = _Draft()
-        started, loads = self._decode(draft), self.cache.loads
+        started, loads = self._decode(draft), self.cache.host_loads
         decodes = len(draft.chunks)
         draft.budget = budget = self.config.max_num_batched_tokens - decodes
         if self.config.enough_prompt_tokens is not None:
@@ -395,7 +395,7 @@ class Scheduler:
 
     def _decode(self, draft: _Draft) -> list[RequestEntry]:
         """Chunks for those who decode. Who does not, yet."""
-        size, loads, chunks = self.cache.block_size, self.cache.loads, draft.chunks
+        size, loads, chunks = self.cache.block_size, self.cache.host_loads, draft.chunks
         prefills: list[RequestEntry] = []
         for entry in list(self._running):
             seq = entry.seq
@@ -414,10 +414,10 @@ class Scheduler:
 
     def _go_on_with(self, entry: RequestEntry, draft: _Draft) -> None:
         """A chunk for a prompt that was begun."""
-        seq, loads = entry.seq, self.cache.loads
+        seq, loads = entry.seq, self.cache.host_loads
         if seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
             return
-        end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed + draft.budget))
         if self._grow(entry, end, draft):
             draft.chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
             draft.budget -= end - seq.computed
@@ -427,7 +427,7 @@ class Scheduler:
         """Name the blocks that its chunks finish: who is admitted from now on shares them."""
         for entry in draft.unnamed:
             if entry in draft.chunks:  # not preempted meanwhile
-                self.cache.reserve(entry.seq, draft.chunks[entry].end)
+                self.cache.register_full_blocks(entry.seq, draft.chunks[entry].end)
         draft.unnamed.clear()
 
     def _grow(self, entry: RequestEntry, end: int, draft: _Draft) -> bool:
@@ -463,9 +463,9 @@ class Scheduler:
 
     def _loading(self, planned: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
-        if self.cache.loads is None or not self.cache.loads.planned_loads:
+        if self.cache.host_loads is None or not self.cache.host_loads.planned_loads:
             return []
-        seqs = {load[0] for load in self.cache.loads.planned_loads if load is not None}
+        seqs = {load[0] for load in self.cache.host_loads.planned_loads if load is not None}
         return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
 
     def _put_back(self, entry: RequestEntry, start: int) -> None:
@@ -505,7 +505,7 @@ class Scheduler:
                 return
             # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
             spare = self._spare_blocks if self._running else 0
-            if not self.cache.has_spare(spare + 1):
+            if not self.cache.has_spare_blocks(spare + 1):
                 draft.closed = True
             elif self.cache.should_wait(seq):
                 draft.passed += 1
@@ -527,9 +527,9 @@ class Scheduler:
         if not seq.preemptions:
             seq.cached_tokens = seq.computed
             self._count_prompt(seq, 1)
-        if self.cache.loads and seq in self.cache.loads:
+        if self.cache.host_loads and seq in self.cache.host_loads:
             return
-        end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed + draft.budget))
         grown = self.cache.grow(seq, end)
         assert grown, "admitted without room for its tokens"
         assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
@@ -578,8 +578,8 @@ class Scheduler:
         if entry.last > self._applied:
             entry.ended, entry.plain_until = True, 0
             self._ended.add(entry.seq)
-            if self.cache.loads is not None:
-                self.cache.loads.cancel(entry.seq)
+            if self.cache.host_loads is not None:
+                self.cache.host_loads.cancel(entry.seq)
         else:
             self._remove(entry)
 
@@ -591,7 +591,7 @@ class Scheduler:
             self.cache.release(entry.seq)
         else:
             self._waiting.remove(entry)
-        self.cache.forget_names(entry.seq)
+        self.cache.discard_keys(entry.seq)
 
     # ------------------------------------------------------------------ proof
 

@@ -71,7 +71,9 @@ class PrefillTurns:
 
     def add(self, entry: RequestEntry) -> None:
         """A request that has come before waits from now on."""
-        self._place(entry, len(entry.seq.token_ids) - self._cache.cached(entry.seq) if self.shortest else 0)
+        self._place(
+            entry, len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.shortest else 0
+        )
 
     def remove(self, entry: RequestEntry) -> None:
         """It waits no more."""
@@ -86,7 +88,7 @@ class PrefillTurns:
 
     def goes_back(self, entry: RequestEntry) -> bool:
         """Whether more is left of it than was expected; it has then got its place anew."""
-        left = len(entry.seq.token_ids) - self._cache.cached(entry.seq) if self.shortest else 0
+        left = len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.shortest else 0
         if left <= entry.left:
             return False
         self.remove(entry)
@@ -96,7 +98,7 @@ class PrefillTurns:
     def compare(self, seq: Sequence, entries: list[RequestEntry]) -> None:
         """What the running `seq` is going to compute need not be computed for those of `entries` that have it too."""
         for entry in entries:
-            common = self._cache.plan_common(seq, entry.seq)
+            common = self._cache.plan_shared_prefix(seq, entry.seq)
             left = len(entry.seq.token_ids) - common
             if self.shortest and common and left < entry.left:
                 self.remove(entry)

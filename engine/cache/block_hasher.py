@@ -12,15 +12,15 @@ from engine.cache.nodes import BlockKey
 from engine.types import Sequence
 from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
-Keys = tuple[tuple[str, ...], tuple[str, ...] | None]
+ExtraKeys = tuple[tuple[str, ...], tuple[str, ...] | None]
 """(what is hashed, what is announced) of a block besides its tokens."""
 
 
-def _keys(lora_name: str | None, salt: str | None, *, first: bool) -> Keys:
+def _extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
     return hash_keys(lora_name, salt, first), wire_keys(lora_name, salt, first)
 
 
-_BARE = _keys(None, None, first=False)
+_NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
 
 
 class BlockHasher:
@@ -28,32 +28,35 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._names: dict[Sequence, list[BlockKey]] = {}
+        self._keys_by_sequence: dict[Sequence, list[BlockKey]] = {}
 
-    def of(self, seq: Sequence, count: int) -> list[BlockKey]:
+    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Names of at least the first `count` blocks."""
-        names = self._names.get(seq)
-        if names is None:
-            names = self._names[seq] = []
-        known, size, request = len(names), self._block_size, seq.request
-        if count <= known:
-            return names
+        keys = self._keys_by_sequence.get(seq)
+        if keys is None:
+            keys = self._keys_by_sequence[seq] = []
+        hashed_count, size, request = len(keys), self._block_size, seq.request
+        if count <= hashed_count:
+            return keys
         lora, salt = request.lora_name, request.cache_salt
-        packed = pack_token_ids(seq.token_ids[known * size : count * size])
-        stride = len(packed) // (count - known)
-        first = others = _BARE
+        packed_tokens = pack_token_ids(seq.token_ids[hashed_count * size : count * size])
+        stride = len(packed_tokens) // (count - hashed_count)
+        first_extra = later_extra = _NO_EXTRA_KEYS
         if lora is not None or salt is not None:
-            first, others = _keys(lora, salt, first=not known), _keys(lora, salt, first=False)
-        parent = names[-1].hash if names else None
-        for index, hash_ in enumerate(chain_hashes(parent, packed, size, first[0], others[0])):
-            keys = others[1] if index else first[1]
-            names.append(BlockKey(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
-        return names
+            first_extra, later_extra = (
+                _extra_keys(lora, salt, first=not hashed_count),
+                _extra_keys(lora, salt, first=False),
+            )
+        parent = keys[-1].hash if keys else None
+        for index, hash_ in enumerate(chain_hashes(parent, packed_tokens, size, first_extra[0], later_extra[0])):
+            announced_keys = later_extra[1] if index else first_extra[1]
+            keys.append(BlockKey(hash_, packed_tokens[index * stride : (index + 1) * stride], announced_keys, lora))
+        return keys
 
-    def known(self, seq: Sequence) -> Items[BlockKey]:
+    def hashed_keys(self, seq: Sequence) -> Items[BlockKey]:
         """Names that were asked for before."""
-        return self._names.get(seq, ())
+        return self._keys_by_sequence.get(seq, ())
 
-    def forget(self, seq: Sequence) -> None:
+    def discard(self, seq: Sequence) -> None:
         """Drop what is remembered of a request that is gone for good."""
-        self._names.pop(seq, None)
+        self._keys_by_sequence.pop(seq, None)

@@ -66,7 +66,9 @@ class HostTier:
 
     def usage(self, spec: CacheSpec) -> tuple[float, int, int]:
         """(share in use, bytes stored, bytes loaded)."""
-        copied_bytes = (sum(map(mul, counts, spec.sizes())) for counts in (self.stored_counts, self.loaded_counts))
+        copied_bytes = (
+            sum(map(mul, counts, spec.block_sizes())) for counts in (self.stored_counts, self.loaded_counts)
+        )
         return 1 - self.pool.free_units / len(self.pool.units), *copied_bytes
 
     # ------------------------------------------------------------------ down

@@ -1,4 +1,4 @@
-"""What commit or abandon must know of a step that is planned."""
+"""What commit or rollback must know of a step that is planned."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.types import Chunk, Sequence
 class PendingStep:
     """A step between its plan and its result."""
 
-    finishing: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
-    """(sequence, start, end, loads): it names the blocks [start, end), behind so many of what is `loaded`."""
-    unnamed: list[tuple[Sequence, int]] = field(default_factory=list)
+    finished_blocks: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    """(sequence, start, end, loads): it names the blocks [start, end), behind so many of `host_loads`."""
+    unnamed_blocks: list[tuple[Sequence, int]] = field(default_factory=list)
     """(sequence, end): its last block is full at `end`, with a token that is not known yet."""
-    moved: list[Block[Node]] = field(default_factory=list)
+    moved_blocks: list[Block[Node]] = field(default_factory=list)
     """By a compaction that the step does first."""
-    stored: list[Block[Node]] = field(default_factory=list)
+    host_stores: list[Block[Node]] = field(default_factory=list)
     """Of the host: what the step fills there."""
-    loaded: list[HostLoad | None] = field(default_factory=list)
+    host_loads: list[HostLoad | None] = field(default_factory=list)
     """In the order of planning, parents first; None for one that was taken back."""
     chunks: Items[Chunk] = field(default_factory=list)

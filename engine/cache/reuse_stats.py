@@ -179,7 +179,7 @@ class ReuseStats:
             self.counts_of(turn).record_turn()
 
     def shared_prefix_turn(self, block_hash: int, last_use: int) -> ConversationTurn | None:
-        """What is known of the shared beginning that ends with this block, which was last used at `last`."""
+        """What is known of the shared beginning that ends with this block, which was last used at `last_use`."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is not None:
             prefix_turn.end_clock = max(prefix_turn.end_clock, last_use)

@@ -52,7 +52,7 @@ class CacheSpec:
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
-    def sizes(self) -> list[int]:
+    def block_sizes(self) -> list[int]:
         """Bytes of a block of every kind; the state's last, if there is one."""
         sizes = [self.block_bytes(g) for g in range(len(self.groups))]
         return sizes if self.state is None else [*sizes, self.state.state_bytes]
@@ -60,14 +60,14 @@ class CacheSpec:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit: holds the state and a block of any group, and wastes as little as possible of either."""
-        blocks = tuple(self.block_bytes(g) for g in range(len(self.groups)))
-        return _choose_unit_bytes(blocks, self.state.state_bytes if self.state else 0)
+        block_sizes = tuple(self.block_bytes(g) for g in range(len(self.groups)))
+        return _choose_unit_bytes(block_sizes, self.state.state_bytes if self.state else 0)
 
     def blocks_per_unit(self, group: int) -> int:
         return self.unit_bytes // self.block_bytes(group)
 
     @property
-    def padding(self) -> float:
+    def padding_share(self) -> float:
         """Part of a unit, 0 .. 1, that stays unused by the kind which fits worst."""
         unit = self.unit_bytes
         sizes = [self.block_bytes(g) for g in range(len(self.groups))]
@@ -83,20 +83,20 @@ _UNIT_GROWTH = 8
 
 
 @functools.lru_cache(maxsize=64)
-def _choose_unit_bytes(blocks: tuple[int, ...], state: int) -> int:
+def _choose_unit_bytes(block_sizes: tuple[int, ...], state_bytes: int) -> int:
     """The smallest size with the least padding in the kind that fits worst.
 
     A unit holds one state, never two, so with state it is the state's size or the next multiple of a block above it.
     """
-    smallest = max(*blocks, state, 1)
+    smallest = max(*block_sizes, state_bytes, 1)
     candidates = {smallest}
-    for block in blocks:
+    for block in block_sizes:
         first = -(-smallest // block)
-        candidates |= {count * block for count in range(first, first * (1 if state else _UNIT_GROWTH) + 1)}
-    sizes = [*blocks, state] if state else list(blocks)
+        candidates |= {count * block for count in range(first, first * (1 if state_bytes else _UNIT_GROWTH) + 1)}
+    sizes = [*block_sizes, state_bytes] if state_bytes else list(block_sizes)
 
     def padding(unit: int) -> float:
-        return max((unit - state if size == state else unit % size) / unit for size in sizes)
+        return max((unit - state_bytes if size == state_bytes else unit % size) / unit for size in sizes)
 
-    aligned = {-(-size // _UNIT_ALIGNMENT) * _UNIT_ALIGNMENT for size in candidates}
-    return min(sorted(aligned), key=padding)
+    unit_sizes = {-(-size // _UNIT_ALIGNMENT) * _UNIT_ALIGNMENT for size in candidates}
+    return min(sorted(unit_sizes), key=padding)

@@ -40,19 +40,19 @@ _LONG_CHUNK_TOKENS = 1024
 class _SequenceState:
     """One running sequence's part."""
 
-    own: Block[Node]
-    source: Block[Node] | None
+    block: Block[Node]
+    source_checkpoint: Block[Node] | None
     """Checkpoint to copy from before this step's compute; held until the step is over."""
-    fresh: bool = True
+    needs_init: bool = True
     """The state has yet to be restored or zeroed by the step being planned."""
-    stops: list[int] = field(default_factory=list)
+    planned_stops: list[int] = field(default_factory=list)
     """Planned checkpoints as counts of blocks, ascending."""
-    shared: dict[int, int] = field(default_factory=dict)
+    stop_hashes: dict[int, int] = field(default_factory=dict)
     """Hash of the prefix at each stop: what waiting requests compare with."""
-    saving: dict[int, Block[Node]] = field(default_factory=dict)
+    pending_checkpoints: dict[int, Block[Node]] = field(default_factory=dict)
     """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
-    rolling: Block[Node] | None = None
-    """Last checkpoint taken in decode. It is `shared` if another sequence has reached or used it."""
+    rolling_checkpoint: Block[Node] | None = None
+    """Last checkpoint taken in decode. It `is_shared` if another sequence has reached or used it."""
 
 
 class StateCheckpoints:
@@ -72,133 +72,145 @@ class StateCheckpoints:
         self._tree = tree
         self._allocate = allocate
         self._states: dict[Sequence, _SequenceState] = {}
-        self._planned: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
-        self._copies: list[tuple[UnitId, UnitId]] = []
+        self._stop_counts: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
+        self._planned_copies: list[tuple[UnitId, UnitId]] = []
 
     # ------------------------------------------------------------------ a sequence's state
 
-    def start(self, seq: Sequence, source: Block[Node] | None, *, copies: bool, fresh: bool = True) -> Block[Node]:
+    def create_state(
+        self, seq: Sequence, source: Block[Node] | None, *, should_copy: bool, needs_init: bool = True
+    ) -> Block[Node]:
         """Give `seq` a state of its own, to be restored from the checkpoint `source` (None: zeroed) by this step.
 
-        There must be room for it. Without `copies` the checkpoint itself becomes the state: nobody else may hold it.
-        Not `fresh`: the caller fills the state that is returned.
+        There must be room for it. Without `should_copy` the checkpoint itself becomes the state: nobody else may hold
+        it. Not `needs_init`: the caller fills the state that is returned.
         """
         if source is not None:
             self._pool.acquire(source)
             source.is_shared = True
-        if source is None or copies:
-            own = self._allocate(self._kind)
-            assert own is not None, "admitted without room for its state"
-            self._states[seq] = _SequenceState(own, source, fresh)
+        if source is None or should_copy:
+            state_block = self._allocate(self._kind)
+            assert state_block is not None, "admitted without room for its state"
+            self._states[seq] = _SequenceState(state_block, source, needs_init)
         else:
-            own = source
-            assert own.refs == 1
-            self._tree.detach(own)
-            self._states[seq] = _SequenceState(own, None, fresh=False)
-        seq.state_unit = own.unit.index
-        return own
+            state_block = source
+            assert state_block.refs == 1
+            self._tree.detach(state_block)
+            self._states[seq] = _SequenceState(state_block, None, needs_init=False)
+        seq.state_unit = state_block.unit.index
+        return state_block
 
-    def plan(self, seq: Sequence, blocks: int, hash_: int) -> None:
+    def plan_checkpoint(self, seq: Sequence, blocks: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
         state = self._states[seq]
-        if blocks * self._block_size > seq.computed and blocks not in state.shared:
-            state.stops = sorted([*state.stops, blocks])
-            state.shared[blocks] = hash_
-            self._planned[blocks, hash_] += 1
+        if blocks * self._block_size > seq.computed and blocks not in state.stop_hashes:
+            state.planned_stops = sorted([*state.planned_stops, blocks])
+            state.stop_hashes[blocks] = hash_
+            self._stop_counts[blocks, hash_] += 1
 
-    def planned_ahead(self, names: Items[BlockKey], after: int) -> bool:
-        """Whether a running sequence will take a checkpoint of the prefix `names`, deeper than `after` blocks."""
-        return any(after < blocks <= len(names) and names[blocks - 1].hash == hash_ for blocks, hash_ in self._planned)
+    def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
+        """Whether a running sequence will take a checkpoint of the prefix `keys`, deeper than `resumable_blocks`."""
+        return any(
+            resumable_blocks < blocks <= len(keys) and keys[blocks - 1].hash == hash_
+            for blocks, hash_ in self._stop_counts
+        )
 
-    def unplan(self, seq: Sequence) -> None:
+    def cancel_planned(self, seq: Sequence) -> None:
         """Take no further checkpoint of `seq`: what it computes stays unnamed, and nobody shall wait for it."""
         state = self._states[seq]
-        while state.stops:
-            self._pass_stop(state)
+        while state.planned_stops:
+            self._remove_first_stop(state)
 
-    def clip(self, seq: Sequence, end: int) -> int:
+    def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
-        stops = self._states[seq].stops
+        stops = self._states[seq].planned_stops
         if not stops:
             return end
         end = min(end, stops[0] * self._block_size)
         return end if end - seq.computed < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
-    def reserve(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
+    def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
         state = self._states[seq]
-        blocks, rest = divmod(end, self._block_size)
-        if rest or blocks > len(nodes):
+        blocks, remainder = divmod(end, self._block_size)
+        if remainder or blocks > len(nodes):
             return
-        decoding = end - start == 1 and end > seq.prompt_len
-        if not (decoding or blocks in state.shared or end - start >= _LONG_CHUNK_TOKENS // 2):
+        is_decode = end - start == 1 and end > seq.prompt_len
+        if not (is_decode or blocks in state.stop_hashes or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
         block = nodes[blocks - 1].blocks[self._kind]
         if block is not None:
             block.is_shared = True
         elif not nodes[blocks - 1].is_on_host(self._kind):
-            self.save(seq, nodes[blocks - 1], end)
+            self.save_checkpoint(seq, nodes[blocks - 1], end)
 
-    def save(self, seq: Sequence, node: Node | None, end: int) -> None:
-        """Take a checkpoint with the step that computes up to `end`, if memory allows; None: `attach` names it."""
+    def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
+        """Take a checkpoint with the step that computes up to `end`, if memory allows.
+
+        Without a node, `attach_checkpoint` names it."""
         block = self._pool.allocate(self._kind)
         if block is not None:
             if node is not None:
                 self._tree.attach(node, block)
             state = self._states[seq]
-            state.saving[end] = block
-            self._copies.append((state.own.unit.index, block.unit.index))
+            state.pending_checkpoints[end] = block
+            self._planned_copies.append((state.block.unit.index, block.unit.index))
 
-    def attach(self, seq: Sequence, node: Node, end: int) -> None:
+    def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
-        block, known = self._states[seq].saving.get(end), node.blocks[self._kind]
-        if known is not None:
-            known.is_shared = True
+        block, existing_block = self._states[seq].pending_checkpoints.get(end), node.blocks[self._kind]
+        if existing_block is not None:
+            existing_block.is_shared = True
         elif block is not None:
             self._tree.attach(node, block)
 
-    def fill(self, plan: StepPlan) -> None:
+    def fill_plan(self, plan: StepPlan) -> None:
         """Add the copies that the chunks of `plan` need. It is out: the next one may resume from what it takes."""
         for chunk in plan.chunks:
             state = self._states[chunk.seq]
-            if state.fresh:
-                state.fresh = False
-                if state.source is None:
-                    plan.state_resets.append(state.own.unit.index)
+            if state.needs_init:
+                state.needs_init = False
+                if state.source_checkpoint is None:
+                    plan.state_resets.append(state.block.unit.index)
                 else:
-                    plan.state_restores.append((state.source.unit.index, state.own.unit.index))
-            while state.stops and state.stops[0] * self._block_size <= chunk.end:
-                self._pass_stop(state)
-            if (block := state.saving.get(chunk.end)) is not None:
+                    plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
+            while state.planned_stops and state.planned_stops[0] * self._block_size <= chunk.end:
+                self._remove_first_stop(state)
+            if (block := state.pending_checkpoints.get(chunk.end)) is not None:
                 block.is_in_flight = True
-        plan.state_checkpoints, self._copies = self._copies, []
+        plan.state_checkpoints, self._planned_copies = self._planned_copies, []
 
     def commit(self, seq: Sequence, start: int, end: int) -> None:
         """The step's compute is done."""
         state = self._states[seq]
-        self._unpin(state)
-        block = state.saving.pop(end, None)
+        self._release_source(state)
+        block = state.pending_checkpoints.pop(end, None)
         if block is None:
             return
         if block.node is None:  # the cache was reset meanwhile, or nothing that ends here got a name
             self._pool.release(block)
             return
         self._tree.commit(block)
-        rolling, state.rolling = state.rolling, None
-        decoding = end > seq.prompt_len and end - start == 1
-        if decoding and rolling and not (rolling.is_shared or rolling.refs) and rolling.node is not None:
-            self._tree.evict(rolling, keep_on_host=False)
-        before = self._checkpoint_before(block.node)
-        if before is not None:
-            self._supersede(before)
-        self._release(block)
-        if decoding:
-            state.rolling = block
+        previous_rolling, state.rolling_checkpoint = state.rolling_checkpoint, None
+        is_decode = end > seq.prompt_len and end - start == 1
+        if (
+            is_decode
+            and previous_rolling
+            and not (previous_rolling.is_shared or previous_rolling.refs)
+            and previous_rolling.node is not None
+        ):
+            self._tree.evict(previous_rolling, keep_on_host=False)
+        previous_node = self._previous_checkpoint(block.node)
+        if previous_node is not None:
+            self._mark_superseded(previous_node)
+        self._release_checkpoint(block)
+        if is_decode:
+            state.rolling_checkpoint = block
 
-    def abandon(self, seq: Sequence, end: int) -> None:
+    def rollback(self, seq: Sequence, end: int) -> None:
         """The step that computed up to `end` failed."""
-        self._copies.clear()
-        block = self._states[seq].saving.pop(end, None)
+        self._planned_copies.clear()
+        block = self._states[seq].pending_checkpoints.pop(end, None)
         if block is not None:
             if block.node is not None:
                 self._tree.detach_pending(block)
@@ -206,32 +218,32 @@ class StateCheckpoints:
 
     def release(self, seq: Sequence) -> None:
         """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
-        self.unplan(seq)
+        self.cancel_planned(seq)
         state = self._states.pop(seq)
-        assert not state.saving
-        self._unpin(state)
-        self._pool.release(state.own)
+        assert not state.pending_checkpoints
+        self._release_source(state)
+        self._pool.release(state.block)
         seq.state_unit = None
 
     # ------------------------------------------------------------------ inside
 
-    def _unpin(self, state: _SequenceState) -> None:
-        source, state.source = state.source, None
+    def _release_source(self, state: _SequenceState) -> None:
+        source, state.source_checkpoint = state.source_checkpoint, None
         if source is not None:
-            self._release(source)
+            self._release_checkpoint(source)
 
-    def _release(self, checkpoint: Block[Node], *, superseded: bool = False) -> None:
+    def _release_checkpoint(self, checkpoint: Block[Node], *, is_superseded: bool = False) -> None:
         """Let a checkpoint become cached, at what it saves over the one before it that would be left."""
-        checkpoint.is_superseded = superseded
+        checkpoint.is_superseded = is_superseded
         node = checkpoint.node
         if node is None:
             self._pool.release(checkpoint)
             return
-        before = self._checkpoint_before(node)
-        while before is not None and not superseded and self._is_superseded(before):
-            before = self._checkpoint_before(before)
-        saved = node.depth + 1 if before is None else node.depth - before.depth
-        self._pool.release(checkpoint, state_value(saved, is_superseded=superseded))
+        previous_node = self._previous_checkpoint(node)
+        while previous_node is not None and not is_superseded and self._is_superseded(previous_node):
+            previous_node = self._previous_checkpoint(previous_node)
+        saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
+        self._pool.release(checkpoint, state_value(saved_blocks, is_superseded=is_superseded))
 
     def _is_superseded(self, node: Node) -> bool:
         block = node.blocks[self._kind]
@@ -239,37 +251,40 @@ class StateCheckpoints:
             block = node.host_blocks[self._kind]
         return block is not None and block.refs == 0 and block.is_superseded
 
-    def _pass_stop(self, state: _SequenceState) -> None:
-        blocks = state.stops.pop(0)
-        key = (blocks, state.shared.pop(blocks))
-        self._planned[key] -= 1
-        if not self._planned[key]:
-            del self._planned[key]
+    def _remove_first_stop(self, state: _SequenceState) -> None:
+        blocks = state.planned_stops.pop(0)
+        key = (blocks, state.stop_hashes.pop(blocks))
+        self._stop_counts[key] -= 1
+        if not self._stop_counts[key]:
+            del self._stop_counts[key]
 
-    def _checkpoint_before(self, node: Node) -> Node | None:
-        before = node.parent
-        while before is not None and not before.has_computed(self._kind) and not before.is_on_host(self._kind):
-            before = before.parent
-        return before
+    def _previous_checkpoint(self, node: Node) -> Node | None:
+        ancestor = node.parent
+        while ancestor is not None and not ancestor.has_computed(self._kind) and not ancestor.is_on_host(self._kind):
+            ancestor = ancestor.parent
+        return ancestor
 
-    def _supersede(self, node: Node) -> None:
+    def _mark_superseded(self, node: Node) -> None:
         """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
         block = node.blocks[self._kind]
         if block is not None and block.refs == 0 and len(node.children) < 2:
             self._pool.acquire(block)
-            self._release(block, superseded=True)
+            self._release_checkpoint(block, is_superseded=True)
 
     def check_invariants(self) -> None:
-        ahead = Counter((b, state.shared[b]) for state in self._states.values() for b in state.stops)
-        assert ahead == self._planned
+        stop_counts = Counter((b, state.stop_hashes[b]) for state in self._states.values() for b in state.planned_stops)
+        assert stop_counts == self._stop_counts
         for seq, state in self._states.items():
-            assert state.own.refs == 1
-            assert state.own.node is None
-            assert state.own.unit.index == seq.state_unit
-            assert state.stops == sorted(state.shared)
-            assert all(blocks * self._block_size > seq.computed for blocks in state.stops)
+            assert state.block.refs == 1
+            assert state.block.node is None
+            assert state.block.unit.index == seq.state_unit
+            assert state.planned_stops == sorted(state.stop_hashes)
+            assert all(blocks * self._block_size > seq.computed for blocks in state.planned_stops)
 
     def references(self) -> list[Block[Node]]:
         """Every reference that this class holds, one entry each."""
-        held = [[state.own, state.source, *state.saving.values()] for state in self._states.values()]
-        return [block for blocks in held for block in blocks if block is not None]
+        blocks_by_state = [
+            [state.block, state.source_checkpoint, *state.pending_checkpoints.values()]
+            for state in self._states.values()
+        ]
+        return [block for blocks in blocks_by_state for block in blocks if block is not None]

@@ -152,7 +152,7 @@ class NaiveCache:
             for kind, hash_ in lost:
                 assert kind == self.state_kind, f"a block of kind {kind} is nowhere"
                 assert hash_ in replaced, "a state is nowhere"
-        host = self.cache.host
+        host = self.cache.host_tier
         self.computed = now
         self.had_room = host is not None and host.pool.free_units >= 2 * len(self.cache.pool.units)
 
@@ -166,7 +166,7 @@ class NaiveCache:
         """Blocks of every kind that somebody needs, read off the tables."""
         size = self.spec.block_size
         held: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
-        for seq in self.cache._chains:
+        for seq in self.cache._seq_blocks:
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
                 first = 0 if window is None else max(0, seq.computed - window + 1) // size
@@ -200,7 +200,7 @@ class NaiveCache:
         pool = self.cache.pool
         kinds_of_unit: dict[int, set[int]] = {}
         references: Counter[tuple[int, int]] = Counter()
-        for seq in self.cache._chains:
+        for seq in self.cache._seq_blocks:
             size = self.spec.block_size
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window

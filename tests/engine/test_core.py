@@ -68,7 +68,7 @@ def test_sequences_that_generate_the_same_text_end_up_on_the_same_blocks() -> No
     for _ in range(10):
         bench.step()
     assert [name for name, _, _ in bench.device.plans[-1]] == ["a", "b"]
-    chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache._chains}
+    chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache._seq_blocks}
     common = len(bench.outputs["b"]) // 4
     assert common >= 2
     assert chains["a"][:common] == chains["b"][:common]

@@ -39,13 +39,13 @@ def ended_sequences_go_at_once(patch: Patch) -> None:
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
-    real = KVCache._merge
+    real = KVCache._merge_duplicates
 
-    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
-        real(self, seq, chain, merges)
+    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
+        real(self, seq, seq_blocks, merges)
         seq.table_changes -= 1
 
-    patch.setattr(KVCache, "_merge", merge)
+    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
 
 
 def a_row_is_another_ones(patch: Patch) -> None:
@@ -71,36 +71,36 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
 
 
 def what_came_after_a_failure_is_kept(patch: Patch) -> None:
-    real = KVCache.abandon
+    real = KVCache.rollback
 
-    def abandon(self: KVCache) -> None:
-        if len(self._out) > 1:
-            self._out.pop()
+    def rollback(self: KVCache) -> None:
+        if len(self._steps_in_flight) > 1:
+            self._steps_in_flight.pop()
         else:
             real(self)
 
-    patch.setattr(KVCache, "abandon", abandon)
+    patch.setattr(KVCache, "rollback", rollback)
 
 
 def one_checkpoint_at_a_time(patch: Patch) -> None:
-    real = StateCheckpoints.save
+    real = StateCheckpoints.save_checkpoint
 
-    def save(self: StateCheckpoints, seq: Any, node: Any, end: int) -> None:
-        self._states[seq].saving.clear()
+    def save_checkpoint(self: StateCheckpoints, seq: Any, node: Any, end: int) -> None:
+        self._states[seq].pending_checkpoints.clear()
         real(self, seq, node, end)
 
-    patch.setattr(StateCheckpoints, "save", save)
+    patch.setattr(StateCheckpoints, "save_checkpoint", save_checkpoint)
 
 
 def a_state_is_resumed_from_in_the_step_that_takes_it(patch: Patch) -> None:
-    real = StateCheckpoints.reserve
+    real = StateCheckpoints.reserve_checkpoint
 
     def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         real(self, seq, nodes, start, end)
-        for block in self._states[seq].saving.values():
+        for block in self._states[seq].pending_checkpoints.values():
             block.is_in_flight = True
 
-    patch.setattr(StateCheckpoints, "reserve", reserve)
+    patch.setattr(StateCheckpoints, "reserve_checkpoint", reserve)
 
 
 def the_length_is_not_foreseen(patch: Patch) -> None:

@@ -98,8 +98,8 @@ class OurWorker:
         params = SamplingParams()
         request = Request(request_id="probe", token_ids=list(prompt[0]), params=params, cache_salt=prompt[1])
         probe = Sequence(request, list(prompt[0]), len(prompt[0]), 0.0)
-        found = len(self._cache.match(probe)) * BLOCK
-        self._cache.forget_names(probe)
+        found = len(self._cache.match_prefix(probe)) * BLOCK
+        self._cache.discard_keys(probe)
         return found
 
     def resident_count(self) -> int:

@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         for _ in range(admissions):
             self._admit(rng, chunks)
         plan = StepPlan(chunks=chunks)
-        self.cache.fill(plan)  # without chunks it may hold the moves of a compaction that did not help enough
+        self.cache.fill_plan(plan)  # without chunks it may hold the moves of a compaction that did not help enough
         self.cache.check_invariants()
         if outcome == "fail":
             self._fail(plan)
@@ -110,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _continue(self, seq: Sequence, rng: random.Random, chunks: list[Chunk]) -> None:
         if seq.computed == len(seq.token_ids):
             seq.token_ids.append(rng.randrange(2))
-        end = self.cache.clip(
+        end = self.cache.clip_chunk_end(
             seq, rng.randint(seq.computed + 1, min(len(seq.token_ids), seq.computed + STEP_TOKENS_MAX))
         )
         if self._grow(seq, end):
@@ -130,20 +130,20 @@ class PoolMachine(RuleBasedStateMachine):
         request = Request(request_id="r", token_ids=text, params=SamplingParams())
         seq = Sequence(request=request, token_ids=list(text), prompt_len=len(text), arrival_s=0.0)
         if self.cache.should_wait(seq):
-            self.cache.forget_names(seq)
+            self.cache.discard_keys(seq)
             return
         blocks = -(-len(text) // self.cache.block_size)
         unshared = self.naive.has_room(self.naive.demand(blocks, STEP_TOKENS_MAX))
         if not self.cache.admit(seq):
             assert not unshared, "refused although it fits without sharing anything"
-            self.cache.forget_names(seq)
+            self.cache.discard_keys(seq)
             return
         for other in rng.sample(self.texts, k=min(2, len(self.texts))):
             if len(other) > 1:
                 twin = Sequence(request=request, token_ids=list(other), prompt_len=len(other), arrival_s=0.0)
-                self.cache.plan_common(seq, twin)
-                self.cache.forget_names(twin)
-        end = self.cache.clip(seq, min(len(text), seq.computed + STEP_TOKENS_MAX))
+                self.cache.plan_shared_prefix(seq, twin)
+                self.cache.discard_keys(twin)
+        end = self.cache.clip_chunk_end(seq, min(len(text), seq.computed + STEP_TOKENS_MAX))
         if not self.cache.grow(seq, end):
             self._release(seq)
             return
@@ -153,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _reserve(self, seq: Sequence, end: int) -> None:
         """What the step pins, states to copy and blocks to merge into, counts as live until it is over."""
-        self.cache.reserve(seq, end)
+        self.cache.register_full_blocks(seq, end)
         state = len(self.cache.spec.groups)
         self.naive.pinned = {
             (unit.kind, unit.index if unit.kind == state else block.id)
@@ -164,19 +164,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _release(self, seq: Sequence) -> None:
         self.cache.release(seq)
-        self.cache.forget_names(seq)
+        self.cache.discard_keys(seq)
 
     def _fail(self, plan: StepPlan) -> None:
         self.naive.forget()
-        self.cache.abandon()
+        self.cache.rollback()
         for chunk in reversed(plan.chunks):
             self.running.remove(chunk.seq)
             self._release(chunk.seq)
-        if self.cache.distrust_moved():
+        if self.cache.invalidate_failed_copies():
             for seq in self.running:
                 self._release(seq)
             self.running = []
-            assert not self.cache.distrust_moved()
+            assert not self.cache.invalidate_failed_copies()
 
 
 class CrampedMachine(PoolMachine):

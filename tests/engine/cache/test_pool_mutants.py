@@ -85,38 +85,38 @@ def announced_when_reserved(patch: Patch) -> None:
 
 
 def merge_without_redirect(patch: Patch) -> None:
-    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
-        for g, index, known in merges:
-            own, chain.blocks[g][index] = chain.blocks[g][index], known
-            self.pool.release(own)
+    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
+        for g, index, named_block in merges:
+            held_block, seq_blocks.blocks[g][index] = seq_blocks.blocks[g][index], named_block
+            self.pool.release(held_block)
 
-    patch.setattr(KVCache, "_merge", merge)
+    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
 
 
 def merge_that_leaks_the_duplicate(patch: Patch) -> None:
-    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
-        for g, index, known in merges:
-            chain.blocks[g][index] = known
-            seq.block_tables[g][index] = known.id
+    def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
+        for g, index, named_block in merges:
+            seq_blocks.blocks[g][index] = named_block
+            seq.block_tables[g][index] = named_block.id
 
-    patch.setattr(KVCache, "_merge", merge)
+    patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
 
 
 def compaction_that_copies_nothing(patch: Patch) -> None:
-    real = KVCache.fill
+    real = KVCache.fill_plan
 
-    def fill(self: KVCache, plan: Any) -> None:
+    def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
         plan.block_moves = []
 
-    patch.setattr(KVCache, "fill", fill)
+    patch.setattr(KVCache, "fill_plan", fill_plan)
 
 
 def compaction_without_rewriting_tables(patch: Patch) -> None:
     real = KVCache._allocate
 
     def allocate(self: KVCache, kind: int) -> Any:
-        tables = [(table, list(table)) for seq in self._chains for table in seq.block_tables]
+        tables = [(table, list(table)) for seq in self._seq_blocks for table in seq.block_tables]
         block = real(self, kind)
         for table, old in tables:
             table[:] = old
@@ -137,40 +137,40 @@ def capacity_off_by_one(patch: Patch) -> None:
 
 
 def window_left_a_block_early(patch: Patch) -> None:
-    real = KVCache._pass_windows
+    real = KVCache._release_outside_windows
 
-    def pass_windows(self: KVCache, seq: Any, chain: Any, end: int) -> None:
-        real(self, seq, chain, end + self.block_size)
+    def release_outside(self: KVCache, seq: Any, seq_blocks: Any, end: int) -> None:
+        real(self, seq, seq_blocks, end + self.block_size)
 
-    patch.setattr(KVCache, "_pass_windows", pass_windows)
+    patch.setattr(KVCache, "_release_outside_windows", release_outside)
 
 
 def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(AttentionWindows, "usable", lambda self, nodes, count: count)
+    patch.setattr(AttentionWindows, "usable_count", lambda self, nodes, count: count)
 
 
 def state_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(AttentionWindows, "resumable", lambda self, nodes: self.usable(nodes, len(nodes)))
+    patch.setattr(AttentionWindows, "resumable_count", lambda self, nodes: self.usable_count(nodes, len(nodes)))
 
 
 def checkpoint_of_the_block_before(patch: Patch) -> None:
-    real = StateCheckpoints.reserve
+    real = StateCheckpoints.reserve_checkpoint
 
     def reserve(self: StateCheckpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
         if end % self._block_size == 0:
             real(self, seq, [nodes[0], *nodes[:-1]] if nodes else nodes, start, end)
 
-    patch.setattr(StateCheckpoints, "reserve", reserve)
+    patch.setattr(StateCheckpoints, "reserve_checkpoint", reserve)
 
 
 def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
-    real = StateCheckpoints.start
+    real = StateCheckpoints.create_state
 
-    def start(self: StateCheckpoints, seq: Any, source: Any, *, copies: bool) -> None:
-        real(self, seq, source, copies=copies)
-        self._unpin(self._states[seq])
+    def create_state(self: StateCheckpoints, seq: Any, source: Any, *, should_copy: bool) -> None:
+        real(self, seq, source, should_copy=should_copy)
+        self._release_source(self._states[seq])
 
-    patch.setattr(StateCheckpoints, "start", start)
+    patch.setattr(StateCheckpoints, "create_state", create_state)
 
 
 def failed_step_announced(patch: Patch) -> None:
@@ -178,18 +178,18 @@ def failed_step_announced(patch: Patch) -> None:
 
 
 def failed_compaction_trusted(patch: Patch) -> None:
-    patch.setattr(KVCache, "distrust_moved", lambda self: bool(self._distrusted.clear()))
+    patch.setattr(KVCache, "invalidate_failed_copies", lambda self: bool(self._untrusted_blocks.clear()))
 
 
 def window_table_filler_released(patch: Patch) -> None:
-    real = KVCache._pass_windows
+    real = KVCache._release_outside_windows
 
-    def pass_windows(self: KVCache, seq: Any, chain: Any, end: int) -> None:
-        real(self, seq, chain, end)
+    def release_outside(self: KVCache, seq: Any, seq_blocks: Any, end: int) -> None:
+        real(self, seq, seq_blocks, end)
         for g in self._groups:
             seq.block_tables[g][:] = [UNREAD_BLOCK for _ in seq.block_tables[g]]
 
-    patch.setattr(KVCache, "_pass_windows", pass_windows)
+    patch.setattr(KVCache, "_release_outside_windows", release_outside)
 
 
 def hash_believed(patch: Patch) -> None:
@@ -247,23 +247,23 @@ def host_copy_never_read(patch: Patch) -> None:
 
 
 def host_moves_after_all_others(patch: Patch) -> None:
-    real = KVCache.fill
+    real = KVCache.fill_plan
 
-    def fill(self: KVCache, plan: Any) -> None:
+    def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
         plan.block_moves.sort(key=lambda move: move.way)
 
-    patch.setattr(KVCache, "fill", fill)
+    patch.setattr(KVCache, "fill_plan", fill_plan)
 
 
 def host_reads_before_writes(patch: Patch) -> None:
-    real = KVCache.fill
+    real = KVCache.fill_plan
 
-    def fill(self: KVCache, plan: Any) -> None:
+    def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
         plan.block_moves.sort(key=lambda move: -move.way)
 
-    patch.setattr(KVCache, "fill", fill)
+    patch.setattr(KVCache, "fill_plan", fill_plan)
 
 
 def host_block_not_held_while_it_is_read(patch: Patch) -> None:
@@ -303,27 +303,29 @@ def move_to_the_host_unannounced(patch: Patch) -> None:
 
 
 def host_copy_of_a_failed_step_trusted(patch: Patch) -> None:
-    def distrust(self: KVCache) -> bool:
-        self._distrusted_host.clear()
-        stores, self.host.planned_stores = self.host.planned_stores, []  # type: ignore[union-attr]
+    def invalidate(self: KVCache) -> bool:
+        self._untrusted_host_blocks.clear()
+        stores, self.host_tier.planned_stores = self.host_tier.planned_stores, []  # type: ignore[union-attr]
         again = real(self)
-        self.host.planned_stores = stores  # type: ignore[union-attr]
+        self.host_tier.planned_stores = stores  # type: ignore[union-attr]
         return again
 
-    real = KVCache.distrust_moved
-    patch.setattr(KVCache, "distrust_moved", lambda self: real(self) if self.host is None else distrust(self))
+    real = KVCache.invalidate_failed_copies
+    patch.setattr(
+        KVCache, "invalidate_failed_copies", lambda self: real(self) if self.host_tier is None else invalidate(self)
+    )
 
 
 def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
-    real = KVCache.abandon
+    real = KVCache.rollback
 
-    def abandon(self: KVCache) -> None:
+    def rollback(self: KVCache) -> None:
         unpin = HostTier.unpin
         HostTier.unpin = lambda self, host_block: None  # type: ignore[method-assign, assignment]
         real(self)
         HostTier.unpin = unpin  # type: ignore[method-assign]
 
-    patch.setattr(KVCache, "abandon", abandon)
+    patch.setattr(KVCache, "rollback", rollback)
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
@@ -340,12 +342,12 @@ def loaded_block_announced_when_planned(patch: Patch) -> None:
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
-    real = KVCache._start_state
+    real = KVCache._create_state
 
-    def start(self: KVCache, seq: Any, source: Any, last: Any, *, copies: bool) -> None:
-        real(self, seq, source, None if source is None else last, copies=copies)
+    def create_state(self: KVCache, seq: Any, source: Any, last_node: Any, *, should_copy: bool) -> None:
+        real(self, seq, source, None if source is None else last_node, should_copy=should_copy)
 
-    patch.setattr(KVCache, "_start_state", start)
+    patch.setattr(KVCache, "_create_state", create_state)
 
 
 def state_gone_once_it_is_read(patch: Patch) -> None:
@@ -433,8 +435,8 @@ def what_hangs_from_what_is_lost() -> None:
         assert cache.admit(seq)
         assert cache.grow(seq, 2)
         plan = StepPlan(chunks=[Chunk(seq, 0, 2, True)])
-        cache.reserve(seq, 2)
-        cache.fill(plan)
+        cache.register_full_blocks(seq, 2)
+        cache.fill_plan(plan)
         cache.commit(plan.chunks)
         cache.release(seq)
         checker(cache.take_events() or [])

@@ -25,4 +25,4 @@ def test_a_unit_holds_everything_and_no_simple_size_pads_less(
     smallest = max([*blocks, state or 0])
     plain = -(-smallest // 256) * 256
     unused = [plain % block for block in blocks] + ([plain - state] if state else [])
-    assert spec.padding <= max(unused) / plain + 1e-12
+    assert spec.padding_share <= max(unused) / plain + 1e-12
