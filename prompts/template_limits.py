@@ -4,7 +4,7 @@ A template is a program out of a checkpoint's folder. `add_limits` accepts one w
 proportion to its operands, and whose values cannot grow but by concatenation. Such a template is changed so that it
 looks at the clock in each turn of a loop and at each call of a macro, and so that what is put together is measured.
 Whatever is not on the lists below is a doubt, and a doubt is a no: that template is rendered in a process with a
-deadline (router/prompting/pool.py).
+deadline (router/prompting/prompt_worker_pool.py).
 """
 
 from __future__ import annotations

@@ -224,10 +224,10 @@ class Admin:
         self._metrics.fold()
         segments = self._prompts.cache_stats()
         return Report(
-            tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
+            tokenize_cpu_s=self._prompts.cpu_s + self._reading.worker_pool.cpu_s,
             conversation_cache=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
-            large_bodies=dict(self._reading.helpers.counts),
-            waiting_bytes=self._reading.helpers.waiting_bytes,
+            large_bodies=dict(self._reading.worker_pool.counts),
+            waiting_bytes=self._reading.worker_pool.waiting_bytes,
             event_faults=self._event_faults(),
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),

@@ -19,7 +19,7 @@ from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
 from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig
-from router.prompting.config import PoolConfig
+from router.prompting.config import PromptWorkerConfig
 from router.shadow.config import ShadowConfig
 from router.tenancy.config import SharingConfig
 
@@ -105,7 +105,7 @@ class ProcessConfig:
     sharing: Annotated[SharingConfig, ROOT] = field(default_factory=SharingConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     miss_reasons: MissReasonsConfig = field(default_factory=MissReasonsConfig)
-    helpers: PoolConfig = field(default_factory=PoolConfig)
+    prompt_workers: PromptWorkerConfig = field(default_factory=PromptWorkerConfig)
     seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),
         "How much is logged, to stderr."] = "info"

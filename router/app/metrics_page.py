@@ -34,7 +34,7 @@ class Report:
     segments: dict[str, tuple[int, int, int]]
     """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
     large_bodies: dict[str, int]
-    """outcome -> bodies given to helper processes."""
+    """outcome -> bodies given to worker processes."""
     waiting_bytes: int
     """Of large bodies that are not read yet."""
     event_faults: int
@@ -102,7 +102,7 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
     yield "core", "Events in the core: routed, queued, refused, retried ...", "event", snapshot.counters
     text = "Probes and checks of a worker that failed, or whose answer could not be used."
     yield "worker_check_failures", text, "worker", unusable
-    text = "Bodies given to helper processes: read, unread (load decided), refused (no JSON), full, failed."
+    text = "bodies given to worker processes: read, unread (load decided), refused (no JSON), full, failed."
     yield "large_bodies", text, "outcome", report.large_bodies
     text = "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired."
     yield "peer_messages", text, "outcome", report.peer_messages

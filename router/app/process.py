@@ -66,7 +66,7 @@ from router.http.request import HttpRequest
 from router.http.routes import Answer
 from router.index import make_index
 from router.prompting.conversation_cache import ConversationCache
-from router.prompting.pool import Helpers
+from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
@@ -126,13 +126,13 @@ class RouterProcess:
             chat_template=config.chat_template,
             cache_bytes=config.segment_cache_mb << 20,
         )
-        self._helpers = Helpers(
-            config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
+        self._worker_pool = PromptWorkerPool(
+            config.prompt_workers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
-        self._prompts.helpers = self._helpers
+        self._prompts.worker_pool = self._worker_pool
         session_names = SessionNames(config.edge.session_headers)
         known = ConversationCache(config.conversation_cache_mb << 20)
-        self._reading = RequestReading(self._core, self._prompts, self._helpers, session_names, known)
+        self._reading = RequestReading(self._core, self._prompts, self._worker_pool, session_names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         names = ModelNames(config.sharing)
@@ -148,7 +148,7 @@ class RouterProcess:
             self._core,
             self._proxy,
             self._prompts,
-            self._helpers,
+            self._worker_pool,
             self._metrics,
             emptied=self._feed.emptied,
         )
@@ -167,7 +167,7 @@ class RouterProcess:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
-            stack.callback(self._helpers.processes.close)
+            stack.callback(self._worker_pool.processes.close)
             if self._tracing is not None:
                 stack.callback(self._tracing.close)
             stack.callback(self._pool.close)
@@ -384,7 +384,7 @@ class RouterProcess:
         if now - self._swept_s < self._config.edge.timeouts.sweep_s:
             return
         self._swept_s = now
-        idle = (self._pool.close_idle, self._helpers.close_idle, self._heap.beat)
+        idle = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.beat)
         for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
         self._addresses.each(lambda listener: self._guarded("listener", listener.sweep, now))

@@ -32,7 +32,7 @@ from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.media import MediaPrompt, read_media
-from router.prompting.pool import Helpers, Order
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.sessions import Names, Session, SessionNames
 from router.prompting.turn import ReadTurn
@@ -148,13 +148,13 @@ class RequestReading:
         self,
         core: RouterCore,
         prompts: PromptReader,
-        helpers: Helpers,
+        worker_pool: PromptWorkerPool,
         names: SessionNames | None = None,
         known: ConversationCache | None = None,
     ) -> None:
         self._core = core
         self._prompts = prompts
-        self.helpers = helpers
+        self.worker_pool = worker_pool
         self._names = names or SessionNames()
         self.known = ConversationCache(0) if known is None else known
         self.stored = StoredResponses()
@@ -255,32 +255,32 @@ class RequestReading:
             form = await self._prompts.run(partial(_read_form, request))
             return self._asked_by_form(request, *form), PromptRead(None, 0.0)
 
-        def order(parsed: RoutingRequest) -> Order:
+        def order(parsed: RoutingRequest) -> ReadTask:
             said = self._asked(request, parsed)
             base, tokens_max = said.base, said.tokens_max
             made = self._prompts.order(base, parsed.kind, tokens_max)
-            made.learns = self.known.max_bytes > 0 and not self._prompts.renders_apart(base, parsed)
+            made.is_cached = self.known.max_bytes > 0 and not self._prompts.renders_apart(base, parsed)
             return made
 
         started = time.perf_counter()
-        parsed, spans, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted, party)
+        parsed, spans, made = await self.worker_pool.read(request.pieces, _kind(request, path), order, wanted, party)
         asked = self._asked(request, parsed)
         asked.spans, asked.media = spans, made.media
-        asked.pieces, asked.begins = request.pieces, made.begins
+        asked.pieces, asked.begins = request.pieces, made.first_message_digest
         ids: Sequence[int] | None
         if isinstance(made.result, bytes):
             remote = self._prompts.remote
             ids = None if remote is None else (await remote.put(made.result, asked.base))[0]
-            size = measure(ids, parsed, asked.tokens_max, made.further)
+            size = measure(ids, parsed, asked.tokens_max, made.further_tokens)
             ids = cut(ids, parsed, asked.tokens_max)
         else:
             ids, size = made.result, made.size
-        if made.known is not None and ids is not None:
-            made.known.body, made.known.token_ids = (
+        if made.conversation is not None and ids is not None:
+            made.conversation.body, made.conversation.token_ids = (
                 request.body,
-                array(ID_TYPE, ids[: made.known.checkpoints[-1].token_count_max]),
+                array(ID_TYPE, ids[: made.conversation.checkpoints[-1].token_count_max]),
             )
-        return asked, PromptRead(ids, time.perf_counter() - started, made.known, size=size)
+        return asked, PromptRead(ids, time.perf_counter() - started, made.conversation, size=size)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_m
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
-from router.prompting.pool import Helpers
+from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import bounded
 from router.prompting.turn import ReadTurn, digest
@@ -53,7 +53,7 @@ class Reasons:
         core: RouterCore,
         proxy: Proxy,
         prompts: PromptReader,
-        helpers: Helpers,
+        worker_pool: PromptWorkerPool,
         metrics: Metrics,
         *,
         emptied: Mapping[str, float],
@@ -61,7 +61,7 @@ class Reasons:
         self.analyzer = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
-        self._core, self._proxy, self._helpers = core, proxy, helpers
+        self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
         self._facts = KnownFacts(core, emptied, prompts.get)
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
@@ -211,7 +211,7 @@ class Reasons:
     async def _outline(self, comparison: Comparison) -> None:
         """Have a large body outlined, where that is to be done."""
         if comparison.pieces is not None:
-            comparison.outline = await self._helpers.outline(*comparison.pieces)
+            comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
             comparison.pieces = None
 
     def _end(self, begun: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:

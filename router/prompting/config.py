@@ -1,4 +1,4 @@
-"""How much of the machine large bodies may take."""
+"""Bounds on the worker processes that read large bodies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from options import Seconds, Size
 
 
 @dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """Of the helper processes that read bodies over 64 KiB, or of many objects."""
+class PromptWorkerConfig:
+    """Worker processes that read bodies over 64 KiB, or of many objects."""
 
     count: Annotated[int, Meta(ge=1, le=64), "Processes, started when they are first needed."] = 2
     seconds_max: Annotated[Seconds, "For one body; what takes longer is ended, and load alone decides."] = 5.0
@@ -21,4 +21,6 @@ class PoolConfig:
         Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
         "Of bodies that wait or are being read; more are answered 503.",
     ] = 512
-    idle_s: Annotated[Seconds, "Without a body, after which a helper is ended and its memory given back."] = 60.0
+    idle_s: Annotated[Seconds, "Without a body, after which a worker process is ended and its memory given back."] = (
+        60.0
+    )

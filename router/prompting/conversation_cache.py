@@ -2,7 +2,7 @@
 
 Owns what is stored of a conversation, which are stored and how one is found; router/prompting/conversation_suffix.py
 reads the suffix behind a cached prefix. A prefix is looked up by a digest of its bytes, then compared in full. Bounded
-in bytes, least recently used first out. Entries cross between processes (router/prompting/pool.py).
+in bytes, least recently used first out. Entries cross between processes (router/prompting/prompt_worker_pool.py).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from router.prompting.conversation_suffix import (
     is_cacheable,
 )
 from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
-from router.prompting.pool import Helpers, Order
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
 
 log = logging.getLogger("router")
@@ -89,7 +89,7 @@ class PromptReader:
         self._cache_bytes = cache_bytes
         self.remote: RemoteTokenizer | None = None
         """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
-        self.helpers: Helpers | None = None
+        self.worker_pool: PromptWorkerPool | None = None
         """Processes that render templates which are not bounded."""
         self._overdue: dict[str, int] = {}
         """model -> renderings ended one after the other."""
@@ -194,17 +194,17 @@ class PromptReader:
         self,
         body: Sequence[bytes],
         model: str,
-        order: Order,
+        order: ReadTask,
         wanted: Callable[[], bool] = lambda: True,
         party: str = "",
     ) -> PromptRead:
         """`read` of a light body by a helper process, which ends a template that takes too long."""
         started, overdue = time.perf_counter(), self._overdue.get(model, 0)
-        if self.helpers is None or overdue >= OVERDUE_MAX:
+        if self.worker_pool is None or overdue >= OVERDUE_MAX:
             return PromptRead(None, 0.0)
         order.seconds_max = APART_S_MAX
         try:
-            _, _, made = await self.helpers.read(body, order.kind, lambda _: order, wanted, party)
+            _, _, made = await self.worker_pool.read(body, order.kind, lambda _: order, wanted, party)
         except RequestError as error:  # there is no room, or nobody waits any more
             log.debug("a prompt was not read: %s", error.message)
             return PromptRead(None, time.perf_counter() - started)
@@ -325,7 +325,7 @@ class PromptReader:
         """In a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def order(self, model: str, kind: Kind, tokens_max: int | None) -> Order:
+    def order(self, model: str, kind: Kind, tokens_max: int | None) -> ReadTask:
         """What a helper is to make of a body for this base model."""
         asks = model if self.asks(model) else None
         tokenizer = self._tokenizers.get(model)
@@ -334,7 +334,7 @@ class PromptReader:
         folder = self._folders.get(model)
         if kind != "completion" and self._overdue.get(model, 0) >= OVERDUE_MAX:
             folder = None
-        return Order(kind, folder, tokens_max, asks, as_sent)
+        return ReadTask(kind, folder, tokens_max, asks, as_sent)
 
 
 def checkpoint_folder(name: str) -> Path | None:

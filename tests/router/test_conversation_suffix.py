@@ -26,7 +26,7 @@ from router.prompting.conversation_cache import (
 )
 from router.prompting.encode import cut, read_prompt
 from router.prompting.outline import outline_chat
-from router.prompting.pool import Order, _made
+from router.prompting.prompt_worker_pool import ReadTask, _read_body
 from tests.prompts import chat_templates
 
 NEIGHBOURS = """\
@@ -389,10 +389,10 @@ def test_a_prompt_of_which_the_end_counts_is_not_known(tokenizer: Tokenizer) -> 
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
-        order = Order("chat", "folder", None, None, False)
-        order.learns = True
-        made = _made(order, body, tokenizer)
-        assert (made.known is None) == (keep is not None)
+        order = ReadTask("chat", "folder", None, None, False)
+        order.is_cached = True
+        made = _read_body(order, body, tokenizer)
+        assert (made.conversation is None) == (keep is not None)
 
 
 def test_digests_are_of_beginnings() -> None:

@@ -30,8 +30,8 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index import make_index
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
-from router.prompting.config import PoolConfig
-from router.prompting.pool import Helpers
+from router.prompting.config import PromptWorkerConfig
+from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 
 
@@ -262,9 +262,9 @@ class Edge:
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
-        self.helpers = Helpers(PoolConfig(count=1), chat_template=None, cache_bytes=1 << 20)
-        self.prompts.helpers = self.helpers
-        reading = RequestReading(self.core, self.prompts, self.helpers)
+        self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None, cache_bytes=1 << 20)
+        self.prompts.worker_pool = self.worker_pool
+        reading = RequestReading(self.core, self.prompts, self.worker_pool)
         self.fleet = NoFleet(self.core)
         self.admin = Admin(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
@@ -347,7 +347,7 @@ class Edge:
         self.listener.stop_listening()
         self.listener.abort()
         self.pool.close()
-        self.helpers.processes.close()
+        self.worker_pool.processes.close()
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()

@@ -24,10 +24,10 @@ from prompts.tokenizer import Tokenizer
 from router.edge.upstream import UpstreamConnection
 from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
-from router.prompting import encode, pool
-from router.prompting.config import PoolConfig
+from router.prompting import encode, prompt_worker_pool
+from router.prompting.config import PromptWorkerConfig
 from router.prompting.encode import NAME_BYTES_MAX, cut, envelope, is_light, is_within_bounds, read_prompt
-from router.prompting.pool import Helpers, Order
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = "one two three four five " * 6000
@@ -84,7 +84,7 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
         assert (route.model, route.session, route.stream) == ("tiny", "u", False)
         status, told = parts(await edge.exchange(make_post(body, f"/route?path={path}".encode())))
         assert (status, told["worker"], told["tokenized"]) == (200, "w0", expected is not None)
-        assert edge.helpers.waiting_bytes == 0
+        assert edge.worker_pool.waiting_bytes == 0
 
     edge.run(scenario())
 
@@ -108,13 +108,13 @@ def test_what_is_no_object_is_refused_all_the_same(edge: Any, make_post: Any, bo
     edge.run(scenario())
 
 
-def run(config: PoolConfig, work: Any) -> None:
+def run(config: PromptWorkerConfig, work: Any) -> None:
     async def scenario() -> None:
-        helpers = Helpers(config, chat_template=None, cache_bytes=1 << 20)
+        worker_pool = PromptWorkerPool(config, chat_template=None, cache_bytes=1 << 20)
         try:
-            await work(helpers)
+            await work(worker_pool)
         finally:
-            helpers.processes.close()
+            worker_pool.processes.close()
 
     asyncio.run(scenario())
 
@@ -122,82 +122,82 @@ def run(config: PoolConfig, work: Any) -> None:
 PROMPT = json.dumps({"model": "m", "prompt": list(range(1000))}).encode()
 
 
-def ids_only(parsed: RoutingRequest) -> Order:
-    return Order(parsed.kind)
+def ids_only(parsed: RoutingRequest) -> ReadTask:
+    return ReadTask(parsed.kind)
 
 
 def test_a_helper_that_dies_is_replaced() -> None:
-    async def work(helpers: Helpers) -> None:
+    async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):
-            parsed, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            parsed, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
             assert (parsed.model, len(made.result or ())) == ("m", 1000)
-            process = helpers.processes.all[0].child
+            process = worker_pool.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
 
-    run(PoolConfig(count=1), work)
+    run(PromptWorkerConfig(count=1), work)
 
 
 def test_one_without_work_is_ended_and_started_again() -> None:
-    async def work(helpers: Helpers) -> None:
-        (helper,) = helpers.processes.all
+    async def work(worker_pool: PromptWorkerPool) -> None:
+        (helper,) = worker_pool.processes.all
         for _ in range(2):
-            _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
             assert len(made.result or ()) == 1000
-            helpers.close_idle(helper.used_s + 59.9)
+            worker_pool.close_idle(helper.used_s + 59.9)
             assert helper.child is not None
             helper.is_busy = True
-            helpers.close_idle(helper.used_s + 60.1)
+            worker_pool.close_idle(helper.used_s + 60.1)
             helper.is_busy = False
             assert helper.child is not None, "it has a body"
-            helpers.close_idle(helper.used_s + 60.1)
+            worker_pool.close_idle(helper.used_s + 60.1)
             assert helper.child is None
 
-    run(PoolConfig(count=1), work)
+    run(PromptWorkerConfig(count=1), work)
 
 
 def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child is stopped, as if it were busy: no clock is compared with any work."""
-    monkeypatch.setattr(pool, "START_S_MAX", 6.0)
+    monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 6.0)
 
-    async def work(helpers: Helpers) -> None:
-        def stops(parsed: RoutingRequest) -> Order:
-            process = helpers.processes.all[0].child
+    async def work(worker_pool: PromptWorkerPool) -> None:
+        def stops(parsed: RoutingRequest) -> ReadTask:
+            process = worker_pool.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
-            return Order(parsed.kind)
+            return ReadTask(parsed.kind)
 
-        parsed, _, made = await helpers.read((PROMPT,), "completion", stops, lambda: True)
+        parsed, _, made = await worker_pool.read((PROMPT,), "completion", stops, lambda: True)
         assert (parsed.model, made.result) == ("m", None)
-        assert helpers.counts["failed"] == 1
-        _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        assert worker_pool.counts["failed"] == 1
+        _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
 
-    run(PoolConfig(count=1, seconds_max=0.3), work)
+    run(PromptWorkerConfig(count=1, seconds_max=0.3), work)
 
 
 def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
-    async def work(helpers: Helpers) -> None:
-        _, _, made = await helpers.read((heavy,), "completion", ids_only, lambda: True)
+    async def work(worker_pool: PromptWorkerPool) -> None:
+        _, _, made = await worker_pool.read((heavy,), "completion", ids_only, lambda: True)
         assert made.result is None, "the helper has no room for so many"
-        _, _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
-            asyncio.ensure_future(helpers.read(spaces, None, ids_only, lambda: True, f"key {number}"))
+            asyncio.ensure_future(worker_pool.read(spaces, None, ids_only, lambda: True, f"key {number}"))
             for number in range(5)
         ]
         results = await asyncio.gather(*waiting, return_exceptions=True)
         refused = [result for result in results if isinstance(result, RequestError)]
         assert [error.status for error in refused] == [503, 503]
-        assert helpers.waiting_bytes == 0
+        assert worker_pool.waiting_bytes == 0
         with pytest.raises(RequestError, match="left"):
-            await helpers.read((PROMPT,), None, ids_only, lambda: False)
+            await worker_pool.read((PROMPT,), None, ids_only, lambda: False)
 
-    run(PoolConfig(count=1, memory_mb=160, waiting_mb=38), work)
+    run(PromptWorkerConfig(count=1, memory_mb=160, waiting_mb=38), work)
 
 
 @pytest.mark.parametrize(
@@ -268,18 +268,18 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         connection = UpstreamConnection(pool, mock.Mock())
         connection.transport = transport
         assert allocated(lambda: connection.send(b"head", request.pieces)) < most
-        while pool.scheduler.schedule.called:
-            (send_on,) = pool.scheduler.schedule.call_args.args
-            pool.scheduler.schedule.reset_mock()
+        while prompt_worker_pool.scheduler.schedule.called:
+            (send_on,) = prompt_worker_pool.scheduler.schedule.call_args.args
+            prompt_worker_pool.scheduler.schedule.reset_mock()
             send_on()
         sent = [*transport.writelines.call_args.args[0], *(call.args[0] for call in transport.write.call_args_list)]
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))
 
-        async def work(helpers: Helpers) -> None:
-            _, _, made = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
+        async def work(worker_pool: PromptWorkerPool) -> None:
+            _, _, made = await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)
             assert made.result is None
 
-        assert allocated(lambda: run(PoolConfig(count=1), work)) < most
+        assert allocated(lambda: run(PromptWorkerConfig(count=1), work)) < most
         assert b"".join(request.pieces) == text
     finally:
         tracemalloc.stop()

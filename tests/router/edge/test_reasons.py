@@ -97,7 +97,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
             edge.core,
             edge.proxy,
             edge.prompts,
-            edge.helpers,
+            edge.worker_pool,
             edge.metrics,
             emptied={},
         )
@@ -148,7 +148,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         talk = Talk(edge, make_post)
         for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
             edge.admin._reasons = Reasons(
-                MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.helpers,
+                MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.worker_pool,
                 edge.metrics, emptied={},
             )  # fmt: skip
             status, refused = await talk.ask("nobody")
@@ -390,7 +390,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         for _ in range(2):
             talk.turn()
             await talk.send()
-        may_go, outline = asyncio.Event(), edge.helpers.outline
+        may_go, outline = asyncio.Event(), edge.worker_pool.outline
 
         async def slow(*args: Any) -> Any:
             await may_go.wait()
@@ -398,7 +398,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
                 raise RuntimeError("the helper is gone")
             return await outline(*args)
 
-        edge.helpers.outline = slow
+        edge.worker_pool.outline = slow
         talk.messages[1]["content"] = "Something else. " * 20
         talk.turn()
         headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
 from router.prompting.encode import question
-from router.prompting.pool import _load, _make, _Shelf
+from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task
 from router.prompting.remote import RemoteTokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
@@ -164,9 +164,9 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.order("m", "chat", None)
         assert order.as_sent is older
-        shelf = _Shelf(None, 0)
-        _load(shelf, order.folder)
+        shelf = WorkerState(None, 0)
+        _load_tokenizer(shelf, order.folder)
         shelf.body = json.dumps(asked).encode()
-        assert list(_make(shelf, order)[1].result or ()) == list(ids)
+        assert list(_run_task(shelf, order)[1].result or ()) == list(ids)
 
     edge.run(scenario())

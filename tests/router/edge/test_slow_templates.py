@@ -16,8 +16,8 @@ from prompts.errors import RequestError
 from prompts.tokenizer import Tokenizer
 from prompts.worker_pool import WorkerProcess
 from router.prompting import reader
-from router.prompting.config import PoolConfig
-from router.prompting.pool import Helpers, Order
+from router.prompting.config import PromptWorkerConfig
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.reader import OVERDUE_MAX
 
 BODY = {"messages": [{"role": "user", "content": "hello there"}]}
@@ -60,7 +60,7 @@ def test_what_is_not_proven_is_read_by_a_helper_with_the_same_result(
             answer = await ask(edge, make_post, path=path.encode(), max_tokens=1)
             assert answer.startswith(b"HTTP/1.1 200")
         assert [list(route.token_ids) for route in routes] == [expected, expected]
-        assert edge.helpers.counts["read"] == 2
+        assert edge.worker_pool.counts["read"] == 2
 
     edge.run(scenario())
 
@@ -69,16 +69,16 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "APART_S_MAX", 0.2)
-    monkeypatch.setattr("router.prompting.pool.START_S_MAX", 60.0)
+    monkeypatch.setattr("router.prompting.prompt_worker_pool.START_S_MAX", 60.0)
     folder = write_model(tmp_path, ENDLESS)
 
     async def scenario() -> None:
         routes = await start(edge, folder)
-        for _ in range(OVERDUE_MAX + 2):  # here, then by helpers, then no more
+        for _ in range(OVERDUE_MAX + 2):  # here, then by worker processes, then no more
             answers = await asyncio.gather(ask(edge, make_post), ask(edge, make_post, "tiny"))
             assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
         assert all(route.token_ids is None for route in routes)
-        assert edge.helpers.counts["failed"] == OVERDUE_MAX
+        assert edge.worker_pool.counts["failed"] == OVERDUE_MAX
         assert "too long" in edge.prompts.problems["bad"]
         assert edge.prompts.order("bad", "chat", None).folder is None
         assert edge.prompts.order("bad", "completion", None).folder == folder
@@ -112,21 +112,21 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
     edge.run(scenario(), 60.0)
 
 
-def run(config: PoolConfig, work: Any) -> None:
+def run(config: PromptWorkerConfig, work: Any) -> None:
     async def scenario() -> None:
-        helpers = Helpers(config, chat_template=None, cache_bytes=1 << 20)
+        worker_pool = PromptWorkerPool(config, chat_template=None, cache_bytes=1 << 20)
         try:
-            await work(helpers)
-            helpers.check_invariants()
-            assert not helpers.waiting_bytes
+            await work(worker_pool)
+            worker_pool.check_invariants()
+            assert not worker_pool.waiting_bytes
         finally:
-            helpers.processes.close()
+            worker_pool.processes.close()
 
     asyncio.run(scenario())
 
 
 def test_keys_take_turns_at_the_helpers() -> None:
-    async def work(helpers: Helpers) -> None:
+    async def work(worker_pool: PromptWorkerPool) -> None:
         order: list[str] = []
         gate = asyncio.Event()
 
@@ -138,9 +138,9 @@ def test_keys_take_turns_at_the_helpers() -> None:
             async def note(process: WorkerProcess) -> None:
                 order.append(party)
 
-            await helpers.processes.use(b"", note, party)
+            await worker_pool.processes.use(b"", note, party)
 
-        holding = [asyncio.create_task(helpers.processes.use(b"", hold, "a")) for _ in range(2)]
+        holding = [asyncio.create_task(worker_pool.processes.use(b"", hold, "a")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(take("a")) for _ in range(24)]
         await asyncio.sleep(0)
@@ -151,28 +151,28 @@ def test_keys_take_turns_at_the_helpers() -> None:
         await asyncio.gather(*holding, *waiting, return_exceptions=True)
         assert order.count("a") == 23
         assert max(order.index("b"), order.index("c")) <= 4
-        assert not any(process.is_busy for process in helpers.processes.all)
+        assert not any(process.is_busy for process in worker_pool.processes.all)
 
-    run(PoolConfig(count=2), work)
+    run(PromptWorkerConfig(count=2), work)
 
 
 def test_one_key_leaves_room_for_bodies_of_others() -> None:
     body = (b"{" + b" " * (400 << 10) + b"}",)
 
-    async def work(helpers: Helpers) -> None:
+    async def work(worker_pool: PromptWorkerPool) -> None:
         async def read(party: str) -> int:
             try:
-                await helpers.read(body, "other", lambda parsed: Order(parsed.kind), lambda: True, party)
+                await worker_pool.read(body, "other", lambda parsed: ReadTask(parsed.kind), lambda: True, party)
             except RequestError as refused:
                 return refused.status
             return 200
 
         first = [asyncio.create_task(read("a")) for _ in range(3)]
         await asyncio.sleep(0)
-        helpers.check_invariants()
+        worker_pool.check_invariants()
         second = [asyncio.create_task(read("b")), asyncio.create_task(read("c"))]
         assert await asyncio.gather(*first) == [200, 429, 429]
         assert await asyncio.gather(*second) == [200, 503]
-        assert (helpers.counts["full_for_party"], helpers.counts["full"]) == (2, 1)
+        assert (worker_pool.counts["full_for_tenant"], worker_pool.counts["full"]) == (2, 1)
 
-    run(PoolConfig(count=1, waiting_mb=1), work)
+    run(PromptWorkerConfig(count=1, waiting_mb=1), work)

@@ -1,0 +1,268 @@
+"""Large bodies, read by processes of their own (prompts/worker_pool.py), so that nobody waits for them here.
+
+Owns how many wait and for how long, and what is done in such a process: first it says where a body should go, then it
+is told what to make of it. Invariant: `waiting_bytes` is the sum of the bodies that are waited for, at most
+`waiting_mb`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from prompts.errors import RequestError
+from prompts.routing import Kind, RoutingRequest, read_routing
+from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer, TokenizerError
+from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
+from router.prompting.chat_outline import Outline
+from router.prompting.config import PromptWorkerConfig
+from router.prompting.conversation_cache import CachedConversation
+from router.prompting.conversation_suffix import cache_conversation, is_cacheable
+from router.prompting.encode import (
+    PromptSize,
+    cut,
+    envelope,
+    further_tokens,
+    is_within_bounds,
+    measure,
+    question,
+    read_prompt,
+)
+from router.prompting.fields import FieldSpans, find_fields
+from router.prompting.media import MediaPrompt, read_media
+from router.prompting.outline import outline_chat
+from router.prompting.turn import digest_beginning
+
+log = logging.getLogger("router")
+
+START_S_MAX = 30.0
+"""For starting a process, and for loading a vocabulary."""
+
+
+class ReadTask(msgspec.Struct):
+    """How a worker process reads the body that it has just inspected."""
+
+    kind: Kind
+    tokenizer_folder: str | None = None
+    """Folder of the tokenizer's files; None: only ids that the body brings itself."""
+    tokens_max: int | None = None
+    remote_model: str | None = None
+    """The model whose engine tokenises the prompt: the result is the body of that request instead of ids."""
+    as_sent: bool = False
+    """ChatTemplate.as_sent"""
+    seconds_max: float | None = None
+    """Time for reading the body, where that is less than `seconds_max` of the pool."""
+    is_cached: bool = False
+    """Whether the conversation is to be cached (router/prompting/conversation_suffix.py)."""
+
+
+class ReadResult(NamedTuple):
+    """What a worker process read of a body."""
+
+    result: array[int] | bytes | None = None
+    """Token ids, or the body of a `/tokenize` request."""
+    first_message_digest: int | None = None
+    """Digest of what its user said first (router/prompting/turn.py)."""
+    conversation: CachedConversation | None = None
+    """The conversation to be cached, without its body and ids, which this process has."""
+    size: PromptSize | None = None
+    """Size of its prompts; None where an engine tokenises the first."""
+    further_tokens: Sequence[int] = ()
+    """Tokens of each prompt behind the first."""
+    media: MediaPrompt | None = None
+    """Its conversation and size, where it has images or other media."""
+    is_overdue: bool = False
+    """Whether it was not read in time."""
+
+
+class PromptWorkerPool:
+    """`await read(...)` reads one body."""
+
+    def __init__(self, config: PromptWorkerConfig, *, chat_template: str | None, cache_bytes: int) -> None:
+        self._config = config
+        setup = WorkerState, (chat_template, cache_bytes)
+        self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
+        self.waiting_bytes = 0
+        self._tenant_bytes: dict[str, int] = {}
+        """tenant -> bytes of its bodies that wait or are being read."""
+        self.cpu_s = 0.0
+        self.counts: Counter[str] = Counter()
+        """outcome -> bodies: read, refused (no JSON), full, full_for_tenant, failed."""
+
+    async def read(
+        self,
+        body: Sequence[bytes],
+        kind: Kind | None,
+        make_task: Callable[[RoutingRequest], ReadTask],
+        is_wanted: Callable[[], bool],
+        tenant: str = "",
+    ) -> tuple[RoutingRequest, FieldSpans, ReadResult]:
+        """Read a body, in pieces: its request, the spans of its fields, what was read of its prompt. `kind`: of its
+        path; None where the body tells. `make_task` says how to read it, `is_wanted` whether its client is there.
+        Neither may raise. Raises RequestError for a body that is no JSON object, or that cannot be read now."""
+        size = sum(map(len, body))
+        self._check_capacity(tenant, size)
+        inspected: list[tuple[RoutingRequest, FieldSpans]] = []
+
+        async def work(process: WorkerProcess) -> ReadResult:
+            if not is_wanted():
+                raise _overloaded_error("the client left")
+            inspected.append(await self._inspect(process, body, kind))
+            return await self._run_task(process, make_task(inspected[0][0]))
+
+        result = ReadResult()
+        self._add_waiting(tenant, size)
+        try:
+            result = await self.processes.use(body[0], work, tenant)
+        except WorkerProcessError as error:
+            self.counts["failed"] += 1
+            log.warning("a body of %d bytes could not be read: %s", size, error)
+            if not inspected:
+                raise _overloaded_error("the body could not be read in time") from None
+            result = ReadResult(is_overdue=True)
+        finally:
+            self._add_waiting(tenant, -size)
+        return *inspected[0], result
+
+    def _check_capacity(self, tenant: str, size: int) -> None:
+        """Raises RequestError. Behind its first body, a tenant may fill as much as it leaves free for others."""
+        bytes_max, waiting = self._config.waiting_mb << 20, self._tenant_bytes.get(tenant, 0)
+        if self.waiting_bytes + size > bytes_max:
+            self.counts["full"] += 1
+            raise _overloaded_error("too many large bodies wait to be read")
+        if waiting and waiting + size > bytes_max - (self.waiting_bytes + size):
+            self.counts["full_for_tenant"] += 1
+            raise _overloaded_error("too many large bodies of this client wait to be read", status=429)
+
+    def _add_waiting(self, tenant: str, size: int) -> None:
+        self.waiting_bytes += size
+        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
+        if not self._tenant_bytes[tenant]:
+            del self._tenant_bytes[tenant]
+
+    def check_invariants(self) -> None:
+        assert self.waiting_bytes == sum(self._tenant_bytes.values())
+        assert all(count > 0 for count in self._tenant_bytes.values())
+
+    async def outline_body(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
+        """Outline a whole chat that was read before; None where that fails."""
+        try:
+            outline: Outline | None = await self.processes.use(
+                body[0], lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
+            )
+        except (WorkerProcessError, RequestError):
+            return None
+        return outline
+
+    def close_idle(self, now: float) -> None:
+        """End processes that had nothing to do for a while. `now`: of `time.monotonic`."""
+        self.processes.close_idle(now - self._config.idle_s)
+
+    async def _inspect(
+        self, process: WorkerProcess, body: Sequence[bytes], kind: Kind | None
+    ) -> tuple[RoutingRequest, FieldSpans]:
+        try:
+            fields, spans = await process.call(START_S_MAX, _inspect_body, body)
+        except RequestError:
+            self.counts["refused"] += 1
+            raise
+        chats = fields.pop("chats")
+        return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields), spans
+
+    async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
+        await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
+        result: ReadResult
+        seconds_max = min(self._config.seconds_max, task.seconds_max or math.inf)
+        cpu_s, result, problem = await process.call(seconds_max, _run_task, task)
+        self.cpu_s += cpu_s
+        self.counts["read"] += 1
+        if problem is not None:
+            self.counts["unread"] += 1
+            log.debug("a large prompt left to the worker to judge: %s", problem)
+        return result
+
+
+def _overloaded_error(message: str, status: int = 503) -> RequestError:
+    return RequestError(message, param=None, code="overloaded", status=status)
+
+
+# In the process -------------------------------------------------------------------------------------------------------
+
+
+class WorkerState:
+    """State of a worker process: tokenizers, and the body that it was given last."""
+
+    def __init__(self, chat_template: str | None, cache_bytes: int) -> None:
+        self.chat_template = chat_template
+        self.cache_bytes = cache_bytes
+        self.tokenizers: dict[str, Tokenizer | TokenizerError] = {}
+        self.body = b""
+
+
+def _inspect_body(state: WorkerState, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
+    """Return the fields of a body that routing needs, and the spans of all its fields."""
+    body = b"".join(pieces)
+    fields, spans = envelope(body), find_fields(body)
+    state.body = body
+    return fields, spans
+
+
+def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
+    if folder is None or folder in state.tokenizers:
+        return
+    try:
+        tokenizer = Tokenizer.load(Path(folder), state.chat_template, cache_bytes=state.cache_bytes)
+    except TokenizerError as error:
+        state.tokenizers[folder] = error
+    else:
+        state.tokenizers[folder] = tokenizer
+
+
+def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, str | None]:
+    """Return the CPU seconds, the result, and why the prompt could not be read."""
+    started_s, result, problem = time.thread_time(), ReadResult(), None
+    body, state.body = state.body, b""
+    try:
+        if task.kind != "other":
+            result = _read_body(task, body, state.tokenizers.get(task.tokenizer_folder or ""))
+    except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
+        problem = f"{type(error).__name__}: {error}"[:300]
+    return time.thread_time() - started_s, result, problem
+
+
+def _outline_body(state: WorkerState, pieces: Sequence[bytes], kind: Kind) -> Outline | None:
+    return outline_chat(read_routing(kind, b"".join(pieces)))
+
+
+def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
+    if isinstance(tokenizer, TokenizerError):
+        raise tokenizer
+    if not is_within_bounds(body):
+        raise RequestError("more values than are read here", param=None)
+    request = read_routing(task.kind, body)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        tokenizer.chat_template.as_sent = task.as_sent
+    prompt = read_prompt(request, tokenizer, task.tokens_max)
+    ids, further = cut(prompt.ids, request, task.tokens_max), further_tokens(request, tokenizer)
+    if not ids:
+        tokenize_request = None if task.remote_model is None else question(request, task.remote_model)
+        return ReadResult(
+            tokenize_request, digest_beginning(request), further_tokens=further, media=read_media(request, body)
+        )
+    size = measure(prompt.ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
+    is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.ids
+    conversation = cache_conversation(request, body, prompt, tokenizer) if is_cached else None
+    if conversation is not None:
+        conversation.body, conversation.token_ids = b"", array(ID_TYPE)
+    media = read_media(request, body)
+    token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
+    return ReadResult(token_ids, digest_beginning(request), conversation, size, further, media)
