@@ -101,7 +101,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         runner = executor.runner(tuple(eos_token_ids), grammars)
         groups = group_infos(spec)
         publisher = None
-        if config.kv_events.enabled:
+        if config.kv_events.is_enabled:
             publisher = EventPublisher(
                 config.kv_events,
                 model=name,

@@ -98,7 +98,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.kv_events.enabled:
+        if self.kv_events.is_enabled:
             rank_endpoint(self.kv_events.endpoint, 0)
 
     @property

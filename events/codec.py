@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from events.event_parser import complete, parse_event
+from events.event_parser import infer_block_size, parse_event
 from events.types import BlockStored, DecodedBatch, DecodeError, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -21,7 +21,7 @@ class _Envelope(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)
+_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)
 """What msgspec raises for foreign bytes: TypeError for a map whose keys cannot be hashed."""
 
 _BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
@@ -37,7 +37,7 @@ def batch_rank(payload: bytes) -> int | None:
     """The data-parallel rank that a batch says it is of; None where it does not say, or cannot be read."""
     try:
         return _ENVELOPE_DECODER.decode(payload).data_parallel_rank
-    except _UNREADABLE:
+    except _DECODE_ERRORS:
         return None
 
 
@@ -47,27 +47,27 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     Raises DecodeError if the envelope is unreadable (truncated, not msgpack, not `[ts, events, rank]`).
     """
     try:
-        decoded = DecodedBatch(_BATCH_DECODER.decode(payload))
-        for known in decoded.batch.events:
-            if isinstance(known, BlockStored) and not known.block_size:
-                complete(known)
-        return decoded
-    except _UNREADABLE:
+        decoded_batch = DecodedBatch(_BATCH_DECODER.decode(payload))
+        for typed_event in decoded_batch.batch.events:
+            if isinstance(typed_event, BlockStored) and not typed_event.block_size:
+                infer_block_size(typed_event)
+        return decoded_batch
+    except _DECODE_ERRORS:
         pass  # not all events are well-formed maps of known types: read them one by one
     try:
         envelope = _ENVELOPE_DECODER.decode(payload)
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise DecodeError(f"unreadable event batch of {len(payload)} bytes: {error}") from error
     batch = EventBatch(envelope.ts, [], envelope.data_parallel_rank)
-    decoded = DecodedBatch(batch)
-    for index, raw in enumerate(envelope.events):
+    decoded_batch = DecodedBatch(batch)
+    for index, raw_event in enumerate(envelope.events):
         try:
-            kind, event = parse_event(raw)
-        except _UNREADABLE as error:
-            decoded.malformed.append(f"event {index}: {error}")
+            kind, event = parse_event(raw_event)
+        except _DECODE_ERRORS as error:
+            decoded_batch.errors.append(f"event {index}: {error}")
             continue
         if event is None:
-            decoded.unknown[kind] = decoded.unknown.get(kind, 0) + 1
+            decoded_batch.unknown_type_counts[kind] = decoded_batch.unknown_type_counts.get(kind, 0) + 1
         else:
             batch.events.append(event)
-    return decoded
+    return decoded_batch

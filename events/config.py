@@ -32,7 +32,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     topic: Annotated[str, "Begins every message: subscribers choose by it."] = ""
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
     @classmethod
@@ -41,8 +41,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         try:
             return msgspec.json.decode(text.encode(), type=cls)
         except (msgspec.MsgspecError, UnicodeError) as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"--kv-events-config {text!r}: {error}; known keys: {known}") from error
+            key_names = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"--kv-events-config {text!r}: {error}; known keys: {key_names}") from error
 
 
 def should_bind(endpoint: str) -> bool:

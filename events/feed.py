@@ -19,7 +19,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
-from events.frames import ASK_SNAPSHOT, SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply, parse_snapshot, request_frames
+from events.frames import (
+    SNAPSHOT_REQUEST,
+    SNAPSHOT_SEQ,
+    LiveFrame,
+    parse_live,
+    parse_reply,
+    parse_snapshot,
+    request_frames,
+)
 from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
 from events.stream_types import Clear, DroppedMessages, Instruction, MalformedMessage, RequestReplay, RequestSnapshot
@@ -64,7 +72,7 @@ class EventFeed:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._poller = SocketPoller()
         self._thread = LoopThread("kv-feed", self._run)
-        self._poller.watch(self._thread.bell.fd)
+        self._poller.watch_descriptor(self._thread.wakeup.fd)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
         self._dealers: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
@@ -142,7 +150,7 @@ class EventFeed:
         if not self._thread.stop():
             return
         self._close_sockets()
-        self._thread.bell.close()
+        self._thread.wakeup.close()
         self._poller.close()
         self._context.term()
 
@@ -441,7 +449,7 @@ class EventFeed:
         if source.snapshot_endpoint is None:
             self._request(stream, request_id, source.replay_endpoint, request_frames(SNAPSHOT_SEQ))
         else:
-            self._request(stream, request_id, source.snapshot_endpoint, [b"", ASK_SNAPSHOT])
+            self._request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
             stream.asks_snapshot = True
 
     def _request(self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]) -> None:

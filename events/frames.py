@@ -13,14 +13,14 @@ from events.types import DecodeError
 SEQ_BYTES = 8
 PUBLISHER_ID_BYTES = 16
 """Behind the sequence number, where a publisher names itself (vLLM with snapshots): another id is another process."""
-ASK_SNAPSHOT = b"snapshot"
+SNAPSHOT_REQUEST = b"snapshot"
 """What is asked of a socket that answers nothing else."""
 END_SEQ = 2**64 - 1
 """Sequence number of the marker that ends every reply; its payload is empty."""
 SNAPSHOT_SEQ = 2**64 - 2
 """As a start_seq: asks for the resident set. As the seq of a reply: a chunk of it."""
 
-ASKED_BYTES_MAX = 64 << 10
+REQUEST_BYTES_MAX = 64 << 10
 """Of a message to who publishes: a replay request, or a topic that is subscribed to."""
 HANDSHAKE_MS_MAX = 3_000
 """Who has not said by then that it speaks ZeroMQ is closed: it holds a descriptor (ZeroMQ's default: 30 s)."""
@@ -58,7 +58,7 @@ class SnapshotFrames(NamedTuple):
     """Payloads of batches."""
 
 
-def _seq(frame: bytes) -> tuple[int, bytes]:
+def _parse_seq(frame: bytes) -> tuple[int, bytes]:
     """(sequence number, publisher id)."""
     if len(frame) not in (SEQ_BYTES, SEQ_BYTES + PUBLISHER_ID_BYTES):
         raise DecodeError(
@@ -72,7 +72,7 @@ def parse_live(frames: Sequence[bytes]) -> LiveFrame:
     """`[topic, seq, payload]`. Raises DecodeError for any other shape."""
     if len(frames) != 3:
         raise DecodeError(f"live message: expected 3 frames (topic, seq, payload), got {len(frames)}")
-    seq, publisher_id = _seq(frames[1])
+    seq, publisher_id = _parse_seq(frames[1])
     return LiveFrame(frames[0], seq, frames[2], publisher_id)
 
 
@@ -85,7 +85,7 @@ def parse_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
     """(peer identity, start_seq) of what a ROUTER received: `[identity, "", start_seq]`. Raises DecodeError."""
     if len(frames) != 3 or frames[1]:
         raise DecodeError(f"replay request: expected frames identity, empty, start_seq; got {len(frames)} frames")
-    return frames[0], _seq(frames[2])[0]
+    return frames[0], _parse_seq(frames[2])[0]
 
 
 def reply_frames(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -97,7 +97,7 @@ def parse_reply(frames: Sequence[bytes]) -> ReplyFrame:
     """What a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises DecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise DecodeError(f"replay reply: expected frames empty, (topic,) seq, payload; got {len(frames)} frames")
-    seq, publisher_id = _seq(frames[-2])
+    seq, publisher_id = _parse_seq(frames[-2])
     return ReplyFrame(seq, frames[-1], publisher_id)
 
 

@@ -33,21 +33,21 @@ def _u32(value: int) -> bytes:
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32. Raises ValueError for an id outside [0, 2^32)."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
-        packed = token_ids
+        id_array = token_ids
     else:
         try:
-            packed = array("I", token_ids)
+            id_array = array("I", token_ids)
         except OverflowError as error:
             raise ValueError(f"token ids must be in [0, 2^32): {error}") from error
     if sys.byteorder == "big":
-        packed = packed[:]
-        packed.byteswap()
-    return packed.tobytes()
+        id_array = id_array[:]
+        id_array.byteswap()
+    return id_array.tobytes()
 
 
-def unpack_token_ids(packed: bytes) -> list[int]:
+def unpack_token_ids(packed_ids: bytes) -> list[int]:
     """What `pack_token_ids` packed."""
-    token_ids = array("I", packed)
+    token_ids = array("I", packed_ids)
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids.tolist()
@@ -56,8 +56,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
     if not extra_keys:
         return b""
-    encoded = [key.encode() for key in extra_keys]
-    return b"".join(_u32(len(key)) + key for key in encoded)
+    encoded_keys = [key.encode() for key in extra_keys]
+    return b"".join(_u32(len(key)) + key for key in encoded_keys)
 
 
 def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
@@ -65,10 +65,10 @@ def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[s
 
     `token_ids` may be an `array("I")` or any sequence of ints in [0, 2^32); else ValueError.
     """
-    head = ROOT if parent is None else parent
-    packed = pack_token_ids(token_ids)
-    count = _u32(len(packed) // _TOKEN_BYTES)
-    return BlockHash(xxh3_64_intdigest(head.to_bytes(8, "little") + count + packed + _pack_keys(extra_keys)))
+    parent_hash = ROOT if parent is None else parent
+    packed_ids = pack_token_ids(token_ids)
+    count = _u32(len(packed_ids) // _TOKEN_BYTES)
+    return BlockHash(xxh3_64_intdigest(parent_hash.to_bytes(8, "little") + count + packed_ids + _pack_keys(extra_keys)))
 
 
 def block_hashes(
@@ -89,7 +89,7 @@ def block_hashes(
 
 def chain_hashes(
     parent: int | None,
-    packed: bytes,
+    packed_ids: bytes,
     block_size: int,
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
@@ -97,16 +97,18 @@ def chain_hashes(
     """`block_hashes` of token ids that are packed already."""
     stride = block_size * _TOKEN_BYTES
     count = _u32(block_size)
-    keys = other = b""
+    key_bytes = other_bytes = b""
     if first_keys or other_keys:
-        keys, other = _pack_keys(first_keys), _pack_keys(other_keys)
+        key_bytes, other_bytes = _pack_keys(first_keys), _pack_keys(other_keys)
     digest: int = ROOT if parent is None else parent
-    names: list[BlockHash] = []
-    for start in range(0, len(packed) - stride + 1, stride):
-        digest = xxh3_64_intdigest(digest.to_bytes(8, "little") + count + packed[start : start + stride] + keys)
-        names.append(BlockHash(digest))
-        keys = other
-    return names
+    hashes: list[BlockHash] = []
+    for start in range(0, len(packed_ids) - stride + 1, stride):
+        digest = xxh3_64_intdigest(
+            digest.to_bytes(8, "little") + count + packed_ids[start : start + stride] + key_bytes
+        )
+        hashes.append(BlockHash(digest))
+        key_bytes = other_bytes
+    return hashes
 
 
 def hash_keys(lora_name: str | None, cache_salt: str | None, first_block: bool) -> tuple[str, ...]:

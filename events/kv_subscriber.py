@@ -140,9 +140,9 @@ def text_lines(item: Message | Notice, chosen: Filter, show_tokens: bool) -> Ite
     head = f"{clock} {item.stream_id} {seq}{origin}"
     for event in filter(chosen.takes, item.decoded.batch.events):
         yield f"{head} {event_text(event, show_tokens)}"
-    for problem in item.decoded.malformed:
+    for problem in item.decoded.errors:
         yield f"{head} BAD      {problem}"
-    for kind, count in item.decoded.unknown.items():
+    for kind, count in item.decoded.unknown_type_counts.items():
         yield f"{head} UNKNOWN  {count} x {kind}"
 
 
@@ -157,9 +157,9 @@ def json_lines(item: Message | Notice, chosen: Filter) -> Iterator[str]:
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**head, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         yield json.dumps(line, default=bytes_as_json)
-    for problem in item.decoded.malformed:
+    for problem in item.decoded.errors:
         yield json.dumps({**head, "malformed": problem})
-    for kind, count in item.decoded.unknown.items():
+    for kind, count in item.decoded.unknown_type_counts.items():
         yield json.dumps({**head, "unknown_type": kind, "count": count})
 
 

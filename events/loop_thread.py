@@ -1,4 +1,4 @@
-"""A bell that one thread rings and another polls with its sockets; which sockets have input; a thread with a loop."""
+"""A pipe that wakes a polling thread, a poller for many ZeroMQ sockets, and a thread that runs a loop."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ STUCK_S = 15.0
 
 
 class WakeupPipe:
-    """Ringing is cheap when it rang already. The owner makes sure that nobody rings a closed bell."""
+    """Wakes a thread that polls `fd`. Repeated notifications cost no system call; none may follow `close`."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
-        """`fd` is readable while the bell rings."""
+        """`fd` is readable from `notify` until `clear`."""
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
-        self._rang = False
+        self._is_notified = False
 
-    def ring(self) -> None:
-        if self._rang:
+    def notify(self) -> None:
+        if self._is_notified:
             return
-        self._rang = True
-        with contextlib.suppress(BlockingIOError):  # a full pipe rings too
+        self._is_notified = True
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable too
             os.write(self._write_fd, b"\0")
 
-    def silence(self) -> None:
-        """Call before looking for work: what is added afterwards rings again."""
+    def clear(self) -> None:
+        """Call before looking for work: what is added afterwards notifies again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
-        self._rang = False
+        self._is_notified = False
 
     def close(self) -> None:
         os.close(self.fd)
@@ -52,7 +52,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
-        self.bell = WakeupPipe()
+        self.wakeup = WakeupPipe()
         self.iteration = 0
         self._name, self._run = name, run
         self._lock = threading.Lock()
@@ -75,11 +75,11 @@ class LoopThread:
         with self._lock:
             if not self._stopping:
                 self._commands.append(command)
-                self.bell.ring()
+                self.wakeup.notify()
 
     def pending_commands(self) -> Iterator[Callable[[], None]]:
         """Yield the submitted commands, to be called now."""
-        self.bell.silence()
+        self.wakeup.clear()
         while self._commands:
             yield self._commands.popleft()
 
@@ -99,7 +99,7 @@ class LoopThread:
                 return False
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._commands.appendleft(first_command)
-            self.bell.ring()
+            self.wakeup.notify()
         self.start()
         return True
 
@@ -109,7 +109,7 @@ class LoopThread:
             if self._stopping:
                 return False
             self._stopping = True
-            self.bell.ring()
+            self.wakeup.notify()
         if self._thread.ident is not None:
             self._thread.join()
         return True
@@ -133,11 +133,11 @@ class SocketPoller:
         self._descriptors: dict[Socket, int] = {}
         self._readable: dict[Socket, None] = {}
         """In the order in which they were found."""
-        self._bell = -1
+        self._wakeup_descriptor = -1
 
-    def watch(self, descriptor: int) -> None:
+    def watch_descriptor(self, descriptor: int) -> None:
         """A plain descriptor that rings while it is readable: the first of what `poll` gives."""
-        self._bell = descriptor
+        self._wakeup_descriptor = descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def register(self, socket: Socket) -> None:
@@ -154,18 +154,18 @@ class SocketPoller:
         self._readable.pop(socket, None)
 
     def poll(self, wait_ms: int) -> tuple[bool, list[Socket]]:
-        """(whether the bell rings, sockets with something to read); waits where there is nothing."""
+        """(whether the plain descriptor is readable, sockets with something to read); waits where there is nothing."""
         readable = self._readable
         for socket in list(readable):
             if not _has_input(socket):
                 del readable[socket]
-        rang = False
+        is_woken = False
         for descriptor, _ in self._epoll.poll(0 if readable else wait_ms / 1000, max(1, len(self._sockets) + 1)):
-            if descriptor == self._bell:
-                rang = True
-            elif (found := self._sockets.get(descriptor)) is not None and _has_input(found):
-                readable[found] = None
-        return rang, list(readable)
+            if descriptor == self._wakeup_descriptor:
+                is_woken = True
+            elif (ready_socket := self._sockets.get(descriptor)) is not None and _has_input(ready_socket):
+                readable[ready_socket] = None
+        return is_woken, list(readable)
 
     def close(self) -> None:
         self._epoll.close()

@@ -1,14 +1,14 @@
 """Publishes a worker's cache events: a step loop hands over lists of events and never waits.
 
-A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the shadow of the
+A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the
 resident set and the frames are pure and live elsewhere. What happens on which thread:
 
 * `publish`, on the caller's: the batch gets its sequence number and its place in the ring, then waits in a queue.
-* the publisher's thread: reads the batch's events, which makes them, applies them to the shadow, encodes and sends
-  them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
+* the publisher's thread: reads the batch's events, which makes them, applies them to the resident set, encodes and
+sends them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
 
-Invariants: every published batch reaches the shadow, in order, also when it is not sent live; a batch that is not sent
-live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
+Invariants: every published batch reaches the resident set, in order, also when it is not sent live; a batch that is not
+sent live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, rank_endpoint, should_bind
-from events.frames import ASKED_BYTES_MAX, HANDSHAKE_MS_MAX, SNAPSHOT_SEQ, parse_request, reply_frames
+from events.frames import HANDSHAKE_MS_MAX, REQUEST_BYTES_MAX, SNAPSHOT_SEQ, parse_request, reply_frames
 from events.loop_thread import WakeupPipe
 from events.replay_buffer import ReplayBuffer, ReplayEntry
-from events.replies import Reply, replay_reply, snapshot_reply
+from events.replies import Reply, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
 from events.types import DecodeError, Event, InvariantError
@@ -46,8 +46,8 @@ REPLY_STALL_S = 30.0
 
 @dataclass
 class PublisherStats:
-    published: int = 0
-    dropped_live: int = 0
+    published_batches: int = 0
+    unsent_batches: int = 0
     """Batches that were not sent live because the queue was full; replay has them."""
     replays: int = 0
     snapshots: int = 0
@@ -70,7 +70,7 @@ class EventPublisher:
         block_size: int | None = None,
         groups: tuple[GroupInfo, ...] = (),
     ) -> None:
-        if not config.enabled:
+        if not config.is_enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
         self.config = config
         self.dp_rank = dp_rank
@@ -82,13 +82,13 @@ class EventPublisher:
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
         self._ring = ReplayBuffer(config.buffer_steps)
         self._queue: deque[ReplayEntry] = deque()
-        self._shadow_lock = threading.Lock()  # guards the shadow and `_applied`
-        self._shadow = ResidentSet()
-        self._applied: ReplayEntry | None = None
+        self._resident_lock = threading.Lock()  # guards the resident set and `_last_applied`
+        self._resident_set = ResidentSet()
+        self._last_applied: ReplayEntry | None = None
 
         self._replies: deque[Reply] = deque()
         self._closing = False
-        self._bell = WakeupPipe()
+        self._wakeup = WakeupPipe()
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
@@ -106,10 +106,10 @@ class EventPublisher:
             if self._closing:
                 raise RuntimeError("publish after close")
             self._queue.append(self._ring.append(now, events, self.dp_rank))
-            self.stats.published += 1
-            overflow = len(self._queue) > self.config.max_queue_size
-            self._bell.ring()  # with the lock held, so that the bell is still there
-        if overflow:
+            self.stats.published_batches += 1
+            is_overfull = len(self._queue) > self.config.max_queue_size
+            self._wakeup.notify()  # with the lock held, so that the pipe is still open
+        if is_overfull:
             self._drop_oldest()
 
     def source(self) -> EventSource:
@@ -133,55 +133,56 @@ class EventPublisher:
                 return
             self._closing = True
             self._linger_ms = int(linger_s * 1000)
-            self._bell.ring()
+            self._wakeup.notify()
         self._thread.join()
-        self._bell.close()
+        self._wakeup.close()
         self._context.term()
 
     def _drop_oldest(self) -> None:
-        """The queue is full: take the shadow's work off it instead of waiting, and leave the live send out.
+        """The queue is full: take the resident set's work off it instead of waiting, and leave the live send out.
 
-        Does nothing while the publisher's thread holds the shadow; the queue then exceeds its bound for that moment.
+        Does nothing while the publisher's thread holds the resident set; the queue then exceeds its bound for that
+        moment.
         """
-        if not self._shadow_lock.acquire(blocking=False):
+        if not self._resident_lock.acquire(blocking=False):
             return
         try:
             if len(self._queue) > self.config.max_queue_size:
                 self._apply(self._queue.popleft())
-                self.stats.dropped_live += 1
+                self.stats.unsent_batches += 1
         finally:
-            self._shadow_lock.release()
+            self._resident_lock.release()
 
     # The publisher's thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell.fd, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
         replay = self._replay
         if replay is not None:
             poller.register(replay, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
             ready = dict(poller.poll(wait_ms))
-            more = self._send_live()
-            if not more and self._bell.fd in ready:
-                self._bell.silence()  # only now: while it rang, nobody had to ring it again
-                more = bool(self._queue)
+            has_more = self._send_live()
+            if not has_more and self._wakeup.fd in ready:
+                self._wakeup.clear()  # only now: until then, `notify` costs nothing
+                has_more = bool(self._queue)
             if self._closing and not self._queue:
                 break
             if replay is not None:
                 if replay in ready:
                     self._accept_requests(replay)
-                blocked = self._send_replies(replay)
-                wait_ms = 0 if more else (5 if blocked else 0) if self._replies else None
+                all_peers_busy = self._send_replies(replay)
+                wait_ms = 0 if has_more else (5 if all_peers_busy else 0) if self._replies else None
             else:
-                wait_ms = 0 if more else None
+                wait_ms = 0 if has_more else None
         self._close_sockets()
 
     def _send_live(self) -> bool:
         """Send a slice of what waits; True where more waits."""
         for _ in range(LIVE_SLICE):
-            with self._shadow_lock:
+            with self._resident_lock:
                 if not self._queue:
                     return False
                 entry = self._queue.popleft()
@@ -191,14 +192,14 @@ class EventPublisher:
         return bool(self._queue)
 
     def _apply(self, entry: ReplayEntry) -> None:
-        """Update the shadow. The caller holds its lock."""
+        """Update the resident set. The caller holds its lock."""
         try:
-            self._shadow.apply(entry.events())
+            self._resident_set.apply(entry.events())
         except InvariantError as error:
             self.stats.broken_invariants += 1
             if self.stats.broken_invariants == 1:
                 logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
-        self._applied = entry
+        self._last_applied = entry
 
     def _accept_requests(self, replay: zmq.Socket[bytes]) -> None:
         while len(self._replies) < REPLIES_MAX:
@@ -211,27 +212,27 @@ class EventPublisher:
             except DecodeError as error:
                 logger.warning("ignored a message on the replay socket: %s", error)
                 continue
-            self._replies.append(self._reply(identity, start_seq))
+            self._replies.append(self._make_reply(identity, start_seq))
 
-    def _reply(self, identity: bytes, start_seq: int) -> Reply:
+    def _make_reply(self, identity: bytes, start_seq: int) -> Reply:
         now = time.monotonic()
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshots += 1
-            with self._shadow_lock:
-                blocks, last = self._shadow.blocks(), self._applied
-            return Reply(identity, snapshot_reply(blocks, last, self.dp_rank, time.time()), now)
+            with self._resident_lock:
+                blocks, last = self._resident_set.blocks(), self._last_applied
+            return Reply(identity, iter_snapshot(blocks, last, self.dp_rank, time.time()), now)
         self.stats.replays += 1
         with self._lock:
-            entries = self._ring.since(start_seq)
-        # What has not reached the shadow yet is still to be sent live.
-        last_seq = self._applied.seq if self._applied else -1
-        return Reply(identity, replay_reply([e for e in entries if e.seq <= last_seq]), now)
+            entries = self._ring.entries_from(start_seq)
+        # What has not reached the resident set yet is still to be sent live.
+        last_seq = self._last_applied.seq if self._last_applied else -1
+        return Reply(identity, iter_replay([e for e in entries if e.seq <= last_seq]), now)
 
     def _send_replies(self, replay: zmq.Socket[bytes]) -> bool:
         """Send a slice of the replies under way, in turns; True where every peer is busy."""
-        blocked = 0
+        busy_peers = 0
         for _ in range(REPLY_SLICE):
-            if not self._replies or blocked >= len(self._replies):
+            if not self._replies or busy_peers >= len(self._replies):
                 break
             reply = self._replies.popleft()
             message = reply.peek()
@@ -240,7 +241,7 @@ class EventPublisher:
             try:
                 replay.send_multipart(reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
             except zmq.Again:
-                blocked += 1
+                busy_peers += 1
                 if time.monotonic() - reply.progress_at < REPLY_STALL_S:
                     self._replies.append(reply)
                 else:
@@ -250,10 +251,10 @@ class EventPublisher:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 continue  # the peer left
-            blocked = 0
+            busy_peers = 0
             reply.advance(time.monotonic())
             self._replies.append(reply)
-        return bool(self._replies) and blocked >= len(self._replies)
+        return bool(self._replies) and busy_peers >= len(self._replies)
 
     # Sockets
 
@@ -265,16 +266,16 @@ class EventPublisher:
         try:
             self._pub.sndhwm = self.config.hwm
             endpoint = rank_endpoint(self.config.endpoint, self.dp_rank)
-            self._endpoint = _attach(self._pub, endpoint, bind=should_bind(endpoint))
+            self._endpoint = _bind_or_connect(self._pub, endpoint, bind=should_bind(endpoint))
             if self.config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 endpoint = rank_endpoint(self.config.replay_endpoint, self.dp_rank)
-                self._replay_endpoint = _attach(self._replay, endpoint, bind=True)
+                self._replay_endpoint = _bind_or_connect(self._replay, endpoint, bind=True)
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
-            self._bell.close()
+            self._wakeup.close()
             self._context.term()
             if isinstance(error, ConfigError):
                 raise
@@ -286,9 +287,9 @@ class EventPublisher:
             self._replay.close(self._linger_ms)
 
 
-def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
+def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     """Bind or connect; the address others can be told (a system-chosen port filled in, wildcards kept)."""
-    socket.setsockopt(zmq.MAXMSGSIZE, ASKED_BYTES_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
@@ -301,6 +302,6 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
         )
         return endpoint
     socket.bind(endpoint)
-    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.rstrip(b"\0").decode().replace("tcp://0.0.0.0:", "tcp://*:")
+    bound_endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound_endpoint, bytes)
+    return bound_endpoint.rstrip(b"\0").decode().replace("tcp://0.0.0.0:", "tcp://*:")

@@ -53,7 +53,7 @@ class ReplayBuffer:
         self.next_seq += 1
         return entry
 
-    def since(self, start_seq: int) -> list[ReplayEntry]:
+    def entries_from(self, start_seq: int) -> list[ReplayEntry]:
         """The entries with `seq >= start_seq` that are still here, in order."""
         first = self.next_seq - len(self._entries)
         skip = max(0, start_seq - first)

@@ -13,26 +13,26 @@ from events.replay_buffer import ReplayEntry
 from events.resident_set import ResidentBlock, snapshot_events
 from events.types import Event, EventBatch
 
-Message = tuple[int, bytes]
+ReplyMessage = tuple[int, bytes]
 
 SNAPSHOT_CHUNK_BLOCKS = 1024
 """A snapshot chunk is closed when it holds at least so many blocks."""
 
 
-def replay_reply(entries: Iterable[ReplayEntry]) -> Iterator[Message]:
+def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[ReplyMessage]:
     """The batches themselves, then the end marker."""
     for entry in entries:
         yield entry.seq, entry.payload()
     yield END_SEQ, b""
 
 
-def snapshot_reply(
+def iter_snapshot(
     blocks: list[ResidentBlock],
     last: ReplayEntry | None,
     dp_rank: int | None,
     ts: float,
     chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS,
-) -> Iterator[Message]:
+) -> Iterator[ReplyMessage]:
     """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
     end marker.
 
@@ -57,14 +57,14 @@ class Reply:
 
     __slots__ = ("_messages", "_next", "identity", "progress_at")
 
-    def __init__(self, identity: bytes, messages: Iterator[Message], now: float) -> None:
+    def __init__(self, identity: bytes, messages: Iterator[ReplyMessage], now: float) -> None:
         self.identity = identity
         self.progress_at = now
         """When the peer last took something (monotonic seconds)."""
         self._messages = messages
-        self._next: Message | None = next(messages, None)
+        self._next: ReplyMessage | None = next(messages, None)
 
-    def peek(self) -> Message | None:
+    def peek(self) -> ReplyMessage | None:
         """The message to send next; None at the end."""
         return self._next
 

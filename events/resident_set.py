@@ -1,4 +1,4 @@
-"""The shadow of a worker's cache: what its events say is resident, and how to say it again in a snapshot.
+"""A copy of what a worker's cache holds: what its events say is resident, and how to say it again in a snapshot.
 
 Owns the set and the synthesis of Stored events from it. Refuses to know sockets, sequence numbers and encoding.
 Invariants: a block is here once for each (group, medium) that holds it; iteration order is announcement order, so in
@@ -35,7 +35,7 @@ class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
     parent: BlockName | None
     token_ids: array[int]
     extra_keys: tuple[Any, ...] | None
-    run: BlockStored
+    stored_event: BlockStored
     """The event that stored it, without what is each block's own."""
 
 
@@ -60,14 +60,14 @@ class ResidentSet:
 
     def apply(self, events: Iterable[Event]) -> None:
         """Apply a batch. An event that breaks an invariant is skipped; the first such error is raised at the end."""
-        broken: InvariantError | None = None
+        first_error: InvariantError | None = None
         for event in events:
             try:
                 self._apply(event)
             except InvariantError as error:
-                broken = broken or error
-        if broken is not None:
-            raise broken
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, BlockStored):
@@ -86,14 +86,14 @@ class ResidentSet:
                 f"stored {len(event.block_hashes)} blocks of {size} tokens with {len(event.token_ids)} token ids"
             )
         tokens = array("I", event.token_ids)
-        run = _stored(event, [])
+        stored_event = _replace_blocks(event, [])
         keys = event.extra_keys or [None] * len(event.block_hashes)
         parent, start = event.parent_block_hash, 0
         for name, extra in zip(event.block_hashes, keys):
             key = (event.group_idx, event.medium, name)
             if key in self._blocks:
                 raise InvariantError(f"stored block {name!r} of group {event.group_idx} was resident already")
-            self._blocks[key] = ResidentBlock(name, parent, tokens[start : start + size], extra, run)
+            self._blocks[key] = ResidentBlock(name, parent, tokens[start : start + size], extra, stored_event)
             parent, start = name, start + size
 
 
@@ -102,44 +102,44 @@ def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
 
     Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
     """
-    joined: list[ResidentBlock] = []
-    for block in _parents_first(sorted(blocks, key=_hangs_from_others)):
-        continues = joined and block.parent == joined[-1].name and block.run == joined[-1].run
-        if joined and (not continues or len(joined) >= EVENT_BLOCKS_MAX):
-            yield _stored(joined[0].run, joined)
-            joined = []
-        joined.append(block)
-    if joined:
-        yield _stored(joined[0].run, joined)
+    run: list[ResidentBlock] = []
+    for block in _parents_first(sorted(blocks, key=_is_partial_attention)):
+        continues = run and block.parent == run[-1].name and block.stored_event == run[-1].stored_event
+        if run and (not continues or len(run) >= EVENT_BLOCKS_MAX):
+            yield _replace_blocks(run[0].stored_event, run)
+            run = []
+        run.append(block)
+    if run:
+        yield _replace_blocks(run[0].stored_event, run)
 
 
 def _parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
     """In order, but each full-attention block behind what it hangs from, on whatever medium that is."""
-    if len({block.run.medium for block in blocks}) < 2:
+    if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks
-    copies: dict[BlockName, list[ResidentBlock]] = {}
-    others = []
+    blocks_by_name: dict[BlockName, list[ResidentBlock]] = {}
+    partial_blocks = []
     for block in blocks:
-        if _hangs_from_others(block):
-            others.append(block)
+        if _is_partial_attention(block):
+            partial_blocks.append(block)
         else:
-            copies.setdefault(block.name, []).append(block)
-    ordered: dict[BlockName, None] = {}
-    for name in copies:
+            blocks_by_name.setdefault(block.name, []).append(block)
+    ordered_names: dict[BlockName, None] = {}
+    for name in blocks_by_name:
         path: list[BlockName] = []
-        at: BlockName | None = name
-        while at is not None and at in copies and at not in ordered:
-            path.append(at)
-            at = copies[at][0].parent
-        ordered.update(dict.fromkeys(reversed(path)))
-    return [*(block for name in ordered for block in copies[name]), *others]
+        ancestor: BlockName | None = name
+        while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
+            path.append(ancestor)
+            ancestor = blocks_by_name[ancestor][0].parent
+        ordered_names.update(dict.fromkeys(reversed(path)))
+    return [*(block for name in ordered_names for block in blocks_by_name[name]), *partial_blocks]
 
 
-def _hangs_from_others(block: ResidentBlock) -> bool:
-    return block.run.kv_cache_spec_kind not in (None, *FULL_ATTENTION_KINDS)
+def _is_partial_attention(block: ResidentBlock) -> bool:
+    return block.stored_event.kv_cache_spec_kind not in (None, *FULL_ATTENTION_KINDS)
 
 
-def _stored(run: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
+def _replace_blocks(run: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
     """`run` with these blocks instead of its own."""
     return msgspec.structs.replace(
         run,

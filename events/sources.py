@@ -84,10 +84,10 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
 
 def resolve_endpoint(endpoint: str, host: str) -> str:
     """`tcp://*:5557` as seen from outside: the wildcard becomes `host`. Other addresses stay as they are."""
-    scheme, separator, rest = endpoint.partition("://")
+    scheme, separator, authority = endpoint.partition("://")
     if scheme != "tcp" or not separator:
         return endpoint
-    address, _, port = rest.rpartition(":")
+    address, _, port = authority.rpartition(":")
     if address not in _WILDCARD_HOSTS:
         return endpoint
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -95,8 +95,8 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
 
 def endpoint_host(endpoint: str) -> str | None:
     """The host of a TCP endpoint, without brackets; None for `ipc://` and `inproc://`."""
-    scheme, _, rest = endpoint.partition("://")
-    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
+    scheme, _, authority = endpoint.partition("://")
+    return authority.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
 
 
 def default_source(host: str, topic: str = "") -> EventSource:

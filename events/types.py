@@ -45,7 +45,7 @@ FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, MLA_ATTENTION, SINK_FULL_ATTEN
 """Kinds whose blocks hang from all blocks before them. An event without a kind (older engines) is one of these too."""
 
 
-def _nothing() -> None:
+def _default_none() -> None:
     """None as a default that is written: `omit_defaults` leaves plain defaults out, and vLLM always writes these."""
 
 
@@ -63,9 +63,9 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     token_ids: list[int]
     block_size: int
     """Tokens a block."""
-    lora_id: int | None = msgspec.field(default_factory=_nothing)
-    medium: str | None = msgspec.field(default_factory=_nothing)
-    lora_name: str | None = msgspec.field(default_factory=_nothing)
+    lora_id: int | None = msgspec.field(default_factory=_default_none)
+    medium: str | None = msgspec.field(default_factory=_default_none)
+    lora_name: str | None = msgspec.field(default_factory=_default_none)
     extra_keys: list[tuple[Any, ...] | None] | None = None
     """What besides the tokens went into each block's hash: LoRA name, cache salt (first block), media keys."""
     group_idx: int | None = None
@@ -90,7 +90,7 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_de
     """Blocks left the cache, in this order."""
 
     block_hashes: list[BlockName]
-    medium: str | None = msgspec.field(default_factory=_nothing)
+    medium: str | None = msgspec.field(default_factory=_default_none)
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
@@ -126,9 +126,9 @@ class DecodedBatch(msgspec.Struct):
     """A batch as read from foreign bytes: the events that could be read, and what could not."""
 
     batch: EventBatch
-    malformed: list[str] = msgspec.field(default_factory=list)
+    errors: list[str] = msgspec.field(default_factory=list)
     """One message an event that was dropped because it could not be read."""
-    unknown: dict[str, int] = msgspec.field(default_factory=dict)
+    unknown_type_counts: dict[str, int] = msgspec.field(default_factory=dict)
     """How many events of each unknown type were skipped."""
 
 

@@ -30,7 +30,7 @@ ELSEWHERE = {
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
     "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",
-    "events/frames.py:ASKED_BYTES_MAX": "of who follows an engine: its connection ends",
+    "events/frames.py:REQUEST_BYTES_MAX": "of who follows an engine: its connection ends",
     "router/fleet/answers.py:KEPT_BYTES_MAX": "within the bytes of its metrics page",
     "router/fleet/answers.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",

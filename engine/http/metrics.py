@@ -184,8 +184,8 @@ class MetricsPage:
 
     def _event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
         for name, text, value in (
-            ("batches", "Batches of cache events published.", stats.published),
-            ("batches_dropped", "Batches not sent live (the queue was full); replay has them.", stats.dropped_live),
+            ("batches", "Batches of cache events published.", stats.published_batches),
+            ("batches_dropped", "Batches not sent live (the queue was full); replay has them.", stats.unsent_batches),
             ("replays", "Replays served.", stats.replays),
             ("snapshots", "Snapshots of the resident set served.", stats.snapshots),
             ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),

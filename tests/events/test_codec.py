@@ -44,7 +44,7 @@ batches = st.builds(
 def test_maps_round_trip(batch: EventBatch) -> None:
     decoded = decode_batch(encode_batch(batch))
     assert decoded.batch == batch
-    assert not decoded.malformed
+    assert not decoded.errors
 
 
 def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
@@ -59,7 +59,7 @@ def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
 def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
     decoded = decode_batch(encode_as_arrays(batch))
     assert decoded.batch == batch
-    assert not decoded.malformed
+    assert not decoded.errors
 
 
 @given(batches, st.data())
@@ -95,7 +95,7 @@ def test_a_bad_event_never_costs_the_good_ones(batch: EventBatch, bad: list[tupl
         mixed.insert(place, event)
     decoded = decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank]))
     assert decoded.batch == batch
-    assert len(decoded.malformed) == len(bad)
+    assert len(decoded.errors) == len(bad)
 
 
 def test_unknown_types_are_counted_and_unknown_fields_ignored() -> None:
@@ -104,8 +104,8 @@ def test_unknown_types_are_counted_and_unknown_fields_ignored() -> None:
     payload = msgspec.msgpack.encode([1.5, [event, {"type": "BlockMoved"}, ["BlockMoved", 1], array], None, "more"])
     decoded = decode_batch(payload)
     assert decoded.batch.events == [BlockRemoved([5], "GPU"), BlockRemoved([6], "GPU", 0)]
-    assert decoded.unknown == {"BlockMoved": 2}
-    assert not decoded.malformed
+    assert decoded.unknown_type_counts == {"BlockMoved": 2}
+    assert not decoded.errors
 
 
 def test_absent_fields_of_old_engines() -> None:
@@ -121,7 +121,7 @@ def test_names_without_tokens(encode: Callable[[EventBatch], bytes]) -> None:
     """What vLLM 0.32's offloading sends (made by hand after its sources): a name, its tier, its group, a size of 0."""
     copy = BlockStored([7], None, [], 0, None, "CPU", None, group_idx=0)
     decoded = decode_batch(encode(EventBatch(1.0, [copy])))
-    assert (decoded.batch.events, decoded.malformed) == ([copy], [])
+    assert (decoded.batch.events, decoded.errors) == ([copy], [])
 
 
 def test_sglang_dialect() -> None:

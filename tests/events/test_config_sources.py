@@ -25,11 +25,11 @@ from events.sources import resolve_endpoint
 
 def test_defaults_are_vllms() -> None:
     config = KVEventsConfig.parse('{"enable_kv_cache_events": true}')
-    assert config.enabled
+    assert config.is_enabled
     assert (config.endpoint, config.replay_endpoint, config.topic) == ("tcp://*:5557", None, "")
     assert (config.buffer_steps, config.hwm, config.max_queue_size) == (10_000, 100_000, 100_000)
-    assert not KVEventsConfig.parse("{}").enabled
-    assert not KVEventsConfig.parse('{"enable_kv_cache_events": true, "publisher": "null"}').enabled
+    assert not KVEventsConfig.parse("{}").is_enabled
+    assert not KVEventsConfig.parse('{"enable_kv_cache_events": true, "publisher": "null"}').is_enabled
 
 
 @pytest.mark.parametrize(

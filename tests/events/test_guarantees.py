@@ -34,7 +34,7 @@ from events import (
     encode_batch,
 )
 from events.replay_buffer import ReplayBuffer
-from events.replies import replay_reply, snapshot_reply
+from events.replies import iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 BLOCK = 2
@@ -99,7 +99,7 @@ def apply_all(payloads: list[bytes]) -> Resident:
     checker = StreamChecker()
     for payload in payloads:
         decoded = decode_batch(payload)
-        assert not decoded.malformed
+        assert not decoded.errors
         checker.check_batch(decoded.batch.events)
     return checker.resident()
 
@@ -114,10 +114,10 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
         events = cache.random_step(rng)
         shadow.apply(events)
         last = ring.append(0.0, events, 0)
-    replayed = list(replay_reply(ring.since(0)))
+    replayed = list(iter_replay(ring.entries_from(0)))
     assert [seq for seq, _ in replayed[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed[:-1]]) == cache.resident()
-    snapshot = list(snapshot_reply(shadow.blocks(), last, 0, 0.0, chunk))
+    snapshot = list(iter_snapshot(shadow.blocks(), last, 0, 0.0, chunk))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
     assert apply_all(chunks) == cache.resident()
@@ -145,12 +145,12 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
             publisher.publish(events)
         assert publisher._ring.next_seq == count
         deadline = time.monotonic() + 10
-        while publisher._applied is None or publisher._applied.seq < count - 1:
+        while publisher._last_applied is None or publisher._last_applied.seq < count - 1:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert publisher.stats.broken_invariants == 0
-        assert set(publisher._shadow._blocks) == cache.resident()
-        assert publisher.stats.published == count
+        assert set(publisher._resident_set._blocks) == cache.resident()
+        assert publisher.stats.published_batches == count
     finally:
         publisher.close()
 
@@ -182,9 +182,9 @@ def test_events_are_made_once_and_on_the_publishers_thread() -> None:
     publisher.close()
     assert {reader for step in steps for reader in step.readers} == {"kv-events-3"}
     assert [len(step.readers) for step in steps] == [1] * len(steps)
-    payloads = [entry.payload() for entry in publisher._ring.since(0)]
+    payloads = [entry.payload() for entry in publisher._ring.entries_from(0)]
     assert [decode_batch(payload).batch.events for payload in payloads] == [list(step) for step in steps]
-    assert set(publisher._shadow._blocks) == {(0, GPU, name) for name in range(1, 200)}
+    assert set(publisher._resident_set._blocks) == {(0, GPU, name) for name in range(1, 200)}
 
 
 def test_every_start_has_its_own_epoch() -> None:

@@ -65,7 +65,7 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
 def test_a_bell_is_no_socket(context: Any) -> None:
     ready = SocketPoller()
     out, into = os.pipe()
-    ready.watch(out)
+    ready.watch_descriptor(out)
     assert ready.poll(0) == (False, [])
     os.write(into, b"x")
     assert ready.poll(1000) == (True, [])

@@ -14,7 +14,7 @@ import zmq
 
 from events.config import KVEventsConfig
 from events.feed_sockets import MESSAGE_BYTES_MAX, Subscription
-from events.frames import ASKED_BYTES_MAX
+from events.frames import REQUEST_BYTES_MAX
 from events.publisher import EventPublisher
 from router.fleet import peers
 
@@ -55,8 +55,8 @@ def _peer() -> Iterator[str]:
 
 
 PORTS: dict[str, tuple[Callable[[], Any], bytes, int]] = {
-    "events": (lambda: _publisher("events"), b"SUB", ASKED_BYTES_MAX),
-    "replays": (lambda: _publisher("replay"), b"DEALER", ASKED_BYTES_MAX),
+    "events": (lambda: _publisher("events"), b"SUB", REQUEST_BYTES_MAX),
+    "replays": (lambda: _publisher("replay"), b"DEALER", REQUEST_BYTES_MAX),
     "bound feed": (_bound_feed, b"PUB", MESSAGE_BYTES_MAX),
     "peers": (_peer, b"SUB", peers.MESSAGE_BYTES_MAX),
 }

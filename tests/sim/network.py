@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replay_buffer import ReplayBuffer, ReplayEntry
-from events.replies import Message, replay_reply, snapshot_reply
+from events.replies import ReplyMessage, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 
@@ -27,20 +27,20 @@ class SimPublisher:
         self._shadow = ResidentSet()
         self._last: ReplayEntry | None = None
 
-    def publish(self, events: list[Event], now: float) -> Message:
+    def publish(self, events: list[Event], now: float) -> ReplyMessage:
         entry = self.ring.append(now, events, 0)
         if self.snapshots:
             self._shadow.apply(events)
         self._last = entry
         return entry.seq, entry.payload()
 
-    def reply(self, start_seq: int, now: float) -> Iterator[Message]:
+    def reply(self, start_seq: int, now: float) -> Iterator[ReplyMessage]:
         """The messages of the reply; without snapshots, a bare end marker where one is asked for."""
         if start_seq != SNAPSHOT_SEQ:
-            return replay_reply(self.ring.since(start_seq))
+            return iter_replay(self.ring.entries_from(start_seq))
         if not self.snapshots:
             return iter([(END_SEQ, b"")])
-        return snapshot_reply(self._shadow.blocks(), self._last, 0, now)
+        return iter_snapshot(self._shadow.blocks(), self._last, 0, now)
 
 
 @dataclass

@@ -126,8 +126,8 @@ class ReferenceIndex:
             except DecodeError as error:
                 report.malformed.append(str(error))
                 return report
-            report.malformed.extend(decoded.malformed)
-            report.unknown_events = sum(decoded.unknown.values())
+            report.malformed.extend(decoded.errors)
+            report.unknown_events = sum(decoded.unknown_type_counts.values())
             events = []
             for event in decoded.batch.events:
                 fault = check_event(event)
