@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
+from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, send_request
 from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
@@ -41,7 +41,7 @@ REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Payload applied for one stream before the next has its turn."""
 TICK_S = 0.1
-AGAIN_S, AGAIN_S_MAX = 1.0, 60.0
+RETRY_S, RETRY_S_MAX = 1.0, 60.0
 """When a stream that could not be opened, or raised, is tried again; doubled each time."""
 FAULT_PAUSE_S = 0.05
 REOPEN_S = 10.0
@@ -58,7 +58,7 @@ class FeedHandler(Protocol):
         anything else of this stream, until it says False.
         """
 
-    def connection(self, stream_id: str, up: bool) -> None:
+    def connection_changed(self, stream_id: str, is_up: bool) -> None:
         """The subscription of this stream came up or went down."""
 
 
@@ -74,10 +74,10 @@ class EventFeed:
         self._thread = LoopThread("kv-feed", self._run)
         self._poller.watch_descriptor(self._thread.wakeup.fd)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
-        self._dealers: dict[Any, FollowedStream] = {}
+        self._streams_by_dealer: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
-        self._busy: set[FollowedStream] = set()
-        self._unopened: dict[str, tuple[float, float, StreamSource]] = {}  # due, pause, which
+        self._busy_streams: set[FollowedStream] = set()
+        self._unopened_sources: dict[str, tuple[float, float, StreamSource]] = {}  # due, pause, which
         self.ignored_messages = 0
         """Live messages of topics nobody follows."""
         self.faults = 0
@@ -93,16 +93,16 @@ class EventFeed:
         fault = self._thread.fault()
         return None if fault is None else f"the thread that reads events {fault}"
 
-    def revive(self) -> bool:
+    def restart_thread(self) -> bool:
         """Start the thread again where it has ended. What it was doing is unknown: all streams begin anew."""
-        revived = self._thread.restart(self._reset_all)
-        if revived:
+        has_restarted = self._thread.restart(self._reset_all)
+        if has_restarted:
             logger.error("the thread that reads events had ended; it is started again")
-        return revived
+        return has_restarted
 
-    def reconsider(self) -> None:
-        """Somebody else is known now: ask again whose the topics of strangers are."""
-        self._thread.submit(self._reconsider)
+    def rematch_topics(self) -> None:
+        """Ask again for the streams of unclaimed topics: another worker is known now."""
+        self._thread.submit(self._rematch_topics)
 
     def add(self, source: StreamSource) -> None:
         """Follow a stream; one with the same stream_id is replaced."""
@@ -112,34 +112,36 @@ class EventFeed:
         """Stop following; nothing of it is handed over afterwards once this command was performed."""
         self._thread.submit(lambda: self._remove(stream_id))
 
-    def between(self, stream_id: str, work: Callable[[], bool]) -> None:
+    def schedule_work(self, stream_id: str, work: Callable[[], bool]) -> None:
         """Call `work` on the feed's thread until it says False, between what was taken of this stream and what comes
         after it; other streams have their turns meanwhile. It is forgotten where the stream ends or begins anew."""
 
-        def add() -> None:
+        def enqueue() -> None:
             stream = self._streams.get(stream_id)
             if stream is not None:
-                stream.todo.append(work)
-                self._guarded(stream, self._work, stream)
+                stream.pending.append(work)
+                self._run_guarded(stream, self._process_stream, stream)
 
-        self._thread.submit(add)
+        self._thread.submit(enqueue)
 
-    def bind(self, endpoint: str, accept: Callable[[str], StreamSource | None]) -> str:
+    def bind(self, endpoint: str, source_for_topic: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
 
         Returns the bound address. Raises zmq.ZMQError if it cannot be bound.
         """
         subscription = Subscription(self._context, None, bind=True)
         subscription.open(endpoint)
-        subscription.accept = accept
+        subscription.source_for_topic = source_for_topic
         self._thread.submit(lambda: self._register(subscription))
-        bound = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        return bound.rstrip(b"\0").decode()
+        bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound_endpoint, bytes)
+        return bound_endpoint.rstrip(b"\0").decode()
 
-    def epoch(self, stream_id: str, epoch: str) -> None:
+    def report_epoch(self, stream_id: str, epoch: str) -> None:
         """Pass on what the worker says about its epoch."""
-        self._thread.submit(lambda: self._on_stream(stream_id, lambda state: state.epoch(epoch, time.monotonic())))
+        self._thread.submit(
+            lambda: self._apply_stimulus_by_id(stream_id, lambda state: state.on_epoch(epoch, time.monotonic()))
+        )
 
     def state(self, stream_id: str) -> StreamState | None:
         """Of one stream, as `states`."""
@@ -159,42 +161,42 @@ class EventFeed:
     def _run(self) -> None:
         tick_at = time.monotonic() + TICK_S
         while self._thread.begin_iteration():
-            wait_s = 0 if self._busy else max(0, tick_at - time.monotonic())
-            self._guarded(None, self._round, math.ceil(wait_s * 1000))
+            wait_s = 0 if self._busy_streams else max(0, tick_at - time.monotonic())
+            self._run_guarded(None, self._poll_once, math.ceil(wait_s * 1000))
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
-                self._guarded(None, self._tick, time.monotonic())
+                self._run_guarded(None, self._tick, time.monotonic())
 
-    def _round(self, wait_ms: int) -> None:
-        rang, ready = self._poller.poll(wait_ms)
-        if rang:
+    def _poll_once(self, wait_ms: int) -> None:
+        has_commands, ready = self._poller.poll(wait_ms)
+        if has_commands:
             for command in self._thread.pending_commands():
-                self._guarded(None, command)
-        for busy in list(self._busy):
-            self._guarded(busy, self._work, busy)
+                self._run_guarded(None, command)
+        for busy_stream in list(self._busy_streams):
+            self._run_guarded(busy_stream, self._process_stream, busy_stream)
         for socket in ready:
             # A handler or an earlier socket of this round may have closed it.
             if (subscription := self._subscriptions.get(socket)) is not None:
                 read = self._read_monitor if socket is subscription.monitor else self._read_live
-                self._guarded(subscription.stream, read, subscription)
-            elif (stream := self._dealers.get(socket)) is not None:
-                self._guarded(stream, self._read_replies, stream)
+                self._run_guarded(subscription.stream, read, subscription)
+            elif (stream := self._streams_by_dealer.get(socket)) is not None:
+                self._run_guarded(stream, self._read_replies, stream)
 
     def _tick(self, now: float) -> None:
         for stream in list(self._streams.values()):
-            if stream.again_at is not None and now >= stream.again_at:
-                stream.again_at = None
-                if stream.connected:
-                    self._guarded(stream, self._connected, stream)
-            elif stream.lost_at is not None and now - stream.lost_at >= REOPEN_S:
-                self._guarded(stream, self._reopen, stream)
-            elif not stream.busy:
-                self._guarded(stream, self._stimulate, stream, lambda state: state.tick(now))
-        for due, pause, source in list(self._unopened.values()):
+            if stream.retry_at is not None and now >= stream.retry_at:
+                stream.retry_at = None
+                if stream.is_connected:
+                    self._run_guarded(stream, self._on_connected, stream)
+            elif stream.disconnected_at is not None and now - stream.disconnected_at >= REOPEN_S:
+                self._run_guarded(stream, self._reopen, stream)
+            elif not stream.is_busy:
+                self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
+        for due, pause, source in list(self._unopened_sources.values()):
             if now >= due:
-                self._guarded(None, self._add, source, min(2 * pause, AGAIN_S_MAX))
+                self._run_guarded(None, self._add, source, min(2 * pause, RETRY_S_MAX))
 
-    def _guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
+    def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """The boundary: whatever raises behind it ends one message, or begins one stream anew; the others go on."""
         try:
             work(*args)
@@ -209,26 +211,26 @@ class EventFeed:
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
         """Forget what the stream announced, and follow it again after a while."""
         stream.faults += 1
-        pause = min(AGAIN_S * 2 ** min(stream.faults - 1, 10), AGAIN_S_MAX)
+        pause = min(RETRY_S * 2 ** min(stream.faults - 1, 10), RETRY_S_MAX)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         logger.error("stream %s begins anew in %g s: %s", stream_id, pause, reason, exc_info=stream.faults == 1)
-        self._drop_request(stream)
-        self._busy.discard(stream)
+        self._cancel_request(stream)
+        self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause)
         handler = self._handler
-        for tell in (
+        for notify in (
             lambda: handler.handle(stream_id, Clear(reason), stream.topic),
             lambda: handler.handle(stream_id, MalformedMessage(reason), stream.topic),
-            lambda: handler.connection(stream_id, False),
+            lambda: handler.connection_changed(stream_id, False),
         ):
-            self._guarded(None, tell)  # the handler may be what raised
+            self._run_guarded(None, notify)  # the handler may be what raised
 
     def _reset_all(self) -> None:
         for stream in list(self._streams.values()):
             self._reset(stream, RuntimeError("the thread that reads events had ended"))
 
-    def _add(self, source: StreamSource, pause_s: float = AGAIN_S) -> None:
+    def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
         self._remove(source.stream_id)
         stream = FollowedStream(source)
         try:
@@ -237,7 +239,7 @@ class EventFeed:
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
-            self._unopened[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
+            self._unopened_sources[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
             self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
         subscription.stream = stream
@@ -245,17 +247,17 @@ class EventFeed:
         self._register(subscription)
 
     def _reopen(self, stream: FollowedStream) -> None:
-        stream.lost_at = time.monotonic()
-        for old in [old for old in set(self._subscriptions.values()) if old.stream is stream]:
+        stream.disconnected_at = time.monotonic()
+        for previous in [previous for previous in set(self._subscriptions.values()) if previous.stream is stream]:
             try:
-                fresh = Subscription(self._context, stream.source.topic, bind=False)
-                fresh.open(stream.source.endpoint)
+                replacement = Subscription(self._context, stream.source.topic, bind=False)
+                replacement.open(stream.source.endpoint)
             except zmq.ZMQError as error:
                 logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
                 return
-            self._unregister(old)
-            fresh.stream = stream
-            self._register(fresh)
+            self._unregister(previous)
+            replacement.stream = stream
+            self._register(replacement)
 
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -263,16 +265,16 @@ class EventFeed:
             self._poller.register(socket)
 
     def _remove(self, stream_id: str) -> None:
-        self._unopened.pop(stream_id, None)
+        self._unopened_sources.pop(stream_id, None)
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
-        self._busy.discard(stream)
-        self._drop_request(stream)
+        self._busy_streams.discard(stream)
+        self._cancel_request(stream)
         for subscription in set(self._subscriptions.values()):
             if subscription.stream is stream:
                 self._unregister(subscription)
-            subscription.drop(stream)
+            subscription.unclaim_topics(stream)
 
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -280,59 +282,59 @@ class EventFeed:
             del self._subscriptions[socket]
         subscription.close()
 
-    def _on_stream(self, stream_id: str, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
+    def _apply_stimulus_by_id(self, stream_id: str, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
-            self._guarded(stream, self._stimulate, stream, stimulus)
+            self._run_guarded(stream, self._apply_stimulus, stream, stimulus)
 
-    def _stimulate(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
-        self._perform(stream, stimulus(stream.state))
+    def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
+        self._enqueue_instructions(stream, stimulus(stream.state))
 
     # Connections
 
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what happened to the connections; True where something did."""
-        happened = False
+        has_events = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
             event = message["event"]
-            happened = True
-            if subscription.bound:
+            has_events = True
+            if subscription.is_bound:
                 if event == zmq.EVENT_DISCONNECTED:
-                    self._peer_left(subscription, int(message["value"]))
+                    self._on_peer_disconnected(subscription, int(message["value"]))
             elif subscription.stream is not None:
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._connected(subscription.stream)
+                    self._on_connected(subscription.stream)
                 elif event == zmq.EVENT_DISCONNECTED:
-                    self._disconnected(subscription.stream)
-        return happened
+                    self._on_disconnected(subscription.stream)
+        return has_events
 
-    def _connected(self, stream: FollowedStream) -> None:
-        stream.connected, stream.lost_at = True, None
-        if stream.again_at is not None:
+    def _on_connected(self, stream: FollowedStream) -> None:
+        stream.is_connected, stream.disconnected_at = True, None
+        if stream.retry_at is not None:
             return  # it broke off, and has not been quiet for long enough
-        self._handler.connection(stream.source.stream_id, True)
-        self._perform(stream, stream.state.connected(time.monotonic()))
+        self._handler.connection_changed(stream.source.stream_id, True)
+        self._enqueue_instructions(stream, stream.state.on_connected(time.monotonic()))
 
-    def _disconnected(self, stream: FollowedStream) -> None:
-        stream.connected, stream.lost_at = False, time.monotonic()
-        if not stream.state.online:
+    def _on_disconnected(self, stream: FollowedStream) -> None:
+        stream.is_connected, stream.disconnected_at = False, time.monotonic()
+        if not stream.state.is_online:
             return
-        self._drop_request(stream)
-        self._perform(stream, stream.state.disconnected())
-        self._handler.connection(stream.source.stream_id, False)
+        self._cancel_request(stream)
+        self._enqueue_instructions(stream, stream.state.on_disconnected())
+        self._handler.connection_changed(stream.source.stream_id, False)
 
-    def _peer_left(self, subscription: Subscription, descriptor: int) -> None:
-        for topic in [t for t, d in subscription.connections.items() if d == descriptor]:
-            del subscription.connections[topic]
-            stream = subscription.by_topic.get(topic)
+    def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
+        for topic in [t for t, d in subscription.topic_connections.items() if d == descriptor]:
+            del subscription.topic_connections[topic]
+            stream = subscription.streams_by_topic.get(topic)
             if stream is not None:
-                self._guarded(stream, self._disconnected, stream)
+                self._run_guarded(stream, self._on_disconnected, stream)
 
     # Live messages
 
     def _read_live(self, subscription: Subscription) -> None:
-        if subscription.stream is not None and subscription.stream.busy:
+        if subscription.stream is not None and subscription.stream.is_busy:
             return  # ZeroMQ keeps them
         messages: list[list[zmq.Frame]] = []
         size = 0
@@ -344,136 +346,147 @@ class EventFeed:
             size += sum(len(part) for part in messages[-1])
         # A connection's end is reported before anything of the next one can be received, so if nothing is reported
         # now, all of these are of the connection we know. Otherwise nobody can tell, and replay has them.
-        if self._read_monitor(subscription) and not subscription.bound:
+        if self._read_monitor(subscription) and not subscription.is_bound:
             return
         for message in messages:
-            self._live_message(subscription, message)
+            self._handle_live_message(subscription, message)
 
-    def _live_message(self, subscription: Subscription, message: list[zmq.Frame]) -> None:
+    def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
         try:
-            frame = parse_live([part.bytes for part in message])
+            frame = parse_live([part.bytes for part in frames])
         except DecodeError as error:
-            stream = subscription.by_topic.get(message[0].bytes) if subscription.bound else subscription.stream
+            stream = (
+                subscription.streams_by_topic.get(frames[0].bytes) if subscription.is_bound else subscription.stream
+            )
             if stream is None:
                 self.ignored_messages += 1
             else:
                 self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
             return
         stream = subscription.stream
-        if subscription.bound:
-            stream = self._stream_of_topic(subscription, frame, int(message[0].get(zmq.SRCFD)))
+        if subscription.is_bound:
+            stream = self._stream_of_topic(subscription, frame, int(frames[0].get(zmq.SRCFD)))
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
             self.ignored_messages += 1  # a subscription matches every topic that begins with its own
             return
         if stream.is_full:
-            stream.state.stats.overflowed += 1
+            stream.state.stats.dropped_messages += 1
             return
         stream.topic = frame.topic
         now = time.monotonic()
-        self._guarded(stream, self._stimulate, stream, lambda state: state.live(*frame[1:3], now, frame.publisher_id))
+        self._run_guarded(
+            stream,
+            self._apply_stimulus,
+            stream,
+            lambda state: state.on_live_batch(*frame[1:3], now, frame.publisher_id),
+        )
 
     def _stream_of_topic(self, subscription: Subscription, frame: LiveFrame, descriptor: int) -> FollowedStream | None:
         """The stream of a publisher that connected to us; brings it online if this is a new connection."""
         topic = frame.topic
-        stream = subscription.by_topic.get(topic)
+        stream = subscription.streams_by_topic.get(topic)
         if stream is None:
-            if subscription.stranger(topic, descriptor) and not self._meet(subscription, topic):
-                known = len(subscription.strangers)
+            if subscription.note_unclaimed_topic(topic, descriptor) and not self._claim_topic(subscription, topic):
+                unclaimed_count = len(subscription.unclaimed_topics)
                 logger.log(
-                    logging.WARNING if known < TOPICS_MAX else logging.DEBUG, "events of topic %r are ignored", topic
+                    logging.WARNING if unclaimed_count < TOPICS_MAX else logging.DEBUG,
+                    "events of topic %r are ignored",
+                    topic,
                 )
-            return subscription.by_topic.get(topic)
-        if subscription.connections.get(topic) != descriptor:
-            self._guarded(stream, self._disconnected, stream)
-            subscription.connections[topic] = descriptor
-            self._guarded(stream, self._connected, stream)
+            return subscription.streams_by_topic.get(topic)
+        if subscription.topic_connections.get(topic) != descriptor:
+            self._run_guarded(stream, self._on_disconnected, stream)
+            subscription.topic_connections[topic] = descriptor
+            self._run_guarded(stream, self._on_connected, stream)
         return stream
 
-    def _meet(self, subscription: Subscription, topic: bytes) -> bool:
-        """Follow the topic of a stranger, if it is somebody's now."""
-        assert subscription.accept is not None
-        source = subscription.accept(topic.decode(errors="replace"))
+    def _claim_topic(self, subscription: Subscription, topic: bytes) -> bool:
+        """Follow an unclaimed topic, if a stream for it is known now."""
+        assert subscription.source_for_topic is not None
+        source = subscription.source_for_topic(topic.decode(errors="replace"))
         if source is None or any(
-            stream.source.stream_id == source.stream_id and stream.connected
-            for stream in subscription.by_topic.values()
+            stream.source.stream_id == source.stream_id and stream.is_connected
+            for stream in subscription.streams_by_topic.values()
         ):
             return False  # nobody's, or somebody's who is there already, by another topic
         self._remove(source.stream_id)
-        stream = self._streams[source.stream_id] = subscription.by_topic[topic] = FollowedStream(source)
-        subscription.connections[topic] = subscription.strangers.pop(topic)
-        self._guarded(stream, self._connected, stream)
+        stream = self._streams[source.stream_id] = subscription.streams_by_topic[topic] = FollowedStream(source)
+        subscription.topic_connections[topic] = subscription.unclaimed_topics.pop(topic)
+        self._run_guarded(stream, self._on_connected, stream)
         return True
 
-    def _reconsider(self) -> None:
-        for subscription in {subscription for subscription in self._subscriptions.values() if subscription.bound}:
-            for topic in list(subscription.strangers):
-                self._meet(subscription, topic)
+    def _rematch_topics(self) -> None:
+        for subscription in {subscription for subscription in self._subscriptions.values() if subscription.is_bound}:
+            for topic in list(subscription.unclaimed_topics):
+                self._claim_topic(subscription, topic)
 
     # Requests
 
-    def _perform(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
-        stream.put(instructions)
-        self._work(stream)
+    def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
+        stream.enqueue(instructions)
+        self._process_stream(stream)
 
-    def _work(self, stream: FollowedStream) -> None:
+    def _process_stream(self, stream: FollowedStream) -> None:
         """Do what waits for this stream, until its share of the turn is used up."""
         if stream.turn != self._thread.iteration:
-            stream.turn, stream.spent = self._thread.iteration, 0
-        while stream.busy and stream.spent < TURN_BYTES:
-            if stream.more is not None:
-                stream.spent = TURN_BYTES
-                if not stream.more():
-                    stream.more = None
+            stream.turn, stream.turn_bytes = self._thread.iteration, 0
+        while stream.is_busy and stream.turn_bytes < TURN_BYTES:
+            if stream.continuation is not None:
+                stream.turn_bytes = TURN_BYTES
+                if not stream.continuation():
+                    stream.continuation = None
                 continue
-            if not stream.todo:
-                stream.put(self._reply(stream, stream.take_reply()))
+            if not stream.pending:
+                stream.enqueue(self._handle_reply(stream, stream.pop_reply()))
                 continue
-            instruction = stream.take()
+            instruction = stream.pop_instruction()
             if isinstance(instruction, RequestReplay):
                 replay = request_frames(instruction.start_seq)
-                self._request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
+                self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
             elif isinstance(instruction, RequestSnapshot):
                 self._request_snapshot(stream, instruction.request_id)
             elif isinstance(instruction, Instruction):
-                stream.more = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+                stream.continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
-                stream.more = instruction
-        if stream.state.stats.overflowed != stream.overflowed_told:
-            dropped = stream.state.stats.overflowed - stream.overflowed_told
-            stream.overflowed_told += dropped
-            self._handler.handle(stream.source.stream_id, DroppedMessages(dropped), stream.topic)
-        self._busy.add(stream) if stream.busy else self._busy.discard(stream)
+                stream.continuation = instruction
+        if stream.state.stats.dropped_messages != stream.reported_drops:
+            dropped_count = stream.state.stats.dropped_messages - stream.reported_drops
+            stream.reported_drops += dropped_count
+            self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
+        self._busy_streams.add(stream) if stream.is_busy else self._busy_streams.discard(stream)
 
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
         source = stream.source
         if source.snapshot_endpoint is None:
-            self._request(stream, request_id, source.replay_endpoint, request_frames(SNAPSHOT_SEQ))
+            self._send_request(stream, request_id, source.replay_endpoint, request_frames(SNAPSHOT_SEQ))
         else:
-            self._request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
-            stream.asks_snapshot = True
+            self._send_request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
+            stream.awaits_snapshot = True
 
-    def _request(self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]) -> None:
+    def _send_request(
+        self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
+    ) -> None:
         """Ask on a connection of its own, so that late replies to an older request cannot be taken for its."""
-        self._drop_request(stream)
+        self._cancel_request(stream)
         assert endpoint is not None
-        stream.asks_snapshot = False
+        stream.awaits_snapshot = False
         try:
-            dealer = ask(self._context, endpoint, request)
+            dealer = send_request(self._context, endpoint, request)
         except zmq.ZMQError as error:
             reason = f"cannot ask {endpoint!r}: {error}"
-            self._perform(stream, stream.state.request_failed(request_id, time.monotonic(), reason))
+            self._enqueue_instructions(stream, stream.state.on_request_failed(request_id, time.monotonic(), reason))
             return
         stream.dealer, stream.request_id = dealer, request_id
-        self._dealers[dealer] = stream
+        self._streams_by_dealer[dealer] = stream
         self._poller.register(dealer)
 
-    def _drop_request(self, stream: FollowedStream) -> None:
+    def _cancel_request(self, stream: FollowedStream) -> None:
         if stream.dealer is not None:
             self._poller.unregister(stream.dealer)
-            del self._dealers[stream.dealer]
+            del self._streams_by_dealer[stream.dealer]
             stream.dealer.close(0)
             stream.dealer = None
-            stream.forget_replies()
+            stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
         dealer = stream.dealer
@@ -483,33 +496,35 @@ class EventFeed:
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if not stream.keep_reply(frames):
-                self._drop_request(stream)
-                stream.state.stats.overflowed += 1
-                failed = stream.state.request_failed(stream.request_id, time.monotonic(), "too many bytes of replies")
-                self._perform(stream, failed)
+            if not stream.store_reply(frames):
+                self._cancel_request(stream)
+                stream.state.stats.dropped_messages += 1
+                instructions = stream.state.on_request_failed(
+                    stream.request_id, time.monotonic(), "too many bytes of replies"
+                )
+                self._enqueue_instructions(stream, instructions)
                 return
-        self._work(stream)
+        self._process_stream(stream)
 
-    def _reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
+    def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
         now, request_id = time.monotonic(), stream.request_id
         try:
-            if stream.asks_snapshot:
+            if stream.awaits_snapshot:
                 snapshot = parse_snapshot(frames)
-                self._drop_request(stream)
-                return stream.state.snapshot(request_id, *snapshot, now)
+                self._cancel_request(stream)
+                return stream.state.on_snapshot(request_id, *snapshot, now)
             reply = parse_reply(frames)
         except DecodeError as error:
             return [MalformedMessage(str(error))]
         if reply.is_end:
-            self._drop_request(stream)
-            return stream.state.reply_end(stream.request_id, now)
-        return stream.state.reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
+            self._cancel_request(stream)
+            return stream.state.on_reply_end(stream.request_id, now)
+        return stream.state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
         for command in self._thread.pending_commands():  # what was bound or added last must be closed too
-            self._guarded(None, command)
+            self._run_guarded(None, command)
         for stream in self._streams.values():
-            self._drop_request(stream)
+            self._cancel_request(stream)
         for subscription in set(self._subscriptions.values()):
             self._unregister(subscription)

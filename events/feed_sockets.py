@@ -27,7 +27,7 @@ REPLIES_BYTES_MAX = 256 << 20
 """Replies that wait while earlier ones are applied; more end the request. They are taken out of ZeroMQ's queue at once:
 vLLM's ROUTER drops what a slow peer does not take."""
 TOPICS_MAX, TOPIC_BYTES_MAX = 1_000, 512
-"""Topics of strangers that a bound socket remembers, and their length."""
+"""Unclaimed topics that a bound socket remembers, and their length."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -54,76 +54,78 @@ class FollowedStream:
 
     def __init__(self, source: StreamSource) -> None:
         self.source = source
-        self.state = self._begin(source.resume)
+        self.state = self._new_state(source.resume)
         self.topic = (source.topic or "").encode()
         """Of the last live message; replies of older vLLM carry none."""
         self.dealer: Socket | None = None
         self.request_id = 0
-        self.asks_snapshot = False
+        self.awaits_snapshot = False
         """The request under way is to `snapshot_endpoint`."""
-        self.connected = False
-        self.lost_at: float | None = None
+        self.is_connected = False
+        self.disconnected_at: float | None = None
         """When its connection broke off, until there is another one."""
         self.faults = 0
-        self.again_at: float | None = None
+        self.retry_at: float | None = None
         """After a fault: when it is followed again, from nothing."""
-        self.todo: deque[Instruction | Callable[[], bool]] = deque()
-        self.waiting_bytes = 0
-        """Of payloads in `todo`."""
+        self.pending: deque[Instruction | Callable[[], bool]] = deque()
+        self.pending_bytes = 0
+        """Of payloads in `pending`."""
         self.replies: deque[list[bytes]] = deque()
         """To the request under way, in the order they came."""
         self.reply_bytes = 0
-        self.overflowed_told = 0
-        self.more: Callable[[], bool] | None = None
+        self.reported_drops = 0
+        self.continuation: Callable[[], bool] | None = None
         """What is left of an instruction; it says whether it is to be called again."""
-        self.turn = self.spent = 0
+        self.turn = self.turn_bytes = 0
         """Bytes applied in which turn of the feed."""
 
     @property
-    def busy(self) -> bool:
-        return self.more is not None or bool(self.todo) or bool(self.replies)
+    def is_busy(self) -> bool:
+        return self.continuation is not None or bool(self.pending) or bool(self.replies)
 
     @property
     def is_full(self) -> bool:
-        return len(self.todo) >= WAITING_MAX or self.waiting_bytes >= WAITING_BYTES_MAX
+        return len(self.pending) >= WAITING_MAX or self.pending_bytes >= WAITING_BYTES_MAX
 
-    def put(self, instructions: list[Instruction]) -> None:
-        self.waiting_bytes += sum(len(one.payload) for one in instructions if isinstance(one, Apply))
-        self.todo.extend(instructions)
+    def enqueue(self, instructions: list[Instruction]) -> None:
+        self.pending_bytes += sum(
+            len(instruction.payload) for instruction in instructions if isinstance(instruction, Apply)
+        )
+        self.pending.extend(instructions)
 
-    def take(self) -> Instruction | Callable[[], bool]:
-        first = self.todo.popleft()
-        if isinstance(first, Apply):
-            self.waiting_bytes -= len(first.payload)
-            self.spent += len(first.payload)
-        return first
+    def pop_instruction(self) -> Instruction | Callable[[], bool]:
+        instruction = self.pending.popleft()
+        if isinstance(instruction, Apply):
+            self.pending_bytes -= len(instruction.payload)
+            self.turn_bytes += len(instruction.payload)
+        return instruction
 
-    def keep_reply(self, frames: list[bytes]) -> bool:
+    def store_reply(self, frames: list[bytes]) -> bool:
         """False: too much waits."""
         self.replies.append(frames)
         self.reply_bytes += sum(map(len, frames))
         return self.reply_bytes <= REPLIES_BYTES_MAX
 
-    def take_reply(self) -> list[bytes]:
+    def pop_reply(self) -> list[bytes]:
         frames = self.replies.popleft()
         size = sum(map(len, frames))
         self.reply_bytes -= size
-        self.spent += 64 + size // 16  # what it has to say is applied and paid for later, if it has
+        self.turn_bytes += 64 + size // 16  # what it has to say is applied and paid for later, if it has
         return frames
 
-    def forget_replies(self) -> None:
+    def clear_replies(self) -> None:
         self.replies.clear()
         self.reply_bytes = 0
 
-    def reset(self, again_at: float) -> None:
-        self.state = self._begin(None)
-        self.todo.clear()
-        self.forget_replies()
-        self.waiting_bytes = self.overflowed_told = 0
-        self.more = None
-        self.again_at = again_at
+    def reset(self, retry_at: float) -> None:
+        self.state = self._new_state(None)
+        self.pending.clear()
+        self.clear_replies()
+        self.pending_bytes = self.reported_drops = 0
+        self.continuation = None
+        self.retry_at = retry_at
 
-    def _begin(self, resume: tuple[int, int] | None) -> StreamState:
+    def _new_state(self, resume: tuple[int, int] | None) -> StreamState:
         source = self.source
         config = replace(
             source.config,
@@ -147,13 +149,13 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
-        self.bound = bind
+        self.is_bound = bind
         self.stream: FollowedStream | None = None
-        self.accept: Callable[[str], StreamSource | None] | None = None
-        self.by_topic: dict[bytes, FollowedStream] = {}
-        self.connections: dict[bytes, int] = {}
+        self.source_for_topic: Callable[[str], StreamSource | None] | None = None
+        self.streams_by_topic: dict[bytes, FollowedStream] = {}
+        self.topic_connections: dict[bytes, int] = {}
         """Bound: topic -> descriptor of the connection its last message came on."""
-        self.strangers: OrderedDict[bytes, int] = OrderedDict()
+        self.unclaimed_topics: OrderedDict[bytes, int] = OrderedDict()
         """Bound: the same of topics that nobody follows (yet), the oldest forgotten first."""
 
     def open(self, endpoint: str) -> None:
@@ -161,7 +163,7 @@ class Subscription:
         if "[" in endpoint or "::" in endpoint:
             self.socket.setsockopt(zmq.IPV6, 1)
         try:
-            if self.bound:
+            if self.is_bound:
                 self.socket.bind(endpoint)
             else:
                 self.socket.connect(endpoint)
@@ -169,20 +171,20 @@ class Subscription:
             self.close()
             raise
 
-    def drop(self, stream: FollowedStream) -> None:
-        """Bound: its topics are strangers' again."""
-        for topic in [topic for topic, known in self.by_topic.items() if known is stream]:
-            del self.by_topic[topic]
-            self.connections.pop(topic, None)
+    def unclaim_topics(self, stream: FollowedStream) -> None:
+        """Bound: its topics are unclaimed again."""
+        for topic in [topic for topic, topic_stream in self.streams_by_topic.items() if topic_stream is stream]:
+            del self.streams_by_topic[topic]
+            self.topic_connections.pop(topic, None)
 
-    def stranger(self, topic: bytes, descriptor: int) -> bool:
+    def note_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
         """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""
-        fresh = topic not in self.strangers and len(topic) <= TOPIC_BYTES_MAX
-        if fresh and len(self.strangers) >= TOPICS_MAX:
-            self.strangers.popitem(last=False)
+        is_new = topic not in self.unclaimed_topics and len(topic) <= TOPIC_BYTES_MAX
+        if is_new and len(self.unclaimed_topics) >= TOPICS_MAX:
+            self.unclaimed_topics.popitem(last=False)
         if len(topic) <= TOPIC_BYTES_MAX:
-            self.strangers[topic] = descriptor
-        return fresh
+            self.unclaimed_topics[topic] = descriptor
+        return is_new
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -190,7 +192,7 @@ class Subscription:
         self.socket.close(0)
 
 
-def ask(context: Context, endpoint: str, request: list[bytes]) -> Socket:
+def send_request(context: Context, endpoint: str, request: list[bytes]) -> Socket:
     """A socket on which the answer to this request will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0

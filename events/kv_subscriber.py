@@ -32,12 +32,12 @@ from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode,
 from events.frames import pack_seq
 
 TYPES = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
-NAMES_SHOWN = 4
+HASHES_SHOWN = 4
 SAVE_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
-class Filter:
+class EventFilter:
     """Which events to show. Empty: all of them."""
 
     types: tuple[str, ...] = ()
@@ -45,10 +45,10 @@ class Filter:
     media: tuple[str, ...] = ()
     holders: tuple[str, ...] = ()
 
-    def takes_stream(self, stream_id: str) -> bool:
+    def matches_stream(self, stream_id: str) -> bool:
         return not self.holders or any(holder in stream_id for holder in self.holders)
 
-    def takes(self, event: Event) -> bool:
+    def matches(self, event: Event) -> bool:
         if self.types and not isinstance(event, tuple(TYPES[name] for name in self.types)):
             return False
         if isinstance(event, events.AllBlocksCleared):
@@ -59,7 +59,7 @@ class Filter:
 
 
 @dataclass
-class State:
+class PositionFile:
     """The last batch seen of each stream, in a file that survives a kill."""
 
     path: Path | None
@@ -67,7 +67,7 @@ class State:
     saved_at: float = 0.0
 
     @classmethod
-    def load(cls, path: Path | None) -> State:
+    def load(cls, path: Path | None) -> PositionFile:
         if path is None or not path.exists():
             return cls(path)
         try:
@@ -75,11 +75,11 @@ class State:
         except msgspec.MsgspecError as error:
             raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
 
-    def saw(self, item: Message | Notice) -> None:
+    def record(self, item: Message | Notice) -> None:
         if isinstance(item, Message):
             if item.position is not None:
                 self.positions[item.stream_id] = item.position
-        elif isinstance(item.what, events.Clear):
+        elif isinstance(item.content, events.Clear):
             self.positions.pop(item.stream_id, None)
 
     def save(self, now: float) -> None:
@@ -91,75 +91,75 @@ class State:
         os.replace(scratch, self.path)
 
 
-def name_text(name: int | bytes | None) -> str:
-    if name is None:
+def format_hash(block_hash: int | bytes | None) -> str:
+    if block_hash is None:
         return "the start"
-    return name.hex() if isinstance(name, bytes) else f"{name & (2**64 - 1):016x}"
+    return block_hash.hex() if isinstance(block_hash, bytes) else f"{block_hash & (2**64 - 1):016x}"
 
 
-def names_text(names: list[int | bytes]) -> str:
-    shown = " ".join(name_text(name)[:16] for name in names[:NAMES_SHOWN])
-    return shown + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+def format_hashes(hashes: list[int | bytes]) -> str:
+    text = " ".join(format_hash(block_hash)[:16] for block_hash in hashes[:HASHES_SHOWN])
+    return text + (f" and {len(hashes) - HASHES_SHOWN} more" if len(hashes) > HASHES_SHOWN else "")
 
 
-def event_text(event: Event, show_tokens: bool) -> str:
+def format_event(event: Event, show_tokens: bool) -> str:
     if isinstance(event, events.AllBlocksCleared):
         return "Cleared  everything"
-    where = f"group {event.group_idx or 0} {event.medium or '?'}"
+    location = f"group {event.group_idx or 0} {event.medium or '?'}"
     if isinstance(event, BlockRemoved):
-        return f"Removed  {where}: {names_text(event.block_hashes)}"
+        return f"Removed  {location}: {format_hashes(event.block_hashes)}"
     kind = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
     lora = f" lora {event.lora_name}" if event.lora_name else ""
-    after = name_text(event.parent_block_hash)[:16]
-    text = f"Stored   {where}{kind}{lora}: {len(event.block_hashes)} x {event.block_size} tokens after {after}: "
-    return text + names_text(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
+    parent = format_hash(event.parent_block_hash)[:16]
+    text = f"Stored   {location}{kind}{lora}: {len(event.block_hashes)} x {event.block_size} tokens after {parent}: "
+    return text + format_hashes(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
 
 
-def notice_text(what: object) -> str:
-    if isinstance(what, events.Gap):
-        return f"GAP      seq {what.first_seq} to {what.next_seen - 1} are missing; asking for replay"
-    if isinstance(what, events.PublisherRestarted):
-        return f"RESTART  {what.reason}"
-    if isinstance(what, events.Clear):
-        return f"FORGET   what was announced before does not count any more: {what.reason}"
-    if isinstance(what, events.DuplicateBatch):
-        return f"STALE    seq {what.seq} came again"
-    if isinstance(what, events.MalformedMessage):
-        return f"BAD      {what.reason}"
-    assert isinstance(what, events.Connection)
-    return "UP       connected" if what.up else "DOWN     connection lost"
+def format_notice(notice: object) -> str:
+    if isinstance(notice, events.Gap):
+        return f"GAP      seq {notice.first_seq} to {notice.next_seen - 1} are missing; asking for replay"
+    if isinstance(notice, events.PublisherRestarted):
+        return f"RESTART  {notice.reason}"
+    if isinstance(notice, events.Clear):
+        return f"FORGET   what was announced before does not count any more: {notice.reason}"
+    if isinstance(notice, events.DuplicateBatch):
+        return f"STALE    seq {notice.seq} came again"
+    if isinstance(notice, events.MalformedMessage):
+        return f"BAD      {notice.reason}"
+    assert isinstance(notice, events.Connection)
+    return "UP       connected" if notice.up else "DOWN     connection lost"
 
 
-def text_lines(item: Message | Notice, chosen: Filter, show_tokens: bool) -> Iterator[str]:
+def text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
     clock = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
-        yield f"{clock} {item.stream_id} {notice_text(item.what)}"
+        yield f"{clock} {item.stream_id} {format_notice(item.content)}"
         return
     seq = "snapshot" if item.seq is None else f"seq {item.seq}"
     origin = " (replayed)" if item.origin.value == "replay" else ""
     head = f"{clock} {item.stream_id} {seq}{origin}"
-    for event in filter(chosen.takes, item.decoded.batch.events):
-        yield f"{head} {event_text(event, show_tokens)}"
-    for problem in item.decoded.errors:
+    for event in filter(event_filter.matches, item.decoded_batch.batch.events):
+        yield f"{head} {format_event(event, show_tokens)}"
+    for problem in item.decoded_batch.errors:
         yield f"{head} BAD      {problem}"
-    for kind, count in item.decoded.unknown_type_counts.items():
+    for kind, count in item.decoded_batch.unknown_type_counts.items():
         yield f"{head} UNKNOWN  {count} x {kind}"
 
 
-def json_lines(item: Message | Notice, chosen: Filter) -> Iterator[str]:
+def json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
     if isinstance(item, Notice):
-        fields = {name: getattr(item.what, name) for name in item.what.__dataclass_fields__}
-        yield json.dumps({"stream": item.stream_id, "notice": type(item.what).__name__, **fields})
+        fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}
+        yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
         return
-    batch = item.decoded.batch
+    batch = item.decoded_batch.batch
     head = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
-    for event in filter(chosen.takes, batch.events):
+    for event in filter(event_filter.matches, batch.events):
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**head, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         yield json.dumps(line, default=bytes_as_json)
-    for problem in item.decoded.errors:
+    for problem in item.decoded_batch.errors:
         yield json.dumps({**head, "malformed": problem})
-    for kind, count in item.decoded.unknown_type_counts.items():
+    for kind, count in item.decoded_batch.unknown_type_counts.items():
         yield json.dumps({**head, "unknown_type": kind, "count": count})
 
 
@@ -169,20 +169,20 @@ def bytes_as_json(value: object) -> object:
     return {"__bytes__": value.hex()}
 
 
-def recorded(item: Message) -> str:
+def frames_line(item: Message) -> str:
     """A line of the golden captures' frames.jsonl."""
     frames = [item.topic.hex(), pack_seq(item.seq or 0).hex(), item.payload.hex()]
     return json.dumps({"t": time.time(), "stream": item.stream_id, "frames": frames})
 
 
-def recorder(path: Path | None) -> Any:
+def open_recording(path: Path | None) -> Any:
     """A file to write lines to, or None."""
     if path is None:
         return nullcontext()
     return gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w")
 
 
-def sources_of(
+def resolve_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
     """Raises ClickException for a worker that cannot be asked."""
@@ -197,14 +197,16 @@ def sources_of(
             yield StreamSource(address, address, replay_of.get(address), topic, config)
             continue
         try:
-            found = events.discover(address)
+            sources = events.discover(address)
         except (events.EventsError, OSError) as error:
             raise click.ClickException(f"cannot ask {address} for its event sources: {error}") from error
-        for source in found:
-            rank = f"#{source.data_parallel_rank}" if len(found) > 1 else ""
-            about = topic or source.topic or None
-            ends = source.endpoint, source.replay_endpoint
-            yield StreamSource(address + rank, *ends, about, config, snapshot_endpoint=source.snapshot_endpoint)
+        for source in sources:
+            rank = f"#{source.data_parallel_rank}" if len(sources) > 1 else ""
+            source_topic = topic or source.topic or None
+            source_endpoints = source.endpoint, source.replay_endpoint
+            yield StreamSource(
+                address + rank, *source_endpoints, source_topic, config, snapshot_endpoint=source.snapshot_endpoint
+            )
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -231,13 +233,13 @@ def command(
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
     join = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
-    state = State.load(state_path)
-    chosen = Filter(types, groups, media, holders)
-    sources = list(sources_of(addresses, replays, topic, StreamConfig(start_mode=join)))
-    wanted = (source for source in sources if chosen.takes_stream(source.stream_id))
-    followed = [replace(source, resume=state.positions.get(source.stream_id)) for source in wanted]
+    positions = PositionFile.load(state_path)
+    event_filter = EventFilter(types, groups, media, holders)
+    sources = list(resolve_sources(addresses, replays, topic, StreamConfig(start_mode=join)))
+    matching_sources = (source for source in sources if event_filter.matches_stream(source.stream_id))
+    resumed_sources = [replace(source, resume=positions.positions.get(source.stream_id)) for source in matching_sources]
     remaining = batches
-    with events.Subscriber(followed) as subscriber, recorder(record) as file:
+    with events.Subscriber(resumed_sources) as subscriber, open_recording(record) as file:
         for address in binds:
             subscriber.feed.bind(
                 address, lambda name: StreamSource(name, "", None, name, StreamConfig(start_mode=StartMode.LIVE))
@@ -245,23 +247,23 @@ def command(
         try:
             while remaining is None or remaining > 0:
                 item = subscriber.get(SAVE_EVERY_S)
-                state.save(time.monotonic())
-                if item is None or not chosen.takes_stream(item.stream_id):
+                positions.save(time.monotonic())
+                if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
-                for line in json_lines(item, chosen) if as_json else text_lines(item, chosen, tokens):
+                for line in json_lines(item, event_filter) if as_json else text_lines(item, event_filter, tokens):
                     print(line, flush=True)
-                state.saw(item)
+                positions.record(item)
                 if isinstance(item, Message):
                     if file is not None and item.seq is not None:
-                        print(recorded(item), file=file, flush=True)
+                        print(frames_line(item), file=file, flush=True)
                     remaining = None if remaining is None else remaining - 1
         except (KeyboardInterrupt, BrokenPipeError):
             pass
-        state.saved_at = 0.0
-        state.save(time.monotonic())
+        positions.saved_at = 0.0
+        positions.save(time.monotonic())
 
 
-def _interrupted(number: int, frame: object) -> None:
+def _handle_sigint(number: int, frame: object) -> None:
     """Once: a terminal, or `timeout`, may tell twice, and the second time would cut off the end."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -270,7 +272,7 @@ def _interrupted(number: int, frame: object) -> None:
 def main(args: list[str] | None = None) -> None:
     """Console script; `args` instead of those of the process."""
     if args is None:
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, _handle_sigint)
     try:
         command(args=args, standalone_mode=False)
     except click.ClickException as error:

@@ -55,24 +55,24 @@ class StreamState:
         self.config = config or StreamConfig()
         self.stats = StreamStats()
         self.phase = StreamPhase.LIVE
-        self.online = False
-        self._next: int | None = None
-        self._recent = AppliedBatches(self.config.recent_max)
-        self._early = OutOfOrderBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
-        self._joined = resume is not None
+        self.is_online = False
+        self._next_seq: int | None = None
+        self._applied_batches = AppliedBatches(self.config.recent_max)
+        self._early_batches = OutOfOrderBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
+        self._has_started = resume is not None
         if resume is not None:
-            self._next = resume[0] + 1
-            self._recent.remember(*resume)
+            self._next_seq = resume[0] + 1
+            self._applied_batches.record(*resume)
         self._publisher_id = b""
         self._epoch: str | None = None
         self._restarted_since_epoch = False
-        self._held = self._joined  # something was applied since the last Clear
+        self._has_state = self._has_started  # something was applied since the last Clear
         self._request_id = 0
         self._deadline: float | None = None
         self._attempts = 0
-        self._rejoins = 0
-        self._unverified = False  # REPAIR: the last seen batch has not come back yet
-        self._tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
+        self._restart_attempts = 0
+        self._last_batch_unconfirmed = False  # REPAIR: the last seen batch has not come back yet
+        self._is_tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
         self._snapshot_chunks = 0  # SNAPSHOT: chunks that came
         self._snapshot_seqs = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
         self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
@@ -81,67 +81,67 @@ class StreamState:
     @property
     def position(self) -> tuple[int, int] | None:
         """(last applied seq, digest of its payload), to be passed as `resume`; None before the first batch."""
-        if self._next is None:
+        if self._next_seq is None:
             return None
-        last = self._recent.digest_of(self._next - 1)
-        return None if last is None else (self._next - 1, last)
+        last = self._applied_batches.digest_of(self._next_seq - 1)
+        return None if last is None else (self._next_seq - 1, last)
 
     # Stimuli
 
-    def connected(self, now: float) -> list[Instruction]:
+    def on_connected(self, now: float) -> list[Instruction]:
         """The subscription is up, for the first time or again. Call before handing over what came on it."""
-        self.online = True
-        self._early.forget()
-        self._attempts = self._rejoins = 0
-        if not self._joined:
-            self._joined = True
+        self.is_online = True
+        self._early_batches.clear()
+        self._attempts = self._restart_attempts = 0
+        if not self._has_started:
+            self._has_started = True
             if self.config.start_mode is StartMode.LIVE:
                 return []
-            return self._rejoin(now)
+            return self._start_over(now)
         if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
-            return [*self._clear("reconnected while joining"), *self._rejoin(now)]
-        return self._repair(now)
+            return [*self._clear("reconnected while joining"), *self._start_over(now)]
+        return self._start_repair(now)
 
-    def disconnected(self) -> list[Instruction]:
+    def on_disconnected(self) -> list[Instruction]:
         """The subscription is down. What is held stays; the caller decides whether the publisher is dead."""
-        self.online = False
+        self.is_online = False
         self._deadline = None
         return []
 
-    def live(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
+    def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
         """A batch came on the subscription."""
-        if not self.online:
+        if not self.is_online:
             return []  # older than the reconnect that is coming; replay has it
-        if self._is_another(publisher_id):
+        if self._is_other_publisher(publisher_id):
             self._activity_at = now
-            return self._restarted("the publisher has another id", now, seq, payload)
+            return self._handle_restart("the publisher has another id", now, seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return [MalformedMessage(f"live message with the reserved seq {seq}")]
         self._activity_at = now
-        if self._next is not None and seq < self._next:
-            return self._old(seq, payload, now)
+        if self._next_seq is not None and seq < self._next_seq:
+            return self._handle_old_batch(seq, payload, now)
         if self.phase is StreamPhase.LIVE:
-            if self._next is None or seq == self._next:
+            if self._next_seq is None or seq == self._next_seq:
                 return [self._apply(seq, payload, Origin.LIVE)]
-            self._keep(seq, payload)
+            self._store_early(seq, payload)
             self.stats.gaps += 1
-            return [Gap(self._next, seq), *self._repair(now)]
-        known = self._early.get(seq)
-        if known is None:
-            self._keep(seq, payload)
+            return [Gap(self._next_seq, seq), *self._start_repair(now)]
+        early_payload = self._early_batches.get(seq)
+        if early_payload is None:
+            self._store_early(seq, payload)
             return []
-        if known == payload:
-            return self._stale(seq)
-        return self._restarted(f"two different batches with seq {seq}", now, seq, payload)
+        if early_payload == payload:
+            return self._note_duplicate(seq)
+        return self._handle_restart(f"two different batches with seq {seq}", now, seq, payload)
 
-    def reply(
+    def on_reply(
         self, request_id: int, seq: int, payload: bytes, now: float, publisher_id: bytes = b""
     ) -> list[Instruction]:
         """One message of the reply to a request, in the order it came; not the end marker."""
         if self._deadline is None or request_id != self._request_id:
             return []
-        if self._is_another(publisher_id):
-            return self._restarted("the publisher has another id", now)
+        if self._is_other_publisher(publisher_id):
+            return self._handle_restart("the publisher has another id", now)
         self._deadline = now + self.config.request_timeout_s
         if self.phase is StreamPhase.SNAPSHOT:
             return self._snapshot_reply(seq, payload)
@@ -151,7 +151,7 @@ class StreamState:
             return self._rebuild_reply(seq, payload, now)
         return self._repair_reply(seq, payload, now)
 
-    def reply_end(self, request_id: int, now: float) -> list[Instruction]:
+    def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
         """The end marker of a reply came."""
         if self._deadline is None or request_id != self._request_id:
             return []
@@ -159,280 +159,295 @@ class StreamState:
         if self.phase is StreamPhase.SNAPSHOT:
             if self._snapshot_seqs == 1 or (self._snapshot_seqs == 0 and self._snapshot_chunks):
                 self.stats.snapshots += 1
-                if self._next is None:
-                    self._next = 0  # a snapshot of a publisher that has published nothing yet
-                return self._synced(now)
+                if self._next_seq is None:
+                    self._next_seq = 0  # a snapshot of a publisher that has published nothing yet
+                return self._finish_reply(now)
             # None offered, or something else came instead of it: the ring is all there is.
-            return [*self._clear("no snapshot"), *self._rebuild(now)]
-        if self.phase is StreamPhase.REBUILD and self._next is None:
-            self._next = min(self._early.seqs(), default=0)
-        if self.phase is StreamPhase.REPAIR and self._unverified and not self._tail_check:
-            assert self._next is not None
-            return self._restarted(f"the publisher does not know seq {self._next - 1}", now)
-        return self._synced(now)
+            return [*self._clear("no snapshot"), *self._start_rebuild(now)]
+        if self.phase is StreamPhase.REBUILD and self._next_seq is None:
+            self._next_seq = min(self._early_batches.seqs(), default=0)
+        if self.phase is StreamPhase.REPAIR and self._last_batch_unconfirmed and not self._is_tail_check:
+            assert self._next_seq is not None
+            return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
+        return self._finish_reply(now)
 
-    def snapshot(
+    def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
         """A snapshot socket answered: chunks that are true after batch `last_seq` (None: there is no snapshot now)."""
         if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
             return []
         if last_seq is None:
-            return self.request_failed(request_id, now, NO_SNAPSHOT)
-        if self._is_another(publisher_id):
-            return self._restarted("the publisher has another id", now)
+            return self.on_request_failed(request_id, now, NO_SNAPSHOT)
+        if self._is_other_publisher(publisher_id):
+            return self._handle_restart("the publisher has another id", now)
         self._deadline = None
         self.stats.snapshots += 1
-        self._next, self._held = last_seq + 1, True
-        applied: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
-        return applied + self._synced(now)
+        self._next_seq, self._has_state = last_seq + 1, True
+        instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
+        return instructions + self._finish_reply(now)
 
-    def _is_another(self, publisher_id: bytes) -> bool:
+    def _is_other_publisher(self, publisher_id: bytes) -> bool:
         """Note the id; True where it is another process's than before."""
-        before = self._publisher_id
-        self._publisher_id = publisher_id or before
-        return bool(before) and self._publisher_id != before
+        previous_id = self._publisher_id
+        self._publisher_id = publisher_id or previous_id
+        return bool(previous_id) and self._publisher_id != previous_id
 
-    def request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
+    def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
         """The request got no (complete) answer."""
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
         self._attempts += 1
-        exhausted = self._attempts >= self.config.attempts_max
-        if self.phase is StreamPhase.REPAIR and self._tail_check:
-            instructions = self._synced(now)
+        is_exhausted = self._attempts >= self.config.attempts_max
+        if self.phase is StreamPhase.REPAIR and self._is_tail_check:
+            instructions = self._finish_reply(now)
             self._activity_at = now  # nobody confirmed the tail: check again after the next silence
             return instructions
         if self.phase is StreamPhase.REPAIR:
-            return self._give_up(reason, now) if exhausted else self._repair(now)
+            return self._give_up(reason, now) if is_exhausted else self._start_repair(now)
         if self.phase is StreamPhase.SNAPSHOT:
-            if exhausted:
+            if is_exhausted:
                 self._attempts = 0
                 self._retry_at = now + self.config.retry_s
-                return [*self._clear(reason), *self._rebuild(now)]
-            return [*self._clear(reason), *self._ask_snapshot(now)]
-        return self._give_up(reason, now) if exhausted else [*self._clear(reason), *self._rebuild(now)]
+                return [*self._clear(reason), *self._start_rebuild(now)]
+            return [*self._clear(reason), *self._start_snapshot(now)]
+        return self._give_up(reason, now) if is_exhausted else [*self._clear(reason), *self._start_rebuild(now)]
 
-    def epoch(self, epoch: str, now: float) -> list[Instruction]:
+    def on_epoch(self, epoch: str, now: float) -> list[Instruction]:
         """The worker says which start of the publisher this is."""
-        before, self._epoch = self._epoch, epoch
-        known, self._restarted_since_epoch = self._restarted_since_epoch, False
-        if before is None or before == epoch or known:
+        previous_epoch, self._epoch = self._epoch, epoch
+        was_noticed, self._restarted_since_epoch = self._restarted_since_epoch, False
+        if previous_epoch is None or previous_epoch == epoch or was_noticed:
             return []
-        reason = f"epoch {before} became {epoch}"
-        if self.online:
-            return self._restarted(reason, now)
-        if self._held:
+        reason = f"epoch {previous_epoch} became {epoch}"
+        if self.is_online:
+            return self._handle_restart(reason, now)
+        if self._has_state:
             return []  # what comes when it is back shows it, and clears
         self.stats.restarts += 1
         return [PublisherRestarted(reason)]
 
-    def tick(self, now: float) -> list[Instruction]:
+    def on_tick(self, now: float) -> list[Instruction]:
         """Time passed: call a few times a second."""
-        if not self.online:
+        if not self.is_online:
             return []
         if self._deadline is not None:
             if now < self._deadline:
                 return []
-            return self.request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
+            return self.on_request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
         if self._retry_at is not None and now >= self._retry_at:
-            return [*self._clear("asking for a snapshot again"), *self._rejoin(now)]
-        silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
-        if self.phase is StreamPhase.LIVE and silent and self._next is not None and self.config.can_replay:
+            return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
+        is_silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
+        if self.phase is StreamPhase.LIVE and is_silent and self._next_seq is not None and self.config.can_replay:
             self._activity_at = None
-            instructions = self._repair(now)
-            self._tail_check = True
+            instructions = self._start_repair(now)
+            self._is_tail_check = True
             return instructions
         return []
 
     # Replies, by phase
 
     def _repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        assert self._next is not None
-        if self._unverified:
-            if seq < self._next - 1:
+        assert self._next_seq is not None
+        if self._last_batch_unconfirmed:
+            if seq < self._next_seq - 1:
                 return []
-            if seq > self._next - 1:
-                return self._uncovered(f"replay begins at seq {seq}, seq {self._next - 1} is no longer kept", now)
-            if self._recent.digest_of(seq) != digest(payload):
-                return self._restarted(f"seq {seq} is another batch than before", now)
-            self._unverified = False
+            if seq > self._next_seq - 1:
+                return self._discard_and_start_over(
+                    f"replay begins at seq {seq}, seq {self._next_seq - 1} is no longer kept", now
+                )
+            if self._applied_batches.digest_of(seq) != digest(payload):
+                return self._handle_restart(f"seq {seq} is another batch than before", now)
+            self._last_batch_unconfirmed = False
             return []
-        if seq < self._next:
+        if seq < self._next_seq:
             return []
-        if seq > self._next:
-            return self._hole(seq, now)
+        if seq > self._next_seq:
+            return self._handle_reply_gap(seq, now)
         self._attempts = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
     def _rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        if self._next is None or seq == self._next:
+        if self._next_seq is None or seq == self._next_seq:
             return [self._apply(seq, payload, Origin.REPLAY)]
-        return [] if seq < self._next else self._hole(seq, now)
+        return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
 
-    def _hole(self, seq: int, now: float) -> list[Instruction]:
+    def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
         """A ROUTER without flow control dropped part of its reply: ask for the rest."""
         self._attempts += 1
         if self._attempts > self.config.attempts_max:
-            return self._uncovered(f"replay jumps from seq {self._next} to {seq}", now)
-        return self._repair(now)
+            return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
+        return self._start_repair(now)
 
     def _snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
         if seq == SNAPSHOT_SEQ and self._snapshot_seqs == 0:
             self._snapshot_chunks += 1
-            self._held = True
+            self._has_state = True
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_seqs += 1
-        self._next = seq + 1
-        self._recent.remember(seq, digest(payload))
+        self._next_seq = seq + 1
+        self._applied_batches.record(seq, digest(payload))
         return []
 
     # Moves between phases
 
-    def _repair(self, now: float) -> list[Instruction]:
+    def _start_repair(self, now: float) -> list[Instruction]:
         """Ask for everything from the last seen batch on, that batch included, to compare it."""
-        self._tail_check = False
-        if self._next is None:
+        self._is_tail_check = False
+        if self._next_seq is None:
             self.phase = StreamPhase.LIVE
             return []
         if not self.config.can_replay:
-            return self._uncovered(NO_REPLAY, now) if self.config.has_snapshots else self._give_up(NO_REPLAY, now)
+            return (
+                self._discard_and_start_over(NO_REPLAY, now)
+                if self.config.has_snapshots
+                else self._give_up(NO_REPLAY, now)
+            )
         self.phase = StreamPhase.REPAIR
         # Of the last batch in vLLM's snapshot no bytes are known: its id tells whether this is the same process.
-        by_id = self._publisher_id and self._recent.digest_of(self._next - 1) is None
-        self._unverified = self._next > 0 and not by_id
-        return [RequestReplay(self._ask(now), max(0, self._next - 1))]
+        by_id = self._publisher_id and self._applied_batches.digest_of(self._next_seq - 1) is None
+        self._last_batch_unconfirmed = self._next_seq > 0 and not by_id
+        return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
 
-    def _rejoin(self, now: float) -> list[Instruction]:
+    def _start_over(self, now: float) -> list[Instruction]:
         """Get the state from nothing; the caller has cleared."""
-        self._rejoins += 1
+        self._restart_attempts += 1
         self._retry_at = None
-        if not self.config.can_ask or self._rejoins > self.config.attempts_max:
-            return self._give_up("cannot catch up" if self.config.can_ask else NO_REPLAY, now)
+        if not self.config.can_recover or self._restart_attempts > self.config.attempts_max:
+            return self._give_up("cannot catch up" if self.config.can_recover else NO_REPLAY, now)
         self._attempts = 0
-        asks = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
-        return self._ask_snapshot(now) if asks else self._rebuild(now)
+        wants_snapshot = self.config.start_mode is StartMode.SNAPSHOT or not self.config.can_replay
+        return self._start_snapshot(now) if wants_snapshot else self._start_rebuild(now)
 
-    def _ask_snapshot(self, now: float) -> list[Instruction]:
+    def _start_snapshot(self, now: float) -> list[Instruction]:
         self.phase = StreamPhase.SNAPSHOT
         self._snapshot_seqs = self._snapshot_chunks = 0
-        return [RequestSnapshot(self._ask(now))]
+        return [RequestSnapshot(self._begin_request(now))]
 
-    def _rebuild(self, now: float) -> list[Instruction]:
+    def _start_rebuild(self, now: float) -> list[Instruction]:
         if not self.config.can_replay:
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REBUILD
-        return [RequestReplay(self._ask(now), 0)]
+        return [RequestReplay(self._begin_request(now), 0)]
 
-    def _ask(self, now: float) -> int:
+    def _begin_request(self, now: float) -> int:
         self._request_id += 1
         self._deadline = now + self.config.request_timeout_s
         self.stats.requests += 1
         return self._request_id
 
-    def _synced(self, now: float) -> list[Instruction]:
+    def _finish_reply(self, now: float) -> list[Instruction]:
         """A reply is complete: apply what was buffered meanwhile, and see whether anything is still missing."""
         instructions: list[Instruction] = []
-        for seq in self._early.seqs():
-            assert self._next is not None
-            if seq > self._next:
+        for seq in self._early_batches.seqs():
+            assert self._next_seq is not None
+            if seq > self._next_seq:
                 break
-            payload = self._early.pop(seq)
-            if seq == self._next:
+            payload = self._early_batches.pop(seq)
+            if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._recent.digest_of(seq) not in (None, digest(payload)):
-                return [*instructions, *self._restarted(f"seq {seq} is another batch than before", now, seq, payload)]
+            elif self._applied_batches.digest_of(seq) not in (None, digest(payload)):
+                return [
+                    *instructions,
+                    *self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload),
+                ]
             else:
-                instructions += self._stale(seq)
-        self._unverified = False
-        if self._early.highest is not None and self._next is not None and self._early.highest >= self._next:
+                instructions += self._note_duplicate(seq)
+        self._last_batch_unconfirmed = False
+        if (
+            self._early_batches.highest_seq is not None
+            and self._next_seq is not None
+            and self._early_batches.highest_seq >= self._next_seq
+        ):
             self._attempts += 1
             if self._attempts > self.config.attempts_max:
-                return [*instructions, *self._uncovered(f"replay never brings seq {self._next}", now)]
-            return [*instructions, *self._repair(now)]
-        if self.phase is not StreamPhase.REPAIR or not self._tail_check:
+                return [*instructions, *self._discard_and_start_over(f"replay never brings seq {self._next_seq}", now)]
+            return [*instructions, *self._start_repair(now)]
+        if self.phase is not StreamPhase.REPAIR or not self._is_tail_check:
             self._activity_at = now
-        self._settle()
+        self._enter_live()
         return instructions
 
-    def _uncovered(self, reason: str, now: float) -> list[Instruction]:
+    def _discard_and_start_over(self, reason: str, now: float) -> list[Instruction]:
         """The missing batches are gone for good, so nothing that is held can be trusted."""
-        return [*self._clear(reason), *self._rejoin(now)]
+        return [*self._clear(reason), *self._start_over(now)]
 
-    def _restarted(self, reason: str, now: float, seq: int | None = None, payload: bytes = b"") -> list[Instruction]:
+    def _handle_restart(
+        self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
+    ) -> list[Instruction]:
         """Another process publishes now; (seq, payload) is the batch of it that gave it away, if one did."""
         self.stats.restarts += 1
         self._restarted_since_epoch = True
-        self._early.forget()
+        self._early_batches.clear()
         if seq is not None:
-            self._keep(seq, payload)
-        return [PublisherRestarted(reason), *self._clear(reason), *self._rejoin(now)]
+            self._store_early(seq, payload)
+        return [PublisherRestarted(reason), *self._clear(reason), *self._start_over(now)]
 
     def _give_up(self, reason: str, now: float) -> list[Instruction]:
         """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
         instructions = self._clear(reason)
         self._deadline = None
-        run = self._early.newest_run()
+        run = self._early_batches.newest_run()
         instructions += [self._apply(seq, payload, Origin.LIVE) for seq, payload in run]
-        if not run and self._early.highest is not None:
-            self._next = self._early.highest + 1
+        if not run and self._early_batches.highest_seq is not None:
+            self._next_seq = self._early_batches.highest_seq + 1
         self._activity_at = now
-        self._settle()
-        if self.config.can_ask and self.config.start_mode is StartMode.SNAPSHOT:
+        self._enter_live()
+        if self.config.can_recover and self.config.start_mode is StartMode.SNAPSHOT:
             self._retry_at = now + self.config.retry_s
         return instructions
 
-    def _settle(self) -> None:
-        self._early.forget()
+    def _enter_live(self) -> None:
+        self._early_batches.clear()
         self.phase = StreamPhase.LIVE
         self._deadline = None
-        self._attempts = self._rejoins = 0
-        self._tail_check = self._unverified = False
+        self._attempts = self._restart_attempts = 0
+        self._is_tail_check = self._last_batch_unconfirmed = False
 
-    def _old(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+    def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
-        seen = self._recent.digest_of(seq)
-        if seen == digest(payload):
-            return self._stale(seq)
-        if seen is not None:
-            return self._restarted(f"seq {seq} is another batch than before", now, seq, payload)
-        self._keep(seq, payload)
-        return self._repair(now) if self.phase is StreamPhase.LIVE else []
+        applied_digest = self._applied_batches.digest_of(seq)
+        if applied_digest == digest(payload):
+            return self._note_duplicate(seq)
+        if applied_digest is not None:
+            return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
+        self._store_early(seq, payload)
+        return self._start_repair(now) if self.phase is StreamPhase.LIVE else []
 
     # Small moves
 
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
-        assert self._next is None or seq == self._next, (self._next, seq)
-        self._next = seq + 1
-        self._held = True
-        self._recent.remember(seq, digest(payload))
-        self.stats.applied += 1
+        assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
+        self._next_seq = seq + 1
+        self._has_state = True
+        self._applied_batches.record(seq, digest(payload))
+        self.stats.applied_batches += 1
         return Apply(seq, payload, origin)
 
     def _clear(self, reason: str) -> list[Instruction]:
-        self._next = None
-        self._recent.forget()
-        if not self._held:
+        self._next_seq = None
+        self._applied_batches.clear()
+        if not self._has_state:
             return []
-        self._held = False
+        self._has_state = False
         self.stats.clears += 1
         return [Clear(reason)]
 
-    def _stale(self, seq: int) -> list[Instruction]:
-        self.stats.stale += 1
+    def _note_duplicate(self, seq: int) -> list[Instruction]:
+        self.stats.duplicates += 1
         return [DuplicateBatch(seq)]
 
-    def _keep(self, seq: int, payload: bytes) -> None:
-        if not self._early.keep(seq, payload):
-            self.stats.overflowed += 1
+    def _store_early(self, seq: int, payload: bytes) -> None:
+        if not self._early_batches.store(seq, payload):
+            self.stats.dropped_messages += 1
 
     def check_invariants(self) -> None:
         """For tests: raises AssertionError where the state contradicts itself."""
-        self._early.check_invariants()
-        self._recent.check_invariants()
+        self._early_batches.check_invariants()
+        self._applied_batches.check_invariants()
         if self.phase is StreamPhase.LIVE:
-            assert not self._early
+            assert not self._early_batches
             assert self._deadline is None
-        elif self.online:
+        elif self.is_online:
             assert self._deadline is not None

@@ -22,7 +22,7 @@ class AppliedBatches:
         self._count_max = count_max
         self._digests: OrderedDict[int, int] = OrderedDict()
 
-    def remember(self, seq: int, digest: int) -> None:
+    def record(self, seq: int, digest: int) -> None:
         self._digests[seq] = digest
         while len(self._digests) > self._count_max:
             self._digests.popitem(last=False)
@@ -31,7 +31,7 @@ class AppliedBatches:
         """None: never applied, or forgotten since."""
         return self._digests.get(seq)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._digests.clear()
 
     def check_invariants(self) -> None:
@@ -46,18 +46,18 @@ class OutOfOrderBatches:
         self._frames_max = frames_max
         self._bytes_max = bytes_max
         self._payloads: dict[int, bytes] = {}
-        self._bytes = 0
-        self.highest: int | None = None
+        self._used_bytes = 0
+        self.highest_seq: int | None = None
         """The newest seq that came, dropped or not."""
 
-    def keep(self, seq: int, payload: bytes) -> bool:
+    def store(self, seq: int, payload: bytes) -> bool:
         """False: it does not fit."""
-        self.highest = seq if self.highest is None else max(self.highest, seq)
-        self._bytes -= len(self._payloads.pop(seq, b""))
-        if len(self._payloads) >= self._frames_max or self._bytes + len(payload) > self._bytes_max:
+        self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
+        self._used_bytes -= len(self._payloads.pop(seq, b""))
+        if len(self._payloads) >= self._frames_max or self._used_bytes + len(payload) > self._bytes_max:
             return False
         self._payloads[seq] = payload
-        self._bytes += len(payload)
+        self._used_bytes += len(payload)
         return True
 
     def get(self, seq: int) -> bytes | None:
@@ -65,7 +65,7 @@ class OutOfOrderBatches:
 
     def pop(self, seq: int) -> bytes:
         payload = self._payloads.pop(seq)
-        self._bytes -= len(payload)
+        self._used_bytes -= len(payload)
         return payload
 
     def seqs(self) -> list[int]:
@@ -75,22 +75,22 @@ class OutOfOrderBatches:
     def newest_run(self) -> list[tuple[int, bytes]]:
         """The consecutive batches that end with the newest one that came; empty where that one was dropped."""
         run: list[tuple[int, bytes]] = []
-        seq = self.highest
+        seq = self.highest_seq
         while seq is not None and (payload := self._payloads.get(seq)) is not None:
             run.append((seq, payload))
             seq -= 1
         return run[::-1]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._payloads.clear()
-        self._bytes = 0
-        self.highest = None
+        self._used_bytes = 0
+        self.highest_seq = None
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert self._bytes == sum(map(len, self._payloads.values()))
+        assert self._used_bytes == sum(map(len, self._payloads.values()))
         assert len(self._payloads) <= self._frames_max
-        assert not self._payloads or (self.highest is not None and self.highest >= max(self._payloads))
+        assert not self._payloads or (self.highest_seq is not None and self.highest_seq >= max(self._payloads))
 
     def __bool__(self) -> bool:
         return bool(self._payloads)

@@ -53,21 +53,21 @@ class StreamConfig:
     """After so much silence the publisher is asked once whether the last batch seen is its last."""
 
     @property
-    def can_ask(self) -> bool:
+    def can_recover(self) -> bool:
         """Whether anything that was missed can be had."""
         return self.can_replay or self.has_snapshots
 
 
 @dataclass
 class StreamStats:
-    applied: int = 0
+    applied_batches: int = 0
     gaps: int = 0
-    stale: int = 0
+    duplicates: int = 0
     restarts: int = 0
     clears: int = 0
     requests: int = 0
     snapshots: int = 0
-    overflowed: int = 0
+    dropped_messages: int = 0
 
 
 class Origin(enum.Enum):

@@ -41,7 +41,7 @@ class Message:
     seq: int | None
     payload: bytes
     origin: Origin
-    decoded: DecodedBatch
+    decoded_batch: DecodedBatch
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -61,7 +61,7 @@ class Notice:
     """What happened to a stream besides batches. After a Clear nothing announced before it counts any more."""
 
     stream_id: str
-    what: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
+    content: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
 
 
 Item: TypeAlias = Message | Notice
@@ -72,7 +72,7 @@ class Subscriber:
 
     def __init__(self, sources: Iterable[StreamSource], queue_max: int = 10_000) -> None:
         self._queue: queue.Queue[tuple[str, Instruction | Connection, bytes] | None] = queue.Queue(queue_max)
-        self._closed = False
+        self._is_closed = False
         self.feed = EventFeed(self)
         self.feed.start()
         for source in sources:
@@ -86,24 +86,26 @@ class Subscriber:
             return None
         if entry is None:
             return None
-        stream_id, what, topic = entry
-        if not isinstance(what, Apply):
-            assert isinstance(what, Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection)
-            return Notice(stream_id, what)
+        stream_id, instruction, topic = entry
+        if not isinstance(instruction, Apply):
+            assert isinstance(
+                instruction, Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
+            )
+            return Notice(stream_id, instruction)
         try:
-            decoded = decode_batch(what.payload)
+            decoded_batch = decode_batch(instruction.payload)
         except DecodeError as error:
-            return Notice(stream_id, MalformedMessage(f"seq {what.seq}: {error}"))
-        return Message(stream_id, topic, what.seq, what.payload, what.origin, decoded)
+            return Notice(stream_id, MalformedMessage(f"seq {instruction.seq}: {error}"))
+        return Message(stream_id, topic, instruction.seq, instruction.payload, instruction.origin, decoded_batch)
 
     def __iter__(self) -> Iterator[Item]:
-        while not self._closed:
+        while not self._is_closed:
             item = self.get(timeout_s=0.5)
             if item is not None:
                 yield item
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self.feed.close()
 
     def __enter__(self) -> Subscriber:
@@ -117,11 +119,11 @@ class Subscriber:
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
         self._put((stream_id, instruction, topic))
 
-    def connection(self, stream_id: str, up: bool) -> None:
-        self._put((stream_id, Connection(up), b""))
+    def connection_changed(self, stream_id: str, is_up: bool) -> None:
+        self._put((stream_id, Connection(is_up), b""))
 
     def _put(self, entry: tuple[str, Instruction | Connection, bytes]) -> None:
-        while not self._closed:
+        while not self._is_closed:
             try:
                 self._queue.put(entry, timeout=0.1)
                 return

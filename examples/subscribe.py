@@ -16,11 +16,11 @@ def main() -> None:
     with Subscriber(streams) as subscriber:
         for item in subscriber:
             if not isinstance(item, Message):
-                if isinstance(item.what, Clear):
+                if isinstance(item.content, Clear):
                     held.clear()
-                print(f"{type(item.what).__name__}: {item.what}", flush=True)
+                print(f"{type(item.content).__name__}: {item.content}", flush=True)
                 continue
-            for event in item.decoded.batch.events:
+            for event in item.decoded_batch.batch.events:
                 if isinstance(event, BlockStored):
                     held.update(event.block_hashes)
                 elif isinstance(event, BlockRemoved):

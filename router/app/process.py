@@ -404,7 +404,7 @@ class RouterProcess:
 
     def _look_at_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
-        self._feed.events.revive()
+        self._feed.events.restart_thread()
         for worker_id, at_s in list(self._feed.emptied.items()):  # another thread adds
             if at_s > self._emptied_s:
                 self._core.clear_worker_cache(worker_id, at_s)

@@ -74,7 +74,7 @@ class Heard:
         """Stores of the beginning of `ids`."""
         found = []
         for message in self.messages:
-            for event in message.decoded.batch.events:
+            for event in message.decoded_batch.batch.events:
                 if not isinstance(event, BlockStored) or event.parent_block_hash is not None or not event.token_ids:
                     continue
                 if list(ids[: len(event.token_ids)]) == event.token_ids[: len(ids)]:
@@ -259,7 +259,7 @@ class Check:
             findings.append(
                 Finding("block size", False, f"the worker says {said} tokens a block, its events {event.block_size}")
             )
-        rank = message.decoded.batch.data_parallel_rank
+        rank = message.decoded_batch.batch.data_parallel_rank
         if source is not None and rank is not None and rank != source.data_parallel_rank:
             text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
             findings.append(Finding("rank", False, f"{text}: the addresses are in the wrong order"))
@@ -311,7 +311,7 @@ class Check:
                 "cached", False, "the same prompt again was computed again: prefix caching is off, or too small"
             )
         stored = self._heard.stored(ids)
-        events = [event for message in self._heard.messages for event in message.decoded.batch.events]
+        events = [event for message in self._heard.messages for event in message.decoded_batch.batch.events]
         if not stored or any(isinstance(event, BlockStored) and event.group_idx for event in events):
             return Finding("cached", True, f"{cached} of {len(ids)} tokens of the same prompt again")
         size = stored[0][1].block_size

@@ -128,7 +128,7 @@ class IndexFeed:
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare(stream)
                 if source.epoch is not None:
-                    self.events.epoch(stream.stream_id, source.epoch)
+                    self.events.report_epoch(stream.stream_id, source.epoch)
             return
         self._drop(worker_id)
         for stream in known:
@@ -139,7 +139,7 @@ class IndexFeed:
         ]
         for stream in self._workers[worker_id]:
             stream.blocks_max = blocks_max
-        self.events.reconsider()
+        self.events.rematch_topics()
 
     def room_for(self, worker_id: str) -> int:
         """How many streams of this worker can be followed."""
@@ -171,7 +171,7 @@ class IndexFeed:
         self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder, alone=s.alone) for s in streams]
         for stream, former in zip(self._workers[worker_id], formers):
             stream.former = former if stream.source.epoch is None else None  # else a new epoch tells
-        self.events.reconsider()
+        self.events.rematch_topics()
 
     def incomplete(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
@@ -243,7 +243,7 @@ class IndexFeed:
                     made.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks))
             return False
 
-        self.events.between(stream.stream_id, step)
+        self.events.schedule_work(stream.stream_id, step)
         end = time.monotonic() + SNAPSHOT_S_MAX
         while time.monotonic() < end and stream.position is not None:
             with contextlib.suppress(Empty):
@@ -298,7 +298,7 @@ class IndexFeed:
             self._streams[stream_id] = stream
         self.events.add(stream.address(self._start_from(stream, snapshot)))
         if source.epoch is not None:
-            self.events.epoch(stream_id, source.epoch)
+            self.events.report_epoch(stream_id, source.epoch)
         return stream
 
     def _start_from(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
@@ -379,7 +379,7 @@ class IndexFeed:
         self._clear(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
-    def connection(self, stream_id: str, up: bool) -> None:
+    def connection_changed(self, stream_id: str, up: bool) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
             stream.up = up

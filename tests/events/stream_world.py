@@ -103,19 +103,19 @@ class World:
     def connect(self) -> None:
         self.wire.clear()
         self.replies = None
-        self.follower.perform(self.follower.stream.connected(self.now))
+        self.follower.perform(self.follower.stream.on_connected(self.now))
 
     def restart(self) -> None:
         """Another process; the connection breaks and comes back later (`connect`)."""
         self.publisher = Publisher(self.publisher.epoch + 1, self.ring_size, self.snapshots)
         self.wire.clear()
         self.replies = None
-        self.follower.perform(self.follower.stream.disconnected())
+        self.follower.perform(self.follower.stream.on_disconnected())
 
     def serve(self) -> None:
         """The publisher reads the follower's request, if there is one."""
         request, self.follower.request = self.follower.request, None
-        if request is None or not self.config.can_ask:
+        if request is None or not self.config.can_recover:
             return
         if isinstance(request, RequestReplay):
             answer = self.publisher.replay(request.start_seq)
@@ -130,9 +130,9 @@ class World:
         message = messages.pop(0)
         if message is None:
             self.replies = None
-            self.follower.perform(self.follower.stream.reply_end(request_id, self.now))
+            self.follower.perform(self.follower.stream.on_reply_end(request_id, self.now))
         else:
-            self.follower.perform(self.follower.stream.reply(request_id, *message, self.now))
+            self.follower.perform(self.follower.stream.on_reply(request_id, *message, self.now))
 
     def answer(self) -> None:
         self.serve()
@@ -144,15 +144,15 @@ class World:
             seq, payload = self.wire[index % len(self.wire)]
             if not keep:
                 del self.wire[index % len(self.wire)]
-            self.follower.perform(self.follower.stream.live(seq, payload, self.now))
+            self.follower.perform(self.follower.stream.on_live_batch(seq, payload, self.now))
 
     def settle(self) -> None:
         """No more faults: deliver everything, answer everything, let time pass."""
-        if not self.follower.stream.online:
+        if not self.follower.stream.is_online:
             self.connect()
         for _ in range(200):
             while self.wire:
                 self.deliver()
             self.answer()
             self.now += 0.5
-            self.follower.perform(self.follower.stream.tick(self.now))
+            self.follower.perform(self.follower.stream.on_tick(self.now))

@@ -95,12 +95,12 @@ class Follower:
             assert time.monotonic() < deadline, (self.held, self.notices[-5:], self.messages[-3:])
             item = self.subscriber.get(0.05)
             if isinstance(item, Notice):
-                self.notices.append(item.what)
-                if isinstance(item.what, Clear):
+                self.notices.append(item.content)
+                if isinstance(item.content, Clear):
                     self.held.clear()
             elif item is not None:
                 self.messages.append(item)
-                for event in item.decoded.batch.events:
+                for event in item.decoded_batch.batch.events:
                     if isinstance(event, BlockStored):
                         self.held.update(event.block_hashes)
                     elif isinstance(event, BlockRemoved):
@@ -336,7 +336,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
         def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
             handed.append(instruction)
 
-        def connection(self, stream_id: str, up: bool) -> None:
+        def connection_changed(self, stream_id: str, up: bool) -> None:
             pass
 
     context = zmq.Context()

@@ -48,7 +48,7 @@ def run(world: World, script: list[tuple[str, int]]) -> None:
     for action, value in script:
         if action == "publish":
             batch = world.publisher.toggle(value)
-            if world.follower.stream.online:
+            if world.follower.stream.is_online:
                 world.wire.append(batch)
         elif action == "deliver":
             world.deliver(value)
@@ -64,15 +64,15 @@ def run(world: World, script: list[tuple[str, int]]) -> None:
         elif action == "lose_reply":
             world.replies = None
         elif action == "reconnect":
-            world.follower.perform(world.follower.stream.disconnected())
+            world.follower.perform(world.follower.stream.on_disconnected())
             world.connect()
         elif action == "restart":
             world.restart()
-        elif action == "connect" and not world.follower.stream.online:
+        elif action == "connect" and not world.follower.stream.is_online:
             world.connect()
         elif action == "wait":
             world.now += value
-            world.follower.perform(world.follower.stream.tick(world.now))
+            world.follower.perform(world.follower.stream.on_tick(world.now))
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -124,7 +124,7 @@ def live_follower(count: int, config: StreamConfig | None = None) -> World:
     world.answer()
     for key in range(count):
         seq, payload = world.publisher.toggle(key)
-        world.follower.perform(world.follower.stream.live(seq, payload, world.now))
+        world.follower.perform(world.follower.stream.on_live_batch(seq, payload, world.now))
     assert len(world.follower.held) == count
     return world
 
@@ -133,7 +133,7 @@ def test_gap_is_asked_from_the_last_seen_batch_and_filled() -> None:
     world = live_follower(3)
     world.publisher.toggle(10)
     seq, payload = world.publisher.toggle(11)
-    instructions = world.follower.stream.live(seq, payload, 0.0)
+    instructions = world.follower.stream.on_live_batch(seq, payload, 0.0)
     assert instructions == [Gap(3, 4), RequestReplay(instructions[1].request_id, 2)]  # type: ignore[union-attr]
     world.follower.perform(instructions)
     world.settle()
@@ -164,7 +164,7 @@ def test_restart_whose_new_seq_is_already_higher_is_noticed() -> None:
 def test_a_blip_keeps_everything_and_asks_once() -> None:
     world = live_follower(5)
     before = world.follower.stream.stats.clears
-    world.follower.perform(world.follower.stream.disconnected())
+    world.follower.perform(world.follower.stream.on_disconnected())
     world.publisher.toggle(9)
     world.settle()
     assert world.follower.stream.stats.clears == before
@@ -173,12 +173,12 @@ def test_a_blip_keeps_everything_and_asks_once() -> None:
 
 def test_repeated_batch_is_stale() -> None:
     world = live_follower(5)
-    assert world.follower.stream.live(2, world.publisher.batches[2], 0.0) == [DuplicateBatch(2)]
+    assert world.follower.stream.on_live_batch(2, world.publisher.batches[2], 0.0) == [DuplicateBatch(2)]
 
 
 def test_a_known_seq_with_other_bytes_is_a_restart() -> None:
     world = live_follower(5)
-    instructions = world.follower.stream.live(2, b"1:2:+9", 0.0)
+    instructions = world.follower.stream.on_live_batch(2, b"1:2:+9", 0.0)
     assert [type(i) for i in instructions] == [PublisherRestarted, Clear, RequestSnapshot]
 
 
@@ -194,19 +194,19 @@ def test_lost_last_batch_is_found_by_the_check_after_silence() -> None:
 
 def test_changed_epoch_clears_and_an_equal_one_does_not() -> None:
     world = live_follower(5)
-    assert world.follower.stream.epoch("a", 0.0) == []
-    assert world.follower.stream.epoch("a", 0.0) == []
-    assert [type(i) for i in world.follower.stream.epoch("b", 0.0)] == [PublisherRestarted, Clear, RequestSnapshot]
+    assert world.follower.stream.on_epoch("a", 0.0) == []
+    assert world.follower.stream.on_epoch("a", 0.0) == []
+    assert [type(i) for i in world.follower.stream.on_epoch("b", 0.0)] == [PublisherRestarted, Clear, RequestSnapshot]
 
 
 def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
     world = live_follower(5)
     world.publisher.toggle(6)
     seq, payload = world.publisher.toggle(7)
-    world.follower.perform(world.follower.stream.live(seq, payload, world.now))
+    world.follower.perform(world.follower.stream.on_live_batch(seq, payload, world.now))
     for _ in range(20):
         world.now += 6
-        world.follower.perform(world.follower.stream.tick(world.now))
+        world.follower.perform(world.follower.stream.on_tick(world.now))
         if world.follower.stream.phase is StreamPhase.LIVE:
             break
     assert world.follower.held == {7}
@@ -220,12 +220,12 @@ def test_resume_continues_from_the_saved_position() -> None:
     for key in range(10, 14):
         world.publisher.toggle(key)
     second = StreamState(StreamConfig(start_mode=StartMode.LIVE), resume=position)
-    (request,) = second.connected(0.0)
+    (request,) = second.on_connected(0.0)
     assert isinstance(request, RequestReplay)
     got: list[Instruction] = []
     for seq, payload in world.publisher.replay(request.start_seq):
-        got += second.reply(request.request_id, seq, payload, 0.0)
-    got += second.reply_end(request.request_id, 0.0)
+        got += second.on_reply(request.request_id, seq, payload, 0.0)
+    got += second.on_reply_end(request.request_id, 0.0)
     assert [(i.seq, i.origin) for i in got if isinstance(i, Apply)] == [(s, Origin.REPLAY) for s in range(5, 9)]
 
 
@@ -234,7 +234,7 @@ def test_a_reply_with_a_hole_is_asked_for_again() -> None:
     world = live_follower(3)
     for key in range(10, 16):
         batch = world.publisher.toggle(key)
-    world.follower.perform(world.follower.stream.live(*batch, world.now))
+    world.follower.perform(world.follower.stream.on_live_batch(*batch, world.now))
     world.serve()
     assert world.replies is not None
     del world.replies[1][2:4]
@@ -247,10 +247,10 @@ def test_what_one_reply_did_not_bring_is_asked_for_at_once() -> None:
     world = live_follower(3)
     world.publisher.toggle(10)
     late = world.publisher.toggle(11)
-    world.follower.perform(world.follower.stream.live(*late, world.now))
+    world.follower.perform(world.follower.stream.on_live_batch(*late, world.now))
     world.serve()
     world.publisher.toggle(12)
-    world.follower.perform(world.follower.stream.live(*world.publisher.toggle(13), world.now))
+    world.follower.perform(world.follower.stream.on_live_batch(*world.publisher.toggle(13), world.now))
     while world.replies:
         world.deliver_reply()
     assert world.follower.request == RequestReplay(world.follower.stream._request_id, 4)
@@ -267,8 +267,8 @@ def test_a_ring_in_answer_to_a_snapshot_request_is_not_taken_for_one() -> None:
     request = world.follower.request
     assert isinstance(request, RequestSnapshot)
     for seq, payload in world.publisher.replay(0):
-        world.follower.perform(world.follower.stream.reply(request.request_id, seq, payload, 0.0))
-    world.follower.perform(world.follower.stream.reply_end(request.request_id, 0.0))
+        world.follower.perform(world.follower.stream.on_reply(request.request_id, seq, payload, 0.0))
+    world.follower.perform(world.follower.stream.on_reply_end(request.request_id, 0.0))
     world.settle()
     assert world.follower.held == world.publisher.resident
 
@@ -299,9 +299,9 @@ def requests_of(instructions: list[Instruction]) -> list[Instruction]:
 def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
     """A stream that joined by the answer of a snapshot socket."""
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
-    assert stream.connected(0.0) == [RequestSnapshot(1)]
-    assert stream.live(last_seq, b"early", 0.1, A) == []
-    applied = stream.snapshot(1, last_seq, A, [b"one", b"two"], 0.2)
+    assert stream.on_connected(0.0) == [RequestSnapshot(1)]
+    assert stream.on_live_batch(last_seq, b"early", 0.1, A) == []
+    applied = stream.on_snapshot(1, last_seq, A, [b"one", b"two"], 0.2)
     assert applied[:2] == [Apply(None, b"one", Origin.SNAPSHOT), Apply(None, b"two", Origin.SNAPSHOT)]
     assert requests_of(applied) == []
     assert stream.phase is StreamPhase.LIVE
@@ -313,11 +313,11 @@ def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
 @pytest.mark.parametrize("last_seq", [-1, 4])
 def test_a_snapshot_sockets_answer_joins_at_its_seq(can_replay: bool, last_seq: int) -> None:
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
-    stream.connected(0.0)
-    stream.live(last_seq + 1, b"next", 0.1, A)
-    instructions = stream.snapshot(1, last_seq, A, [b"x"], 0.2)
+    stream.on_connected(0.0)
+    stream.on_live_batch(last_seq + 1, b"next", 0.1, A)
+    instructions = stream.on_snapshot(1, last_seq, A, [b"x"], 0.2)
     assert instructions == [Apply(None, b"x", Origin.SNAPSHOT), Apply(last_seq + 1, b"next", Origin.LIVE)]
-    assert stream.live(last_seq + 2, b"heartbeat", 0.3, A) == [Apply(last_seq + 2, b"heartbeat", Origin.LIVE)]
+    assert stream.on_live_batch(last_seq + 2, b"heartbeat", 0.3, A) == [Apply(last_seq + 2, b"heartbeat", Origin.LIVE)]
     assert stream.stats.snapshots == 1
     stream.check_invariants()
 
@@ -325,12 +325,12 @@ def test_a_snapshot_sockets_answer_joins_at_its_seq(can_replay: bool, last_seq: 
 def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
     for seq in (0, 4, 5, 6, 1000):
         stream = snapshotted(can_replay=False)
-        restarted, clear, request = stream.live(seq, b"of another", 1.0, B)
+        restarted, clear, request = stream.on_live_batch(seq, b"of another", 1.0, B)
         assert isinstance(restarted, PublisherRestarted)
         assert isinstance(clear, Clear)
         assert isinstance(request, RequestSnapshot)
         assert stream.stats.restarts == 1
-        assert stream.snapshot(request.request_id, seq, A, [b"old"], 1.1)[0] == PublisherRestarted(
+        assert stream.on_snapshot(request.request_id, seq, A, [b"old"], 1.1)[0] == PublisherRestarted(
             "the publisher has another id"
         )
         stream.check_invariants()
@@ -338,28 +338,28 @@ def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
 
 def test_without_ids_nothing_is_said_about_them() -> None:
     stream = snapshotted(can_replay=True)
-    assert stream.live(5, b"x", 1.0) == [Apply(5, b"x", Origin.LIVE)]
+    assert stream.on_live_batch(5, b"x", 1.0) == [Apply(5, b"x", Origin.LIVE)]
 
 
 def test_a_gap_is_replayed_where_it_can_be_and_else_taken_from_a_snapshot() -> None:
     stream = snapshotted(can_replay=True)
-    gap, request = stream.live(7, b"7", 1.0, A)
+    gap, request = stream.on_live_batch(7, b"7", 1.0, A)
     assert (gap, request) == (Gap(5, 7), RequestReplay(2, 4))
-    assert stream.reply(2, 5, b"5", 1.1, A) == [Apply(5, b"5", Origin.REPLAY)]
-    assert stream.reply(2, 6, b"6", 1.1, A) == [Apply(6, b"6", Origin.REPLAY)]
-    assert stream.reply_end(2, 1.2) == [Apply(7, b"7", Origin.LIVE)]
+    assert stream.on_reply(2, 5, b"5", 1.1, A) == [Apply(5, b"5", Origin.REPLAY)]
+    assert stream.on_reply(2, 6, b"6", 1.1, A) == [Apply(6, b"6", Origin.REPLAY)]
+    assert stream.on_reply_end(2, 1.2) == [Apply(7, b"7", Origin.LIVE)]
     stream = snapshotted(can_replay=False)
-    assert [type(one) for one in stream.live(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
-    assert stream.snapshot(2, 6, A, [], 1.1) == [Apply(7, b"7", Origin.LIVE)]
-    assert [type(one) for one in stream.connected(2.0)] == [Clear, RequestSnapshot]
-    assert stream.tick(2.1) == []
+    assert [type(one) for one in stream.on_live_batch(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
+    assert stream.on_snapshot(2, 6, A, [], 1.1) == [Apply(7, b"7", Origin.LIVE)]
+    assert [type(one) for one in stream.on_connected(2.0)] == [Clear, RequestSnapshot]
+    assert stream.on_tick(2.1) == []
 
 
 def test_a_replay_of_another_process_is_a_restart() -> None:
     stream = snapshotted(can_replay=True)
-    (request,) = stream.connected(1.0)
+    (request,) = stream.on_connected(1.0)
     assert isinstance(request, RequestReplay)
-    restarted, clear, again = stream.reply(request.request_id, 5, b"5", 1.1, B)
+    restarted, clear, again = stream.on_reply(request.request_id, 5, b"5", 1.1, B)
     assert isinstance(restarted, PublisherRestarted)
     assert isinstance(clear, Clear)
     assert isinstance(again, RequestSnapshot)
@@ -368,19 +368,19 @@ def test_a_replay_of_another_process_is_a_restart() -> None:
 @pytest.mark.parametrize("can_replay", [True, False])
 def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: bool) -> None:
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
-    instructions = stream.connected(0.0)
+    instructions = stream.on_connected(0.0)
     for _ in range(stream.config.attempts_max):
         (request,) = requests_of(instructions)
         assert isinstance(request, RequestSnapshot)
-        instructions = stream.snapshot(request.request_id, None, A, [], 0.1)
+        instructions = stream.on_snapshot(request.request_id, None, A, [], 0.1)
     assert [type(one) for one in requests_of(instructions)] == ([RequestReplay] if can_replay else [])
     if not can_replay:
         assert stream.phase is StreamPhase.LIVE
-        assert stream.live(9, b"9", 0.2, A) == [Apply(9, b"9", Origin.LIVE)]
-        (clear, request) = stream.tick(0.1 + stream.config.retry_s)
+        assert stream.on_live_batch(9, b"9", 0.2, A) == [Apply(9, b"9", Origin.LIVE)]
+        (clear, request) = stream.on_tick(0.1 + stream.config.retry_s)
         assert isinstance(clear, Clear)
         assert isinstance(request, RequestSnapshot)
-    assert stream.snapshot(99, 3, A, [], 0.3) == [], "of an older request"
+    assert stream.on_snapshot(99, 3, A, [], 0.3) == [], "of an older request"
     stream.check_invariants()
 
 
@@ -403,20 +403,20 @@ def test_what_is_held_is_one_process_without_holes(script: list[str], late: bool
             elif isinstance(one, RequestSnapshot):
                 pending[:] = [one]
 
-    perform(stream.connected(0.0))
+    perform(stream.on_connected(0.0))
     for number, step in enumerate(script):
         now = 0.1 + number / 100
         identity = life.to_bytes(16, "big")
         if step in ("batch", "lose"):
             if step == "batch":
-                perform(stream.live(seq, b"%d %d %d" % (life, seq, seq), now, identity))
+                perform(stream.on_live_batch(seq, b"%d %d %d" % (life, seq, seq), now, identity))
             seq += 1
         elif step == "restart":
             life, seq = life + 1, seq // 2
         elif step == "connect":
-            perform(stream.connected(now))
+            perform(stream.on_connected(now))
         elif pending:
             request = pending.pop()
             assert isinstance(request, RequestSnapshot)
-            perform(stream.snapshot(request.request_id, seq - 1, identity, [b"%d 0 %d" % (life, seq - 1)], now))
+            perform(stream.on_snapshot(request.request_id, seq - 1, identity, [b"%d 0 %d" % (life, seq - 1)], now))
         stream.check_invariants()

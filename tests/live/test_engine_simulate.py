@@ -53,7 +53,7 @@ def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: Non
         first = ask(engine.url, TEXT)
         for item in subscriber:
             if isinstance(item, Message):
-                for event in item.decoded.batch.events:
+                for event in item.decoded_batch.batch.events:
                     if isinstance(event, BlockStored):
                         stored.update(event.block_hashes)
             if len(stored) >= first["usage"]["prompt_tokens"] // 16:

@@ -85,7 +85,7 @@ def test_published_events_reach_a_subscriber(started: list[subprocess.Popen[str]
         def all_seen() -> bool:
             item = subscriber.get(timeout_s=1.0)
             if isinstance(item, Message):
-                seen.update(type(event).__name__ for event in item.decoded.batch.events)
+                seen.update(type(event).__name__ for event in item.decoded_batch.batch.events)
             return seen == {"BlockStored", "BlockRemoved"}
 
         until(all_seen, lambda: f"only {seen}", 60)

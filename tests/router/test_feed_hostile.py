@@ -56,7 +56,7 @@ class Recorder:
         self.told.append((stream_id, instruction))
         return self.does(stream_id, instruction)
 
-    def connection(self, stream_id: str, up: bool) -> None:
+    def connection_changed(self, stream_id: str, up: bool) -> None:
         pass
 
     def applied(self, stream_id: str) -> int:
@@ -154,7 +154,16 @@ def test_whatever_line_raises_is_behind_the_guard(
     handler, pub = Recorder(), Pub(context)
     feed = started(handler)
     feed.add(pub.source("a"))
-    for name in ("_round", "_tick", "_read_live", "_live_message", "_perform", "_work", "_stimulate", "_read_monitor"):
+    for name in (
+        "_poll_once",
+        "_tick",
+        "_read_live",
+        "_handle_live_message",
+        "_enqueue_instructions",
+        "_process_stream",
+        "_apply_stimulus",
+        "_read_monitor",
+    ):
         original, faults = getattr(feed, name), feed.faults
 
         def fails(*args: Any, name: str = name, original: Any = original) -> None:
@@ -179,7 +188,7 @@ def test_a_thread_that_ended_shows_and_is_started_again(
     feed = started(handler)
     feed.add(pub.source("a"))
     keep_sending(pub, lambda: handler.applied("a"), "followed")
-    assert not feed.revive()
+    assert not feed.restart_thread()
 
     def ends(stream_id: str, instruction: Instruction) -> None:
         handler.does = lambda stream_id, instruction: None
@@ -188,7 +197,7 @@ def test_a_thread_that_ended_shows_and_is_started_again(
     handler.does = ends
     keep_sending(pub, feed.fault, "the end shows")
     assert "ended" in str(feed.fault())
-    assert feed.revive()
+    assert feed.restart_thread()
     before = handler.applied("a")
     keep_sending(pub, lambda: handler.applied("a") > before, "followed again")
     assert feed.fault() is None
@@ -265,7 +274,7 @@ def test_a_stream_that_could_not_be_opened_is_tried_again(started: Callable[[Any
     first = len(handler.told)
     until(lambda: len(handler.told) > first, "tried again")
     feed.remove("a")
-    until(lambda: not feed._unopened, "forgotten")
+    until(lambda: not feed._unopened_sources, "forgotten")
 
 
 def test_more_streams_than_zeromq_has_sockets_by_default(started: Callable[[Any], EventFeed]) -> None:
@@ -279,7 +288,7 @@ def test_more_streams_than_zeromq_has_sockets_by_default(started: Callable[[Any]
     feed = started(handler)
     for number in range(600):
         feed.add(StreamSource(f"w{number}", f"tcp://127.0.0.1:{1 + number % 1000}"))
-    until(lambda: len(feed._streams) + len(feed._unopened) == 600, "all are added", 60.0)
+    until(lambda: len(feed._streams) + len(feed._unopened_sources) == 600, "all are added", 60.0)
     assert len(feed._streams) == 600
 
 
@@ -327,7 +336,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
 
     def spoke() -> bool:
         pub.publish(stored(0, 2))
-        return bool(subscription.strangers)
+        return bool(subscription.unclaimed_topics)
 
     until(spoke, "it is heard, and nobody knows it")
     holder = index.add_holder("h:8000", "m")
@@ -335,11 +344,11 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
     source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=asked, topic="kv@h:8000@m")
     index_feed.follow("h:8000", [source], [holder])
     until(lambda: cached(index, holder) == 8, "what it holds is known without another word")
-    assert not subscription.strangers
+    assert not subscription.unclaimed_topics
     pub.close()
 
 
-def test_topics_of_strangers_are_bounded(context: zmq.Context[Any], index_feed: IndexFeed) -> None:
+def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: IndexFeed) -> None:
     address = index_feed.bind("tcp://127.0.0.1:*")
     socket = pub_socket(context)
     socket.connect(address)
@@ -355,10 +364,10 @@ def test_topics_of_strangers_are_bounded(context: zmq.Context[Any], index_feed: 
         return index_feed.events.ignored_messages > 3 * TOPICS_MAX
 
     until(more, "they are heard")
-    assert 0 < len(subscription.strangers) <= TOPICS_MAX
-    assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.strangers)
-    assert not subscription.by_topic
-    assert not subscription.connections
+    assert 0 < len(subscription.unclaimed_topics) <= TOPICS_MAX
+    assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.unclaimed_topics)
+    assert not subscription.streams_by_topic
+    assert not subscription.topic_connections
 
 
 def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started: Callable[[Any], EventFeed]) -> None:
@@ -378,8 +387,8 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started:
     for seq in range(3 * WAITING_MAX):
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
-    until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.overflowed, "it overflows")
-    assert len(feed._streams["a"].todo) <= WAITING_MAX
+    until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
+    assert len(feed._streams["a"].pending) <= WAITING_MAX
     until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
@@ -410,11 +419,11 @@ def test_the_bytes_that_wait_for_one_topic_are_bounded(
         return DroppedMessages in handler.kinds("a")
 
     until(overflows, "it overflows")
-    assert feed._streams["a"].waiting_bytes <= 11_000
+    assert feed._streams["a"].pending_bytes <= 11_000
     release.set()
     before = handler.applied("a")
     until(lambda: [send(), handler.applied("a") > before + 20][1], "it is followed again")
-    until(lambda: feed._streams["a"].waiting_bytes == 0, "nothing waits")
+    until(lambda: feed._streams["a"].pending_bytes == 0, "nothing waits")
 
 
 def test_no_socket_keeps_more_bytes_than_told(
@@ -561,7 +570,7 @@ def test_what_is_done_about_an_error_may_raise_too(
     keep_sending(bad, lambda: feed.faults >= 3, "the error, and the two notices about it")
     keep_sending(good, lambda: handler.applied("good") > 3, "the other is followed")
     assert feed.fault() is None
-    again_at = feed._streams["bad"].again_at
+    again_at = feed._streams["bad"].retry_at
     assert again_at is not None
     assert again_at - time.monotonic() < 61
 

@@ -77,19 +77,19 @@ class Link:
     def connect(self, now: float) -> None:
         self.wire.reset(now)
         self.reply = None
-        self.perform(self.stream.connected(now), now)
+        self.perform(self.stream.on_connected(now), now)
         if self.node.kind.snapshots:
-            self.perform(self.stream.epoch(self.node.publisher.epoch, now), now)
+            self.perform(self.stream.on_epoch(self.node.publisher.epoch, now), now)
 
     def disconnect(self, now: float) -> None:
         self.wire.reset(now)
         self.reply = None
-        self.perform(self.stream.disconnected(), now)
+        self.perform(self.stream.on_disconnected(), now)
 
     def advance(self, now: float, faults: Faults) -> None:
         """Deliver what is due and a few messages of the reply under way; then let the stream look at the clock."""
         for seq, payload in self.wire.due(now):
-            self.perform(self.stream.live(seq, payload, now), now)
+            self.perform(self.stream.on_live_batch(seq, payload, now), now)
         for _ in range(self.rng.randrange(1, 8)):
             if self.reply is None:
                 break
@@ -100,10 +100,10 @@ class Link:
             seq, payload = next(messages)
             if seq == END_SEQ:
                 self.reply = None
-                self.perform(self.stream.reply_end(request_id, now), now)
+                self.perform(self.stream.on_reply_end(request_id, now), now)
             else:
-                self.perform(self.stream.reply(request_id, seq, payload, now), now)
-        self.perform(self.stream.tick(now), now)
+                self.perform(self.stream.on_reply(request_id, seq, payload, now), now)
+        self.perform(self.stream.on_tick(now), now)
 
 
 class Router:
@@ -141,7 +141,7 @@ class Cluster:
                 node.start()
         for link in self._links():
             link.cut_until = 0.0
-            if not link.stream.online:
+            if not link.stream.is_online:
                 link.connect(self.now)
         for node in self.nodes:
             for events in node.worker.finish(self.now):
@@ -191,7 +191,7 @@ class Cluster:
             return
         seq, payload = node.publisher.publish(events, self.now)
         for link in self._links():
-            if link.node is node and link.stream.online and self.now >= link.cut_until:
+            if link.node is node and link.stream.is_online and self.now >= link.cut_until:
                 link.wire.send(seq, payload, self.now, self.faults)
 
     def _tick(self, act: bool) -> None:
@@ -217,10 +217,10 @@ class Cluster:
             if rng.random() < faults.restart_router:
                 router.start()
         for link in self._links():
-            if link.stream.online and rng.random() < faults.cut:
+            if link.stream.is_online and rng.random() < faults.cut:
                 if rng.random() < 0.5:
                     link.disconnect(self.now)
                 else:  # nobody notices: a full queue somewhere
                     link.cut_until = self.now + rng.random() * 2
-            elif not link.stream.online and link.node.up and rng.random() < 0.2:
+            elif not link.stream.is_online and link.node.up and rng.random() < 0.2:
                 link.connect(self.now)

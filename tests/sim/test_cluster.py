@@ -72,13 +72,13 @@ class SetIndex(ReferenceIndex):
 class GapBlindStream(StreamState):
     """Planted bug: a gap is passed over as if nothing was missing."""
 
-    def live(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        if self._next is not None and seq > self._next:
-            self._next = seq
-        return super().live(seq, payload, now)
+    def on_live_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        if self._next_seq is not None and seq > self._next_seq:
+            self._next_seq = seq
+        return super().on_live_batch(seq, payload, now)
 
-    def tick(self, now: float) -> list[Instruction]:
-        return [] if self._deadline is None else super().tick(now)
+    def on_tick(self, now: float) -> list[Instruction]:
+        return [] if self._deadline is None else super().on_tick(now)
 
 
 def _first_failure(seeds: range, **parts: object) -> int | None:
