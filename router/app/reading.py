@@ -362,7 +362,7 @@ class RequestReading:
             return
         known.model, known.first_message_digest = asked.base, asked.beginning()
         is_own = route.token_ids is known.token_ids
-        prompt = self._core.cache_state.asked(route.request_id)
+        prompt = self._core.cache_state.query_of(route.request_id)
         memory = None if prompt is None else self._core.index.remember(prompt.ids)
         if memory is not None:
             shared = known.token_ids.itemsize * len(known.token_ids) if is_own else 0

@@ -2,8 +2,8 @@
 
 A prompt that was sent to a worker counts as cached there at once. With events, it is **pinned** in the index until they
 came: as long as the request lives, and for a grace period after its end, as the answer races the events. Without
-events, what was sent is all that is known: a **history**, least recently used first out, at the advertised capacity.
-Where the capacity is known, `WorkingSets` says whether there is room for a prompt that wants to come back.
+events, what was sent is all that is known: an **approximate cache**, least recently used first out, at the advertised
+capacity. Where the capacity is known, `WorkingSets` says whether there is room for a prompt that wants to come back.
 
 Refuses to know load and prices. Invariants: a request has at most one pin; no pin outlives its grace or its holder.
 """
@@ -35,7 +35,7 @@ LIFETIME_S_MIN: Final = 1e-3
 """Of a request, where nothing is said."""
 CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
-HISTORY_TOKENS: Final = 500_000
+APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
 
 
@@ -78,7 +78,7 @@ class CacheState:
         self._pin_grace_s = config.pin_grace_s
         self._chunk_tokens = config.working_set.chunk_tokens
         self.working_sets = WorkingSets(config.working_set)
-        self._histories: dict[str, ApproximateCache] = {}
+        self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
@@ -86,62 +86,62 @@ class CacheState:
         """Of live requests: the chunks of their prompts."""
         self._running_chunks = index.tally()
         """How many of them have each."""
-        self._copies = index.tally()
+        self._running_copies = index.tally()
         """On how many targets they run."""
-        self._grace: deque[tuple[float, HolderId, PinId]] = deque()
+        self._grace_pins: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
 
     # Targets -----------------------------------------------------------------------------------------------------
-    def join(self, target: Target, spec: WorkerSpec) -> None:
+    def add_target(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
         if target.running_chunks is None:
             target.running_chunks = self._index.tally()
         tokens = spec.cache_tokens
         target.capacity_tokens = target.observed_capacity_tokens if tokens is None else tokens // spec.ranks
         target.refresh()
-        below = (spec.host_tokens or 0) // spec.ranks
-        self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + below)
+        host_tokens = (spec.host_tokens or 0) // spec.ranks
+        self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + host_tokens)
         if spec.seats is not None:
             target.seats, target.has_reported_seats = spec.seats, True
         if target.shortest_first is not spec.shortest_first:
             target.shortest_first = spec.shortest_first
             target.refresh_queue()
-        if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
-            self._histories[target.name] = ApproximateCache((tokens or HISTORY_TOKENS) // spec.ranks)
+        if spec.cache_view is CacheView.HISTORY and target.name not in self._approximate_caches:
+            self._approximate_caches[target.name] = ApproximateCache((tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 
-    def leave(self, target: Target) -> None:
+    def remove_target(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
         self.working_sets.set_capacity(target.name, None)
-        self._histories.pop(target.name, None)
+        self._approximate_caches.pop(target.name, None)
         holder = target.holder
-        for request_id in [request_id for request_id, pinned in self._pins.items() if pinned[0] == holder]:
+        for request_id in [request_id for request_id, entry in self._pins.items() if entry[0] == holder]:
             self._index.unpin(self._pins.pop(request_id)[1])
         self._end_grace(holder)
 
     def _end_grace(self, holder: HolderId) -> None:
-        for _, pinned_to, pin in self._grace:
+        for _, pinned_to, pin in self._grace_pins:
             if pinned_to == holder:
                 self._index.unpin(pin)
-        self._grace = deque(entry for entry in self._grace if entry[1] != holder)
+        self._grace_pins = deque(entry for entry in self._grace_pins if entry[1] != holder)
 
-    def lost(self, target: Target) -> None:
+    def clear_target(self, target: Target) -> None:
         """Its worker died: nothing is cached there any more. Pins stay, as its requests are still to end."""
         self.working_sets.clear(target.name)
-        history = self._histories.get(target.name)
-        if history is not None:
-            history.clear()
+        approximate_cache = self._approximate_caches.get(target.name)
+        if approximate_cache is not None:
+            approximate_cache.clear()
 
-    def emptied(self, target: Target, sent: Sequence[str]) -> None:
+    def clear_with_requests(self, target: Target, request_ids: Sequence[str]) -> None:
         """Its cache was: neither do these requests, which were sent before, leave anything in it that can be found."""
-        self.lost(target)
+        self.clear_target(target)
         self._end_grace(target.holder)
-        for request_id in sent:
-            pinned = self._pins.pop(request_id, None)
-            if pinned is not None:
-                self._index.unpin(pinned[1])
+        for request_id in request_ids:
+            entry = self._pins.pop(request_id, None)
+            if entry is not None:
+                self._index.unpin(entry[1])
 
     # A request's life --------------------------------------------------------------------------------------------
-    def ask(
+    def prepare_query(
         self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None, alike: int | None = None
     ) -> PromptQuery:
         """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike, `alike`:
@@ -150,38 +150,38 @@ class CacheState:
 
     def shortlist(self, prompt: PromptQuery, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix
-        is known by a history and not by the index."""
-        if self._histories:
+        is known by an approximate cache and not by the index."""
+        if self._approximate_caches:
             return None
-        found = self._index.match(prompt.ids, prompt.scope, order.holders, KEEP)
-        matches = {match.holder: match for match in found}
-        few = dict.fromkeys([*order.holders[:KEEP], *matches])
-        return [order.targets[holder] for holder in few], matches
+        index_matches = self._index.match(prompt.ids, prompt.scope, order.holders, KEEP)
+        matches = {match.holder: match for match in index_matches}
+        holders = dict.fromkeys([*order.holders[:KEEP], *matches])
+        return [order.targets[holder] for holder in holders], matches
 
-    def hits(
+    def find_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
     ) -> CacheHits:
         """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
-        histories = self._histories
-        keys = prompt.keys(CHUNK_TOKENS) if histories else []
+        approximate_caches = self._approximate_caches
+        keys = prompt.keys(CHUNK_TOKENS) if approximate_caches else []
         hits = CacheHits()
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
-            if histories and target.name in histories:
-                hit = usable = histories[target.name].match(keys)
+            if approximate_caches and target.name in approximate_caches:
+                cached = resident = approximate_caches[target.name].match(keys)
             elif match is None:
-                hit = usable = 0
+                cached = resident = 0
             else:
-                hit, usable = match.pinned_tokens, match.tokens
-                if usable != match.gpu_tokens:
+                cached, resident = match.pinned_tokens, match.tokens
+                if resident != match.gpu_tokens:
                     hits.slower_tier_matches[i] = match
-            hits.cached_tokens.append(hit)
-            hits.resident_tokens.append(usable)
+            hits.cached_tokens.append(cached)
+            hits.resident_tokens.append(resident)
         return hits
 
-    def sent(
+    def add_request(
         self,
         request_id: str,
         target: Target,
@@ -192,112 +192,116 @@ class CacheState:
         session: str | None = None,
     ) -> None:
         """A prompt of a session, of which so many tokens will be cached there, went to the target."""
-        history = self._histories.get(target.name)
-        if history is not None:
-            history.insert(prompt.keys(CHUNK_TOKENS))
+        approximate_cache = self._approximate_caches.get(target.name)
+        if approximate_cache is not None:
+            approximate_cache.insert(prompt.keys(CHUNK_TOKENS))
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
         keys = prompt.keys(self._chunk_tokens)
         cached_share = cached_tokens / max(prompt.tokens, 1)
-        self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
+        self.working_sets.add_prompt(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys, prompt)
-        self._hold(target, keys, now)
+        self._add_running(target, keys, now)
 
-    def asked(self, request_id: str) -> PromptQuery | None:
+    def query_of(self, request_id: str) -> PromptQuery | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
         running = self._running.get(request_id)
         return None if running is None else running[2]
 
-    def ended(self, request_id: str, now: float, *, computed: bool, over: str | None = None) -> None:
-        """The attempt is over, and with it the session `over`. What was not `computed` is promised no longer; of the
-        rest the events are coming."""
+    def end_request(self, request_id: str, now: float, *, is_computed: bool, ended_session: str | None = None) -> None:
+        """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
+        the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            self._release(running[0], running[1])
-            if over is not None:
-                self.working_sets.ended(running[1], over)
-        pinned = self._pins.pop(request_id, None)
-        if pinned is None:
+            self._remove_running(running[0], running[1])
+            if ended_session is not None:
+                self.working_sets.end_session(running[1], ended_session)
+        entry = self._pins.pop(request_id, None)
+        if entry is None:
             return
-        holder, pin = pinned
-        if computed:
-            self._grace.append((now + self._pin_grace_s, holder, pin))
+        holder, pin = entry
+        if is_computed:
+            self._grace_pins.append((now + self._pin_grace_s, holder, pin))
         else:
             self._index.unpin(pin)
 
-    def _hold(self, target: Target, keys: Sequence[int], now: float) -> None:
+    def _add_running(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
         assert target.running_chunks is not None
-        self._share(target, self._running_chunks.enter(keys, target.running_chunks, self._copies, now))
+        self._add_shared_chunks(
+            target, self._running_chunks.enter(keys, target.running_chunks, self._running_copies, now)
+        )
 
-    def _release(self, target: Target, keys: Sequence[int]) -> None:
+    def _remove_running(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
         assert target.running_chunks is not None
-        self._share(target, -self._running_chunks.leave(keys, target.running_chunks, self._copies))
+        self._add_shared_chunks(target, -self._running_chunks.leave(keys, target.running_chunks, self._running_copies))
 
-    def _share(self, target: Target, chunks: int) -> None:
+    def _add_shared_chunks(self, target: Target, chunks: int) -> None:
         target.shared_tokens += self._chunk_tokens * chunks
         target.free_tokens += self._chunk_tokens * chunks
 
     def shared_prefix(
-        self, prompt: PromptQuery, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
+        self, prompt: PromptQuery, now: float, lifetime_s: float, delay: float = 1.0, fair_requests: float = 0.0
     ) -> tuple[int, float]:
-        """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
-        more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
-        `life_s` each, n / life_s come in a second (Little's law), and more where all began lately; those of HOT_S are
-        shared among the m targets on which they run and the one more. The busier all are (work makes others wait
-        `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
+        """(tokens of its beginning that SHARED_RUNNING_MIN or more running requests have too, k / (k + 1)): what one
+        target more computes of that serves k others too, so that is the part that is not laid to this one. Where n run
+        for `lifetime_s` each, n / lifetime_s come in a second (Little's law), and more where all began lately; those of
+        SHARED_COPY_S are shared among the m targets on which they run and the one more. The busier all are (work makes
+        others wait `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
         (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
         elsewhere."""
         keys = prompt.keys(self._chunk_tokens)
         chunks = self._running_chunks.leading(keys, SHARED_RUNNING_MIN)
         if not chunks:
             return 0, 0.0
-        last = keys[chunks - 1]
-        running, copies = self._running_chunks.count(last), self._copies.count(last)
-        came_s = min(max(life_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last), SHARED_ARRIVALS_S_MIN))
-        users = running * SHARED_COPY_S / came_s / (1 + copies) / delay**2
+        last_key = keys[chunks - 1]
+        running, copies = self._running_chunks.count(last_key), self._running_copies.count(last_key)
+        arrival_window_s = min(
+            max(lifetime_s, LIFETIME_S_MIN), max(now - self._running_chunks.since_s(last_key), SHARED_ARRIVALS_S_MIN)
+        )
+        users = running * SHARED_COPY_S / arrival_window_s / (1 + copies) / delay**2
         if running < copies * fair_requests:
             users *= math.sqrt(running / (copies * fair_requests))
         return chunks * self._chunk_tokens, users / (users + 1.0)
 
-    def memory_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
+    def memory_wait_seconds(self, prompt: PromptQuery, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        held, chunk = target.running_chunks, self._chunk_tokens
-        there = 0 if held is None else held.leading(prompt.keys(chunk), 1)
-        over = needed_tokens - target.free_tokens - chunk * there
+        running_chunks, chunk = target.running_chunks, self._chunk_tokens
+        running_count = 0 if running_chunks is None else running_chunks.leading(prompt.keys(chunk), 1)
+        excess_tokens = needed_tokens - target.free_tokens - chunk * running_count
         capacity = target.capacity_tokens
-        if capacity is None or over <= 0.0:
+        if capacity is None or excess_tokens <= 0.0:
             return 0.0
         running = max(target.requests, 1)
-        return target.drain_seconds(math.ceil(min(over / capacity, 1.0) * running) / running)
+        return target.drain_seconds(math.ceil(min(excess_tokens / capacity, 1.0) * running) / running)
 
     def tick(self, now: float) -> None:
         """Release what has outlived its grace."""
-        while self._grace and self._grace[0][0] <= now:
-            self._index.unpin(self._grace.popleft()[2])
+        while self._grace_pins and self._grace_pins[0][0] <= now:
+            self._index.unpin(self._grace_pins.popleft()[2])
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do."""
-        return self._grace[0][0] if self._grace else None
+        return self._grace_pins[0][0] if self._grace_pins else None
 
     def check_invariants(self, live: set[str]) -> None:
         """Releases are in order; only what is in flight (`live`) is pinned without an end."""
-        releases = [entry[0] for entry in self._grace]
+        releases = [entry[0] for entry in self._grace_pins]
         assert releases == sorted(releases)
         assert set(self._pins) <= live
         assert set(self._running) <= live
         for target, _, _ in self._running.values():
             assert target.running_chunks is not None
-            beside = sum(count - 1 for count in target.running_chunks.counts().values())
-            assert target.shared_tokens == self._chunk_tokens * beside
+            duplicates = sum(count - 1 for count in target.running_chunks.counts().values())
+            assert target.shared_tokens == self._chunk_tokens * duplicates
         running = Counter(key for _, keys, _ in self._running.values() for key in keys)
         assert self._running_chunks.counts() == running
         holders = {target for target, _, _ in self._running.values()}  # a name may come back
-        held = [target.running_chunks.counts() for target in holders if target.running_chunks is not None]
-        assert self._copies.counts() == Counter(key for chunks in held for key in chunks)
+        chunk_counts = [target.running_chunks.counts() for target in holders if target.running_chunks is not None]
+        assert self._running_copies.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()
 
 

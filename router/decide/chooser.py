@@ -126,7 +126,7 @@ class Chooser:
             else None
         )
         if request.token_ids is not None:
-            prompt = self._cache_state.ask(
+            prompt = self._cache_state.prepare_query(
                 request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt, request.common_tokens
             )
             if order is not None:
@@ -138,7 +138,7 @@ class Chooser:
         if queued_ahead_s:
             choice.cost.queued_ahead_s = [queued_ahead_s.get(target.name, 0.0) for target in candidates]
         predicted_tokens = choice.cost.cached_tokens
-        if shortlist[0].speeds.silent and not all(target.prefills for target in shortlist):
+        if shortlist[0].speeds.is_untrained and not all(target.prefills for target in shortlist):
             # Nobody knows yet how long those will take who only promise a beginning, and somebody has nothing to do.
             choice.cost.cached_tokens = choice.resident_tokens[:]
         self._price_media(request, choice, now)
@@ -175,7 +175,7 @@ class Chooser:
         expected_tokens = self._output_lengths.expect(request)
         cached_tokens = resident_tokens = [0] * len(targets)
         if prompt is not None:
-            hits = self._cache_state.hits(prompt, targets, matches)
+            hits = self._cache_state.find_hits(prompt, targets, matches)
             cached_tokens, resident_tokens = hits.cached_tokens, hits.resident_tokens
             if hits.slower_tier_matches:
                 tier_load_s = [0.0] * len(targets)
@@ -200,14 +200,14 @@ class Chooser:
                 alone_s += target.single_step_s
                 requests += target.requests
                 if target.free_tokens < needed_tokens:
-                    cost.memory_s[i] = self._cache_state.memory_seconds(prompt, target, needed_tokens)
+                    cost.memory_s[i] = self._cache_state.memory_wait_seconds(prompt, target, needed_tokens)
             lifetime_s = expected_tokens * steps_s / len(targets)
             delay = (1.0 + cost.congestion) * (max(1.0, steps_s / alone_s) if alone_s > 0.0 else 1.0)
             mean_requests = requests / len(targets) if pool is None else pool.requests / len(pool.targets)
             cost.shared_prefix_tokens, cost.shared_discount = self._cache_state.shared_prefix(
                 prompt, now, lifetime_s, delay, mean_requests
             )
-            if self._cache_state.working_sets.crowded(prompt.tokens, now):
+            if self._cache_state.working_sets.may_overflow(prompt.tokens, now):
                 cost.pressure_s = self._pressure(request, prompt, targets, cached_tokens)
         return RoutingChoice(cost, 0, prompt, resident_tokens)
 

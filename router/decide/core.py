@@ -133,7 +133,7 @@ class RouterCore:
         """The engine forgot all that was cached."""
         for target in self.registry.targets_of(worker_id):
             flights = self.tracker.requests.items()
-            self.cache_state.emptied(
+            self.cache_state.clear_with_requests(
                 target,
                 [request_id for request_id, flight in flights if flight.target is target and flight.routed_s <= at_s],
             )
@@ -163,7 +163,7 @@ class RouterCore:
             for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
                 if target.observed_capacity_tokens != seen_tokens:
                     target.observed_capacity_tokens = seen_tokens
-                    self.cache_state.join(target, self.workers[worker_id].spec)
+                    self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
             self.registry.changed()
@@ -464,7 +464,7 @@ class RouterCore:
             tier_load_s=choice.cost.tier_load_seconds(choice.winner) / target.tier_load_speed.factor,
         )
         if choice.prompt is not None:
-            self.cache_state.sent(
+            self.cache_state.add_request(
                 request.request_id,
                 target,
                 choice.prompt,
@@ -586,7 +586,7 @@ class RouterCore:
         self._background_targets.pop(request.request_id, None)
         self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
         over = request.session if request.is_final else None
-        self.cache_state.ended(request.request_id, now, computed=is_computed, over=over)
+        self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=over)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
@@ -599,7 +599,7 @@ class RouterCore:
 
     def _clear_lost_cache(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
-            self.cache_state.lost(target)
+            self.cache_state.clear_target(target)
         return WorkerLost(worker.worker_id)
 
     # Seeing ------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class WorkerRegistry:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
-            self._book.join(target, spec)
+            self._book.add_target(target, spec)
         self.changed()
         return worker
 
@@ -265,7 +265,7 @@ class WorkerRegistry:
     def _drop_targets(self, worker: Worker) -> None:
         for target in self._targets.pop(worker.worker_id, ()):
             self._tracker.remove_target(target.name)
-            self._book.leave(target)
+            self._book.remove_target(target)
             self._index.remove_holder(target.holder)
         worker.holders.clear()
 

@@ -31,28 +31,28 @@ engines."""
 PREFILL_RATE_SHARE: Final = 0.9
 """Share of the estimated prefill rate that is used before anything was observed: half of the true rate costs 2 % of the
 mean TTFT, twice the true rate costs 9 %."""
-_LATE: Final = 1.1
+_LATE_RATIO: Final = 1.1
 """So many times as long as expected is late."""
 _SHARE_MIN: Final = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
-_POOL_MEMORY: Final = 8.0
+_POOL_HALF_LIFE_FACTOR: Final = 8.0
 """The pool's half-life, in those of a worker."""
-_MEMBER_RECENT, _JUDGED_AFTER = 41, 20
+_WORKER_INTERVALS_MAX, _WORKER_INTERVALS_MIN = 41, 20
 """Intervals of a worker that its factor is the median of, at most and at least."""
-_DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
+_LEAVES_POOL_BEYOND, _RETURNS_TO_POOL_BELOW = math.log(1.25), math.log(1.12)
 """A worker leaves the pool's model beyond the first factor and returns to it below the second."""
-_FADES_AFTER, _PROBES = 64, 3
+_FORGOTTEN_AFTER, _PROBES = 64, 3
 """After so many of the pool's observations for each of its workers without one of its own, a worker is like the pool
 again until so many tell otherwise."""
 _FASTER_MAX: Final = 3.0
 """A worker is not taken to be more times as fast as its pool."""
-_REFRESH = math.log(1.02)
+_MODEL_TOLERANCE = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
-_STEPS_EVERY_S, _STEPS_SELDOM_S, _LEARNT_AFTER = 0.5, 4.0, 200
+_STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S, _EARLY_INTERVALS = 0.5, 4.0, 200
 """Seconds between two looks at a worker's steps before so many intervals of the pool, and after."""
-_LOADS_RECENT, _LOADS_MIN = 15, 3
+_TIER_LOADS_MAX, _TIER_LOADS_MIN = 15, 3
 """Loads of a worker that its rate is the median of, at most and at least."""
-_RECENT: Final = 15
+_RECENT_INTERVALS: Final = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
 
@@ -71,7 +71,7 @@ class Observation:
     steps: float
     decode_requests: float
     decode_context: float
-    clean: bool = False
+    is_complete: bool = False
     """No prefill was under way when it ended; else part of some may be in it that is not said here, or not all."""
     noise: float = 0.5
     """The relative error of a long interval, beside that of when it began."""
@@ -86,7 +86,7 @@ class TrainingSample:
     expected_s: float
     """What had been expected."""
     weight: float
-    number: int
+    observation_number: int
 
 
 class SpeedEstimate:
@@ -95,55 +95,55 @@ class SpeedEstimate:
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._prior = prior
         self._config = config
-        self._keep = 0.5 ** (1.0 / config.half_life)
+        self._decay = 0.5 ** (1.0 / config.half_life)
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[float] = deque(maxlen=_RECENT_INTERVALS)
         self._typical_ratio = 1.0
-        self._centre = 1.0
+        self._prior_ratio = 1.0
         """What the prefill ratio is near to, as far as is known beforehand."""
         self.ratios = [1.0] * 4
         self.observations = 0
 
-    def await_longer(self, ratio: float) -> None:
+    def raise_prior(self, ratio: float) -> None:
         """Nothing was observed yet, as all takes so many times as long as was expected, at least."""
         if self._config.enabled and not self.observations:
-            self._centre = self._typical_ratio = min(self._centre * ratio, _RATIO_MAX)
-            self.ratios = [self._centre] * 4
+            self._prior_ratio = self._typical_ratio = min(self._prior_ratio * ratio, _RATIO_MAX)
+            self.ratios = [self._prior_ratio] * 4
 
-    def observe(self, seen: Observation) -> TrainingSample | None:
+    def observe(self, observation: Observation) -> TrainingSample | None:
         """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
-        features = self._features(seen)
+        features = self._features(observation)
         expected_prior = features[0] + features[1] + features[2] + features[3]
-        if not self._config.enabled or seen.elapsed_s <= 0.0 or expected_prior <= 0.0:
+        if not self._config.enabled or observation.elapsed_s <= 0.0 or expected_prior <= 0.0:
             return None
         self.observations += 1
-        known = expected = sum(r * f for r, f in zip(self.ratios, features))
-        self._recent.append(seen.elapsed_s / expected)
+        expected_before = expected = sum(r * f for r, f in zip(self.ratios, features))
+        self._recent.append(observation.elapsed_s / expected)
         # Outliers are judged against what is usual lately, not against a model that may still be far off.
-        typical = sorted(self._recent)[len(self._recent) // 2]
-        expected *= typical
+        median_ratio = sorted(self._recent)[len(self._recent) // 2]
+        expected *= median_ratio
         self._typical_ratio = expected / expected_prior
         prior = self._prior
-        doubt_s = 0.0 if seen.clean else 0.25 * prior.step_tokens * prior.prefill_s_per_token
-        granule = self._typical_ratio * (doubt_s + prior.step_s)
-        scale = expected + granule
-        error = (seen.elapsed_s - expected) / scale
+        uncertainty_s = 0.0 if observation.is_complete else 0.25 * prior.step_tokens * prior.prefill_s_per_token
+        resolution_s = self._typical_ratio * (uncertainty_s + prior.step_s)
+        scale = expected + resolution_s
+        error = (observation.elapsed_s - expected) / scale
         trust = 1.0
         if error > 1.0:
             trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
-        weight = trust / (granule * granule + (seen.noise * expected) ** 2)
-        self._add(features, seen.elapsed_s, weight, keep=self._keep)
+        weight = trust / (resolution_s * resolution_s + (observation.noise * expected) ** 2)
+        self._add(features, observation.elapsed_s, weight, decay=self._decay)
         self._solve()
-        return TrainingSample(features, seen.elapsed_s, known, weight, self.observations)
+        return TrainingSample(features, observation.elapsed_s, expected_before, weight, self.observations)
 
-    def revise(self, lesson: TrainingSample, seen: Observation) -> None:
+    def revise(self, sample: TrainingSample, observation: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
-        faded = lesson.weight * self._keep ** (self.observations - lesson.number)
-        self._add(lesson.features, lesson.elapsed_s, -faded)
-        self._add(self._features(seen), seen.elapsed_s, faded)
+        weight = sample.weight * self._decay ** (self.observations - sample.observation_number)
+        self._add(sample.features, sample.elapsed_s, -weight)
+        self._add(self._features(observation), observation.elapsed_s, weight)
         self._solve()
 
     def model(self, *, cautious: bool = True) -> ServiceModel:
@@ -163,23 +163,25 @@ class SpeedEstimate:
             step_tokens=prior.step_tokens,
         )
 
-    def _features(self, seen: Observation) -> Ratios:
+    def _features(self, observation: Observation) -> Ratios:
         prior = self._prior
         a = prior.prefill_s_per_token
-        decode = prior.decode_request_s * seen.decode_requests + prior.decode_context_s * seen.decode_context
+        decode = (
+            prior.decode_request_s * observation.decode_requests + prior.decode_context_s * observation.decode_context
+        )
         return (
-            a * seen.uncached_tokens,
-            a * seen.quadratic / (2.0 * prior.quadratic_tokens),
-            prior.step_s * seen.steps,
-            decode * seen.steps,
+            a * observation.uncached_tokens,
+            a * observation.quadratic / (2.0 * prior.quadratic_tokens),
+            prior.step_s * observation.steps,
+            decode * observation.steps,
         )
 
-    def _add(self, features: Ratios, elapsed_s: float, weight: float, *, keep: float = 1.0) -> None:
+    def _add(self, features: Ratios, elapsed_s: float, weight: float, *, decay: float = 1.0) -> None:
         for i, fi in enumerate(features):
             row = self._a[i]
             for j, fj in enumerate(features):
-                row[j] = row[j] * keep + weight * fi * fj
-            self._b[i] = self._b[i] * keep + weight * fi * elapsed_s
+                row[j] = row[j] * decay + weight * fi * fj
+            self._b[i] = self._b[i] * decay + weight * fi * elapsed_s
 
     def _solve(self) -> None:
         """The normal equations, solved exactly; what falls below its bound is fixed there."""
@@ -187,21 +189,21 @@ class SpeedEstimate:
         matrix = [row[:] for row in self._a]
         right = self._b[:]
         matrix[0][0] += strengths[0]
-        right[0] += strengths[0] * self._centre
+        right[0] += strengths[0] * self._prior_ratio
         for j, strength in enumerate(strengths[1:], 1):  # strength * (ratio_j - ratio_0)^2
             matrix[j][j] += strength
             matrix[0][0] += strength
             matrix[0][j] -= strength
             matrix[j][0] -= strength
         floor = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
-        fixed: dict[int, float] = {}
+        fixed_ratios: dict[int, float] = {}
         while True:
-            ratios = _solve_with(matrix, right, fixed)
-            low = [i for i in range(4) if i not in fixed and ratios[i] < floor[i]]
+            ratios = _solve_with(matrix, right, fixed_ratios)
+            low = [i for i in range(4) if i not in fixed_ratios and ratios[i] < floor[i]]
             if not low:
                 break
             worst = min(low, key=lambda i: ratios[i] - floor[i])
-            fixed[worst] = floor[worst]
+            fixed_ratios[worst] = floor[worst]
         self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
 
 
@@ -209,18 +211,18 @@ class SpeedEstimate:
 class WorkerSample:
     """What one interval taught the pool, and the factor of the worker it was seen on."""
 
-    lesson: TrainingSample
+    sample: TrainingSample
     factor: float
 
 
 @dataclass(slots=True)
 class _PoolWorker:
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMBER_RECENT))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WORKER_INTERVALS_MAX))
     """Of its last intervals: how many times as long as by the pool's model."""
     factor: float = 1.0
     """So many times as long as the pool it is taken to need for everything."""
     observations: int = 0
-    heard: int = 0
+    last_observation: int = 0
     """The pool's count of observations when one was its."""
 
 
@@ -234,101 +236,103 @@ class PoolSpeeds:
     """
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
-        self._learns = config.enabled
-        self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
+        self._is_enabled = config.enabled
+        self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_HALF_LIFE_FACTOR))
         self._pool_model = self._pool.model()
-        self._members: dict[str, _PoolWorker] = {}
-        self._turns: deque[str] = deque()
+        self._workers: dict[str, _PoolWorker] = {}
+        self._rotation: deque[str] = deque()
 
-    def join(self, name: str) -> None:
+    def add_worker(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
-        self.leave(name)
-        self._members[name] = _PoolWorker(heard=self._pool.observations)
-        self._turns.append(name)
+        self.remove_worker(name)
+        self._workers[name] = _PoolWorker(last_observation=self._pool.observations)
+        self._rotation.append(name)
 
-    def leave(self, name: str) -> None:
+    def remove_worker(self, name: str) -> None:
         """A worker has gone."""
-        if self._members.pop(name, None) is not None:
-            self._turns.remove(name)
+        if self._workers.pop(name, None) is not None:
+            self._rotation.remove(name)
 
     def model(self, name: str) -> ServiceModel:
         """What to predict this worker with."""
-        return _slower(self._pool_model, self._members[name].factor)
+        return _scale_model(self._pool_model, self._workers[name].factor)
 
-    def measured(self, name: str) -> ServiceModel:
+    def measured_model(self, name: str) -> ServiceModel:
         """The constants that were learned of this worker, without the caution of `model`."""
-        return _slower(self._pool.model(cautious=False), self._members[name].factor)
+        return _scale_model(self._pool.model(cautious=False), self._workers[name].factor)
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""
-        return self._members[name].observations
+        return self._workers[name].observations
 
-    def observe(self, name: str, seen: Observation) -> tuple[list[str], WorkerSample | None]:
+    def observe(self, name: str, observation: Observation) -> tuple[list[str], WorkerSample | None]:
         """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
-        member = self._members[name]
-        lesson = self._pool.observe(replace(seen, elapsed_s=seen.elapsed_s / member.factor))
-        if lesson is None:
+        worker = self._workers[name]
+        sample = self._pool.observe(replace(observation, elapsed_s=observation.elapsed_s / worker.factor))
+        if sample is None:
             return [], None
-        member.observations += 1
-        member.heard = self._pool.observations
-        member.recent.append(seen.elapsed_s / lesson.expected_s)
-        taught = WorkerSample(lesson, member.factor)
-        changed = self._renewed()
-        changed |= {name for name in (name, self._next()) if self._judge(self._members[name])}
-        return sorted(changed), taught
+        worker.observations += 1
+        worker.last_observation = self._pool.observations
+        worker.recent.append(observation.elapsed_s / sample.expected_s)
+        worker_sample = WorkerSample(sample, worker.factor)
+        changed_names = self._refresh_model()
+        changed_names |= {name for name in (name, self._next_worker()) if self._update_factor(self._workers[name])}
+        return sorted(changed_names), worker_sample
 
-    def correct(self, taught: WorkerSample, seen: Observation) -> list[str]:
+    def correct(self, sample: WorkerSample, observation: Observation) -> list[str]:
         """An interval turned out to be of other work than was thought; returns those whose model changed."""
-        self._pool.revise(taught.lesson, replace(seen, elapsed_s=seen.elapsed_s / taught.factor))
-        return sorted(self._renewed())
+        self._pool.revise(sample.sample, replace(observation, elapsed_s=observation.elapsed_s / sample.factor))
+        return sorted(self._refresh_model())
 
     @property
-    def steps_every_s(self) -> float:
+    def step_observation_interval_s(self) -> float:
         """One answer of a worker teaches what steps take in so many seconds: often at first, then enough to see a
         change."""
-        return _STEPS_EVERY_S if self._pool.observations < _LEARNT_AFTER else _STEPS_SELDOM_S
+        return _STEP_INTERVAL_EARLY_S if self._pool.observations < _EARLY_INTERVALS else _STEP_INTERVAL_LATE_S
 
     @property
-    def silent(self) -> bool:
+    def is_untrained(self) -> bool:
         """It learns, and nothing was observed yet, of any worker."""
-        return self._learns and not self._pool.observations
+        return self._is_enabled and not self._pool.observations
 
-    def await_longer(self, ratios: Sequence[float]) -> list[str]:
+    def raise_prior(self, ratios: Sequence[float]) -> list[str]:
         """While it is silent: how many times as long as expected has passed at the workers that are waited for. Half
         of them say that all are slower than was thought, however slow. Returns those whose model changed."""
-        usual = sorted(ratios)[len(ratios) // 2]
-        if usual <= _LATE:
+        median_ratio = sorted(ratios)[len(ratios) // 2]
+        if median_ratio <= _LATE_RATIO:
             return []
-        self._pool.await_longer(usual)
-        return sorted(self._renewed())
+        self._pool.raise_prior(median_ratio)
+        return sorted(self._refresh_model())
 
-    def _next(self) -> str:
+    def _next_worker(self) -> str:
         """Each in turn is looked at, also who is not heard of."""
-        self._turns.rotate(-1)
-        return self._turns[0]
+        self._rotation.rotate(-1)
+        return self._rotation[0]
 
-    def _judge(self, member: _PoolWorker) -> bool:
+    def _update_factor(self, worker: _PoolWorker) -> bool:
         """Whether its factor changed."""
-        recent, before = member.recent, member.factor
-        if before != 1.0 and self._pool.observations - member.heard > _FADES_AFTER * len(self._members):
-            while len(recent) > _JUDGED_AFTER - _PROBES:
+        recent, previous = worker.recent, worker.factor
+        if previous != 1.0 and self._pool.observations - worker.last_observation > _FORGOTTEN_AFTER * len(
+            self._workers
+        ):
+            while len(recent) > _WORKER_INTERVALS_MIN - _PROBES:
                 recent.popleft()
-        member.factor = 1.0
-        if len(recent) >= _JUDGED_AFTER:
-            apart = sorted(recent)[len(recent) // 2]
-            if abs(math.log(apart)) > (_DIFFERENT if before == 1.0 else _ALIKE):
-                apart = max(apart, 1.0 / _FASTER_MAX)
-                member.factor = before if abs(math.log(apart / before)) < _REFRESH else apart
-        return member.factor != before
+        worker.factor = 1.0
+        if len(recent) >= _WORKER_INTERVALS_MIN:
+            median_ratio = sorted(recent)[len(recent) // 2]
+            if abs(math.log(median_ratio)) > (_LEAVES_POOL_BEYOND if previous == 1.0 else _RETURNS_TO_POOL_BELOW):
+                median_ratio = max(median_ratio, 1.0 / _FASTER_MAX)
+                worker.factor = previous if abs(math.log(median_ratio / previous)) < _MODEL_TOLERANCE else median_ratio
+        return worker.factor != previous
 
-    def _renewed(self) -> set[str]:
+    def _refresh_model(self) -> set[str]:
         """Put the pool's latest model to use where it is another; all of them then."""
         latest = self._pool.model()
-        pairs = zip(_reference_s(latest), _reference_s(self._pool_model))
-        if all(abs(math.log(new / old)) <= _REFRESH for new, old in pairs):
+        pairs = zip(_reference_seconds(latest), _reference_seconds(self._pool_model))
+        if all(abs(math.log(new / old)) <= _MODEL_TOLERANCE for new, old in pairs):
             return set()
         self._pool_model = latest
-        return set(self._members)
+        return set(self._workers)
 
 
 class TierLoadSpeed:
@@ -339,17 +343,17 @@ class TierLoadSpeed:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_LOADS_RECENT)
+        self._recent: deque[float] = deque(maxlen=_TIER_LOADS_MAX)
         self.factor = 1.0
 
     def observe(self, tier_load_s: float, excess_s: float) -> None:
         """A load of `tier_load_s` by the configured rates took so many seconds."""
         self._recent.append(min(max(excess_s / tier_load_s, _RATIO_MIN), _RATIO_MAX))
-        if len(self._recent) >= _LOADS_MIN:
+        if len(self._recent) >= _TIER_LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
-def _slower(model: ServiceModel, factor: float) -> ServiceModel:
+def _scale_model(model: ServiceModel, factor: float) -> ServiceModel:
     """The model of a worker that takes `factor` times as long for everything."""
     if factor == 1.0:
         return model
@@ -357,7 +361,7 @@ def _slower(model: ServiceModel, factor: float) -> ServiceModel:
     return replace(model, **{name: factor * getattr(model, name) for name in names})
 
 
-def _reference_s(model: ServiceModel) -> tuple[float, float]:
+def _reference_seconds(model: ServiceModel) -> tuple[float, float]:
     """Times of a typical prefill (2,048 tokens after 6,144 cached) and of a step of 32 sequences of 2,048 tokens: to
     compare two models by two numbers."""
     quadratic = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
@@ -365,10 +369,12 @@ def _reference_s(model: ServiceModel) -> tuple[float, float]:
     return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s, step
 
 
-def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, float]) -> list[float]:
+def _solve_with(matrix: list[list[float]], right: list[float], fixed_values: dict[int, float]) -> list[float]:
     """Gaussian elimination of a positive definite system in which some unknowns are given."""
-    free = [i for i in range(len(right)) if i not in fixed]
-    rows = [[matrix[i][j] for j in free] + [right[i] - sum(matrix[i][k] * v for k, v in fixed.items())] for i in free]
+    free = [i for i in range(len(right)) if i not in fixed_values]
+    rows = [
+        [matrix[i][j] for j in free] + [right[i] - sum(matrix[i][k] * v for k, v in fixed_values.items())] for i in free
+    ]
     count = len(free)
     for i in range(count):
         pivot = rows[i]
@@ -377,8 +383,8 @@ def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, 
             if factor:
                 for c in range(i, count + 1):
                     rows[r][c] -= factor * pivot[c]
-    found = dict(fixed)
+    solution = dict(fixed_values)
     for i in range(count - 1, -1, -1):
         row = rows[i]
-        found[free[i]] = (row[count] - sum(row[j] * found[free[j]] for j in range(i + 1, count))) / row[i]
-    return [found[i] for i in range(len(right))]
+        solution[free[i]] = (row[count] - sum(row[j] * solution[free[j]] for j in range(i + 1, count))) / row[i]
+    return [solution[i] for i in range(len(right))]

@@ -101,7 +101,7 @@ class WorkTotals(msgspec.Struct, eq=False):
             steps=steps,
             decode_requests=(self.request_seconds - start.request_seconds) / elapsed_s,
             decode_context=(self.context_seconds - start.context_seconds) / elapsed_s,
-            clean=is_complete,
+            is_complete=is_complete,
             noise=0.1 if is_complete else 0.5,
         )
 
@@ -247,7 +247,7 @@ class Target:
 
     def __post_init__(self) -> None:
         self.name = self.worker_id if self.rank is None else f"{self.worker_id}#{self.rank}"
-        self.speeds.join(self.name)
+        self.speeds.add_worker(self.name)
         self.set_service_model(self.speeds.model(self.name))
 
     def expected_seconds(self, observation: Observation) -> float:

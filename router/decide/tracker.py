@@ -78,7 +78,7 @@ class LoadTracker:
         """Its requests in flight stay known by id until they end; they no longer count anywhere."""
         target = self.targets.pop(name, None)
         if target is not None:
-            target.speeds.leave(name)
+            target.speeds.remove_worker(name)
         self.changed_targets.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -160,7 +160,11 @@ class LoadTracker:
         flight.context_tokens = context
         flight.target.refresh()
         target = flight.target
-        if at_s is not None and not target.prefills and at_s - target.steps_observed_s >= target.speeds.steps_every_s:
+        if (
+            at_s is not None
+            and not target.prefills
+            and at_s - target.steps_observed_s >= target.speeds.step_observation_interval_s
+        ):
             self._observe_steps(flight, output_tokens - flight.observed_output_tokens, at_s)
 
     def end_request(
@@ -221,7 +225,7 @@ class LoadTracker:
         if now - self._silence_checked_s >= _SILENCE_CHECK_S:
             self._silence_checked_s = now
             for speeds in self._speeds.values():
-                if speeds.silent:
+                if speeds.is_untrained:
                     self._check_silence(speeds, now)
 
     def _check_silence(self, speeds: PoolSpeeds, now: float) -> None:
@@ -230,7 +234,7 @@ class LoadTracker:
         targets = {flight.target.name: flight.target for flight in oldest if flight.target.speeds is speeds}
         ratios = [ratio for target in targets.values() if (ratio := target.overdue_ratio(now)) is not None]
         if ratios:
-            self._update_models(next(iter(targets.values())), speeds.await_longer(ratios))
+            self._update_models(next(iter(targets.values())), speeds.raise_prior(ratios))
 
     def _start_decode(self, flight: InFlight, now: float) -> None:
         target = flight.target
@@ -364,7 +368,7 @@ class LoadTracker:
         if flight.expectation is not None and target.reported_load is not None:
             target.test_expectation(flight.expectation, observation)
             self._update_peer_load(target)
-        if target.external_load is None and now - target.steps_observed_s >= target.speeds.steps_every_s:
+        if target.external_load is None and now - target.steps_observed_s >= target.speeds.step_observation_interval_s:
             target.steps_observed_s = now
             names, _ = target.speeds.observe(target.name, observation)
             self._update_models(target, names)

@@ -40,41 +40,41 @@ class WorkingSets:
     """
 
     def __init__(self, config: WorkingSetConfig) -> None:
-        self._enabled, self._live_s = config.enabled, config.live_s
-        self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / REUSE_REQUESTS
-        self._needs: dict[str, _TargetUsage] = {}
+        self._is_enabled, self._live_s = config.enabled, config.live_s
+        self._chunk_tokens, self._decay = config.chunk_tokens, 1.0 - 1.0 / REUSE_REQUESTS
+        self._usages: dict[str, _TargetUsage] = {}
         self._chunks: OrderedDict[int, tuple[_TargetUsage, float, bool, str | None]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
         it), oldest first."""
         self._spare_min = 0
         self._expired_s = 0.0
-        self._reused = 0.0
-        self._computed = 0.0
+        self._reused_tokens = 0.0
+        self._computed_tokens = 0.0
 
     # Targets -----------------------------------------------------------------------------------------------------
     def set_capacity(self, target: str, tokens: int | None) -> None:
         """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
-        if tokens is None or not self._enabled:
+        if tokens is None or not self._is_enabled:
             self.clear(target)
-            self._needs.pop(target, None)
-        elif target in self._needs:
-            self._needs[target].capacity = tokens
+            self._usages.pop(target, None)
+        elif target in self._usages:
+            self._usages[target].capacity = tokens
         else:
-            self._needs[target] = _TargetUsage(tokens)
+            self._usages[target] = _TargetUsage(tokens)
         self._recount()
 
     def clear(self, target: str) -> None:
         """The worker restarted: nothing is cached there any more."""
-        need = self._needs.get(target)
-        if need is None:
+        usage = self._usages.get(target)
+        if usage is None:
             return
-        for key in [key for key, (home, *_) in self._chunks.items() if home is need]:
+        for key in [key for key, (chunk_usage, *_) in self._chunks.items() if chunk_usage is usage]:
             del self._chunks[key]
-        need.count = 0
+        usage.count = 0
         self._recount()
 
     # What is sent ------------------------------------------------------------------------------------------------
-    def sent(
+    def add_prompt(
         self,
         target: str,
         keys: Sequence[int],
@@ -85,91 +85,93 @@ class WorkingSets:
         session: str | None = None,
     ) -> None:
         """A prompt of so many tokens, of a session, went to the target, where `cached_share` (0 to 1) was cached."""
-        need = self._needs.get(target)
-        if need is None:
+        usage = self._usages.get(target)
+        if usage is None:
             return
-        keep = self._keep
-        self._reused = self._reused * keep + tokens * cached_share
-        self._computed = self._computed * keep + tokens * (1.0 - cached_share)
+        decay = self._decay
+        self._reused_tokens = self._reused_tokens * decay + tokens * cached_share
+        self._computed_tokens = self._computed_tokens * decay + tokens * (1.0 - cached_share)
         chunks = self._chunks
         for key in keys:
-            known = chunks.get(key)
-            if known is None:
-                chunks[key] = (need, now, False, session)
+            chunk = chunks.get(key)
+            if chunk is None:
+                chunks[key] = (usage, now, False, session)
                 continue
-            if known[2]:
-                known[0].count -= 1
-            need.count += 1
-            chunks[key] = (need, now, True, session if session == known[3] else None)
+            if chunk[2]:
+                chunk[0].count -= 1
+            usage.count += 1
+            chunks[key] = (usage, now, True, session if session == chunk[3] else None)
             chunks.move_to_end(key)
-        self._spare_min = min(self._spare_min, self._spare(need))
+        self._spare_min = min(self._spare_min, self._spare(usage))
 
-    def ended(self, keys: Sequence[int], session: str) -> None:
+    def end_session(self, keys: Sequence[int], session: str) -> None:
         """The session is over: the chunks that nobody else ever used are needed no more."""
         chunks = self._chunks
         for key in keys:
-            known = chunks.get(key)
-            if known is not None and known[3] == session:
-                known[0].count -= known[2]
+            chunk = chunks.get(key)
+            if chunk is not None and chunk[3] == session:
+                chunk[0].count -= chunk[2]
                 del chunks[key]
 
     @property
     def reuse(self) -> float:
         """How many times a computed token is used again, as far as lately seen, at most `REUSE_MAX`."""
-        return min(self._reused / max(self._computed, 1.0), REUSE_MAX)
+        return min(self._reused_tokens / max(self._computed_tokens, 1.0), REUSE_MAX)
 
     # What the price asks -----------------------------------------------------------------------------------------
-    def crowded(self, tokens: int, now: float) -> bool:
+    def may_overflow(self, tokens: int, now: float) -> bool:
         """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
         if now - self._expired_s >= 1.0:
             self._expire(now)
-        return tokens > self._spare_min and bool(self._needs)
+        return tokens > self._spare_min and bool(self._usages)
 
     def overflows(
         self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
     ) -> list[float]:
         """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
         is cached there now (`cached_shares`, 0 to 1) has found room."""
-        own: Counter[int] = Counter()
+        prompt_chunks: Counter[int] = Counter()
         for key in keys:
-            known = self._chunks.get(key)
-            if known is not None and known[2]:
-                own[id(known[0])] += 1
-        found = []
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk[2]:
+                prompt_chunks[id(chunk[0])] += 1
+        overflows = []
         for target, cached_share in zip(targets, cached_shares):
-            need = self._needs.get(target)
-            if need is None or not tokens:
-                found.append(0.0)
+            usage = self._usages.get(target)
+            if usage is None or not tokens:
+                overflows.append(0.0)
                 continue
-            others = (need.count - own[id(need)]) * self._chunk_tokens
-            over = max(others + tokens - need.capacity, 0) / tokens
-            found.append(min(over, 1.0 - cached_share))
-        return found
+            other_tokens = (usage.count - prompt_chunks[id(usage)]) * self._chunk_tokens
+            overflow = max(other_tokens + tokens - usage.capacity, 0) / tokens
+            overflows.append(min(overflow, 1.0 - cached_share))
+        return overflows
 
     def check_invariants(self) -> None:
         """Counts agree with what they count; times are in order."""
-        for name, need in self._needs.items():
-            count = sum(1 for home, _, counts, _ in self._chunks.values() if home is need and counts)
-            assert need.count == count, f"{name}: {need.count} chunks counted, {count} live"
-            assert self._spare_min <= self._spare(need), f"{name}: spare {self._spare(need)} < {self._spare_min}"
+        for name, usage in self._usages.items():
+            count = sum(1 for chunk_usage, _, counts, _ in self._chunks.values() if chunk_usage is usage and counts)
+            assert usage.count == count, f"{name}: {usage.count} chunks counted, {count} live"
+            assert self._spare_min <= self._spare(usage), f"{name}: spare {self._spare(usage)} < {self._spare_min}"
         times = [used_s for _, used_s, _, _ in self._chunks.values()]
         assert times == sorted(times)
-        assert all(any(home is need for need in self._needs.values()) for home, *_ in self._chunks.values())
+        assert all(
+            any(chunk_usage is usage for usage in self._usages.values()) for chunk_usage, *_ in self._chunks.values()
+        )
 
     def _expire(self, now: float) -> None:
         self._expired_s = now
         oldest_s = now - self._live_s
         chunks = self._chunks
         while chunks:
-            key, (need, used_s, counts, _) = next(iter(chunks.items()))
+            key, (usage, used_s, counts, _) = next(iter(chunks.items()))
             if used_s >= oldest_s:
                 break
             del chunks[key]
-            need.count -= counts
+            usage.count -= counts
         self._recount()
 
-    def _spare(self, need: _TargetUsage) -> int:
-        return need.capacity - need.count * self._chunk_tokens
+    def _spare(self, usage: _TargetUsage) -> int:
+        return usage.capacity - usage.count * self._chunk_tokens
 
     def _recount(self) -> None:
-        self._spare_min = min(map(self._spare, self._needs.values()), default=0)
+        self._spare_min = min(map(self._spare, self._usages.values()), default=0)

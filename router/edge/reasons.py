@@ -144,7 +144,7 @@ class Reasons:
         if route is None or decision is None or not exchange.in_core or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
-            prompt = self._core.cache_state.asked(route.request_id)
+            prompt = self._core.cache_state.query_of(route.request_id)
             gone = self._gone(route.token_ids if prompt is None else prompt.ids, route, decision)
             name = exchange.trace_id.decode("latin-1")
             if found is None:
@@ -232,7 +232,7 @@ class Reasons:
         keys: Sequence[int] = ()
         short: Sequence[int] = ()
         if route.session is None:
-            asked = self._core.cache_state.asked(route.request_id)
+            asked = self._core.cache_state.query_of(route.request_id)
             if asked is not None:
                 keys = asked.keys(self._chunk_tokens)
             else:

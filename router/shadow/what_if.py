@@ -273,7 +273,7 @@ def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTime
             tracker.record_progress(name, one.output_tokens or 0)
             tracker.record_answer(name, one.output_tokens, now)
             tracker.end_request(name, now, reported_cached=one.cached_tokens)
-    models = {name: target.speeds.measured(name) for name, target in targets.items()}
+    models = {name: target.speeds.measured_model(name) for name, target in targets.items()}
     return {name: StepTimes(**asdict(model)) for name, model in models.items()}
 
 

@@ -127,5 +127,5 @@ def sent_to(result: object) -> str:
 def needed(sets: WorkingSets, target: str, now: float) -> int | None:
     """Tokens that live at the target and were used before. None where its capacity is not known."""
     sets._expire(now)
-    need = sets._needs.get(target)
+    need = sets._usages.get(target)
     return None if need is None else need.count * sets._chunk_tokens

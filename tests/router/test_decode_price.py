@@ -96,7 +96,7 @@ def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short()
 
 def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
-    prompt = core.cache_state.ask([7] * 3000, SCOPE, 3000)
+    prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
     for name in "abc":
         assert core.cache_state.shared_prefix(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
             "two on one: one on each of two"
@@ -127,7 +127,7 @@ def test_what_has_ended_is_not_hot() -> None:
 
 def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> None:
     core = pool(2)
-    prompt = core.cache_state.ask([7] * 3000, SCOPE, 3000)
+    prompt = core.cache_state.prepare_query([7] * 3000, SCOPE, 3000)
     for i, name in enumerate("abcd"):
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
     for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):

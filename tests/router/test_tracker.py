@@ -301,7 +301,7 @@ def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     speeds = PoolSpeeds(ServiceModel(), LearnConfig())
     names = [f"w{i}" for i in range(8)]
     for name in names:
-        speeds.join(name)
+        speeds.add_worker(name)
     half = ServiceModel(prefill_s_per_token=2e-4, step_s=0.024, decode_request_s=1e-4, decode_context_s=5e-8)
     for _ in range(60):
         for name in names:
@@ -320,7 +320,7 @@ def test_who_is_thought_slow_and_not_asked_is_like_the_others_again() -> None:
     speeds = PoolSpeeds(ServiceModel(), LearnConfig())
     names = [f"w{i}" for i in range(4)]
     for name in names:
-        speeds.join(name)
+        speeds.add_worker(name)
     slow = ServiceModel(prefill_s_per_token=3e-4, step_s=0.036, decode_request_s=1.5e-4, decode_context_s=7.5e-8)
     for _ in range(40):
         for name in names:

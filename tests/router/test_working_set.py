@@ -80,7 +80,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         naive.expire(now)
         assert needed(sets, target, now) == naive.need(target)
         if what == "send":
-            sets.sent(target, keys, len(ids), now, cached_share=0.5)
+            sets.add_prompt(target, keys, len(ids), now, cached_share=0.5)
             naive.send(target, ids, now)
         elif what == "clear":
             sets.clear(target)
@@ -89,7 +89,7 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
             share = tail / 5
             expected = [naive.over("a", ids, share), naive.over("b", ids, 0.0)]
             assert sets.overflows(["a", "b"], [share, 0.0], keys, len(ids)) == pytest.approx(expected)
-            if not sets.crowded(len(ids), now):
+            if not sets.may_overflow(len(ids), now):
                 assert expected == [0.0, 0.0]
         sets.check_invariants()
     sets.set_capacity("a", None)
@@ -103,10 +103,10 @@ def test_reuse_is_learned_and_bounded() -> None:
     assert sets.reuse == 0.0, "nothing is known to come back yet"
     sets.set_capacity("a", 1000)
     for _ in range(4):
-        sets.sent("a", [], 100, 0.0, cached_share=0.5)
+        sets.add_prompt("a", [], 100, 0.0, cached_share=0.5)
     assert sets.reuse == pytest.approx(1.0)
     for _ in range(400):
-        sets.sent("a", [], 100, 0.0, cached_share=0.99)
+        sets.add_prompt("a", [], 100, 0.0, cached_share=0.99)
     assert sets.reuse == REUSE_MAX
 
 
