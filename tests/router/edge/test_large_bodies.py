@@ -268,9 +268,9 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         connection = UpstreamConnection(pool, mock.Mock())
         connection.transport = transport
         assert allocated(lambda: connection.send(b"head", request.pieces)) < most
-        while prompt_worker_pool.scheduler.schedule.called:
-            (send_on,) = prompt_worker_pool.scheduler.schedule.call_args.args
-            prompt_worker_pool.scheduler.schedule.reset_mock()
+        while pool.scheduler.schedule.called:
+            (send_on,) = pool.scheduler.schedule.call_args.args
+            pool.scheduler.schedule.reset_mock()
             send_on()
         sent = [*transport.writelines.call_args.args[0], *(call.args[0] for call in transport.write.call_args_list)]
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces), strict=True))

@@ -390,7 +390,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         for _ in range(2):
             talk.turn()
             await talk.send()
-        may_go, outline = asyncio.Event(), edge.worker_pool.outline
+        may_go, outline = asyncio.Event(), edge.worker_pool.outline_body
 
         async def slow(*args: Any) -> Any:
             await may_go.wait()
@@ -398,7 +398,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
                 raise RuntimeError("the helper is gone")
             return await outline(*args)
 
-        edge.worker_pool.outline = slow
+        edge.worker_pool.outline_body = slow
         talk.messages[1]["content"] = "Something else. " * 20
         talk.turn()
         headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]

@@ -80,8 +80,8 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
         assert all(route.token_ids is None for route in routes)
         assert edge.worker_pool.counts["failed"] == OVERDUE_MAX
         assert "too long" in edge.prompts.problems["bad"]
-        assert edge.prompts.order("bad", "chat", None).folder is None
-        assert edge.prompts.order("bad", "completion", None).folder == folder
+        assert edge.prompts.order("bad", "chat", None).tokenizer_folder is None
+        assert edge.prompts.order("bad", "completion", None).tokenizer_folder == folder
 
     edge.run(scenario(), 60.0)
 
