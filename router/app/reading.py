@@ -84,7 +84,7 @@ class HeadFields:
         self.worker = _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
         self.explains = _integer(request, b"x-blockcast-explain", 0, 1) == 1
-        self.session: Names = names.told(request.headers.get)
+        self.session: Names = names.told(request.headers)
 
 
 class Asked(ReadTurn):

@@ -7,7 +7,7 @@ Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -49,6 +49,10 @@ class HeaderBlock:
         """From names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
+    def __iter__(self) -> Iterator[bytes]:
+        """The names, in lower case, each once."""
+        return iter(self._first)
+
     def __contains__(self, name: bytes) -> bool:
         return name in self._first
 
@@ -59,8 +63,11 @@ class HeaderBlock:
 
     def all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
-        if name not in self._first:
+        value = self.get(name)
+        if value is None:
             return []
+        if len(self._first) == len(self._lines):  # no name comes twice, as nearly always
+            return [value]
         return [line[len(name) + 1 :].strip(b" \t\r\n") for other, line in self._lines if other == name]
 
     def without(self, names: frozenset[bytes]) -> bytes:

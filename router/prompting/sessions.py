@@ -7,8 +7,8 @@ at most NAME_CHARS_MAX characters long, whatever came in.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from prompts.routing import RoutingRequest
 
@@ -50,6 +50,14 @@ NAMES = (
 """Of several that tell the same, the first that is there counts."""
 
 
+class Headers(Protocol):
+    """Headers of a request, by names in lower case."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def get(self, name: bytes, /) -> bytes | None: ...
+
+
 class Session(NamedTuple):
     """What a request says of itself."""
 
@@ -74,12 +82,15 @@ class SessionNames:
         added = [_row(text) for text in more]
         rows = [*added, *NAMES]
         self._headers = [(row.name.lower().encode(), row.tells) for row in rows if row.where == "header"]
+        self._names = frozenset(name for name, _ in self._headers)
 
-    def told(self, header: Callable[[bytes], bytes | None]) -> Names:
-        """What headers tell. `header`: the value of a lower-case name."""
+    def told(self, headers: Headers) -> Names:
+        """What headers tell."""
         found: Names = {}
+        if self._names.isdisjoint(headers):
+            return found
         for name, tells in self._headers:
-            if tells not in found and (value := header(name)):
+            if tells not in found and (value := headers.get(name)):
                 found[tells] = value.decode("latin-1")
         return found
 

@@ -26,7 +26,7 @@ SCOPE = Scope("m")
 
 def read(headers: dict[str, str], body: bytes = b"{}", more: tuple[str, ...] = ()) -> Session:
     sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    return SessionNames.of(SessionNames(more).told(sent.get), parse_routing("/v1/chat/completions", body))
+    return SessionNames.of(SessionNames(more).told(sent), parse_routing("/v1/chat/completions", body))
 
 
 def body_with(path: str, value: str) -> bytes:
