@@ -87,6 +87,7 @@ class RouterApp:
         self.budget = proxy.budget
         self.scheduler = proxy.scheduler
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
+        self.now = proxy.now
         self._proxy = proxy
         self._reading = reading
         self._tenants = tenants

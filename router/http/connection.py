@@ -8,7 +8,6 @@ order they came, each before the next is handed over.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Iterable
 from typing import Any, Final, Protocol
 
@@ -80,6 +79,9 @@ class Application(Protocol):
     arrival_scheduler: FairScheduler
     """Of requests that begin."""
 
+    def now(self) -> float:
+        """Seconds of the clock whose times `ClientConnection.expire` is given."""
+
     def cors_headers(self, request: HttpRequest) -> bytes:
         """Header lines of whatever answer `request` gets."""
 
@@ -141,14 +143,14 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of all answers so far."""
         self._taken_bytes = 0
         """Bytes of `_written_bytes` that had left the write buffer at the last sweep."""
-        self._taken_s = time.monotonic()
+        self._taken_s = self._app.now()
         """When bytes were last seen to leave the write buffer, or the buffer was empty."""
         self._unread = False
         """The client may still be sending what will not be read."""
         self._lingers = False
         self._waiting: HttpRequest | None = None
         """For its turn to begin; the connection is busy with it."""
-        self._since_s = time.monotonic()
+        self._since_s = self._app.now()
 
     # From the event loop ------------------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class ClientConnection(asyncio.Protocol):
                 self._app.scheduler.schedule(self._read_on)
             return
         if not self._busy and not self._parser.midway:
-            self._since_s = time.monotonic()
+            self._since_s = self._app.now()
         try:
             self._parser.feed(data)
             if self._busy or self._paused_writing:
@@ -208,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
         self._paused_writing = False
         self._unsent_bytes = 0
         if not self._busy and not self._parser.midway:
-            self._since_s = time.monotonic()  # what it asked meanwhile begins to be read now
+            self._since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
             if self._held:
                 self._hold()
@@ -236,7 +238,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         if self._held:
             self._hold()
-        self._since_s = time.monotonic()
+        self._since_s = self._app.now()
         if not keep_alive or not self._keep_alive:
             self._close()
         else:

@@ -1,9 +1,10 @@
-"""A router's edge between raw client bytes and scripted workers, all on real sockets of one event loop."""
+"""A router's edge between raw client bytes and scripted workers, all on real sockets of one event loop.
+
+Time stands still until a test moves it (`Edge.advance`), so no timeout depends on how fast the machine is."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,6 +34,9 @@ from router.index.protocol import HolderId, IndexStats, IngestReport, Match, Pin
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
+
+SETTLE_S_MAX = 10.0
+"""For what the end of a scenario takes at most, on a machine with much else to do."""
 
 
 class EmptyIndex:
@@ -99,8 +103,9 @@ class EmptyIndex:
 class NoFleet:
     """Workers are added by the tests themselves."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, now: Callable[[], float]) -> None:
         self._core = core
+        self._now = now
         self.unusable: dict[str, int] = {}
         self.waiting: dict[str, str] = {}
 
@@ -108,10 +113,10 @@ class NoFleet:
         raise ValueError("url: missing")
 
     async def remove(self, worker_id: str) -> None:
-        self._core.remove_worker(worker_id, time.monotonic())
+        self._core.remove_worker(worker_id, self._now())
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._core.set_draining(worker_id, time.monotonic(), on=on)
+        self._core.set_draining(worker_id, self._now(), on=on)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}
@@ -156,6 +161,11 @@ class Upstream:
             self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of answers that wait here, because neither the router nor the kernel takes them."""
+        return sum(writer.transport.get_write_buffer_size() for writer in self._writers)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -202,15 +212,40 @@ def gated(gate: asyncio.Event) -> Script:
     return script
 
 
+async def until(holds: Callable[[], Any]) -> None:
+    """Wait for an event, for as long as the scenario may take."""
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+async def let_loop_read() -> None:
+    """Let the router read what was just written to it, so that what is written next comes in a read of its own."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 class Edge:
     """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
+
+    until = staticmethod(until)
+    let_loop_read = staticmethod(let_loop_read)
 
     def __init__(self) -> None:
         self.index = EmptyIndex()
         self.reply = reply
         self.gated = gated
+        self._now_s = 1000.0
         self._tasks: list[asyncio.Task[None]] = []
         self.upstreams: list[Upstream] = []
+
+    def now(self) -> float:
+        """Seconds of the clock that the router reads."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and fire what is due."""
+        self._now_s += seconds
+        self.tick()
 
     def run(self, scenario: Coroutine[Any, Any, None], seconds: float = 20.0) -> None:
         """Run a scenario, then check that nothing is left: no exchange, no pin, no upstream connection in use."""
@@ -219,6 +254,9 @@ class Edge:
             try:
                 await asyncio.wait_for(scenario, seconds)
                 await self.settle()
+                for task in self._tasks:
+                    if task.done() and not task.cancelled():
+                        task.result()  # raises what a check of the books found
             finally:
                 await self._stop()
 
@@ -250,7 +288,7 @@ class Edge:
             self.core,
             self.pool,
             self.metrics,
-            now=time.monotonic,
+            now=self.now,
             timeouts=self.timeouts,
             budget=Budget(limits or HttpLimits(), self.metrics),
         )
@@ -265,10 +303,8 @@ class Edge:
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None, cache_bytes=1 << 20)
         self.prompts.worker_pool = self.worker_pool
         reading = RequestReading(self.core, self.prompts, self.worker_pool)
-        self.fleet = NoFleet(self.core)
-        self.admin = Admin(
-            self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
-        )
+        self.fleet = NoFleet(self.core, self.now)
+        self.admin = Admin(self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test")
         self.proxy.tells_cache = config.cache_headers
         self.tenants = Tenants(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
@@ -280,14 +316,20 @@ class Edge:
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))
 
+    def tick(self) -> None:
+        """What the timer of `router run` does."""
+        for step in (self.proxy.sweep, self.listener.sweep, lambda now: self.proxy.perform(self.core.tick(now))):
+            try:
+                step(self._now_s)
+            except Exception as error:  # noqa: BLE001  as `router run` does: one keeps nothing from the others
+                self.metrics.crashed("timer", error)
+        self.core.check_invariants()
+        self.tenants.check_invariants()
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(0.02)
-            self.proxy.sweep(time.monotonic())
-            self.listener.sweep(time.monotonic())
-            self.proxy.perform(self.core.tick(time.monotonic()))
-            self.core.check_invariants()
-            self.tenants.check_invariants()
+            self.tick()
 
     async def worker(
         self,
@@ -309,7 +351,7 @@ class Edge:
         worker_id = name or f"w{len(self.core.workers)}"
         models = (ServedModel(model, model, max_model_len=max_model_len),)
         self.core.add_worker(
-            WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models, engine=engine), time.monotonic()
+            WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models, engine=engine), self._now_s
         )
         return upstream
 
@@ -326,19 +368,22 @@ class Edge:
 
     async def settle(self) -> None:
         """Wait until the books are empty; raise where they never are."""
-        for _ in range(200):
-            if (
-                not self.proxy.exchanges
-                and not self.index.pins
-                and not self.tenants.requests
-                and not self.metrics.request_buffer_bytes
-                and self.pool.counts()[0] == self.pool.counts()[1]
-            ):
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(
-            f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
-            f"(open, idle) upstream connections {self.pool.counts()}"
+        try:
+            await asyncio.wait_for(until(self._is_settled), SETTLE_S_MAX)
+        except asyncio.TimeoutError:
+            raise AssertionError(
+                f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
+                f"(open, idle) upstream connections {self.pool.counts()}"
+            ) from None
+
+    def _is_settled(self) -> bool:
+        self.tick()  # pins end with one
+        return (
+            not self.proxy.exchanges
+            and not self.index.pins
+            and not self.tenants.requests
+            and not self.metrics.request_buffer_bytes
+            and self.pool.counts()[0] == self.pool.counts()[1]
         )
 
     async def _stop(self) -> None:
@@ -351,7 +396,9 @@ class Edge:
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()
-        await asyncio.sleep(0.01)
+        ended = until(lambda: not self.listener.connections and not self.pool.counts()[0])
+        await asyncio.wait_for(ended, SETTLE_S_MAX)
+        await let_loop_read()  # uvloop cannot be closed while transports of clients are being closed
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import errno
 import inspect
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,19 +46,31 @@ def targets() -> list[tuple[type, str]]:
     return found
 
 
-async def slow_stream(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A streamed answer; what `x-fate` asks for instead of its first tries."""
-    if request.all(b"x-fate") == [b"reset"] and not getattr(slow_stream, "was_reset", False):
-        slow_stream.was_reset = True  # type: ignore[attr-defined]
-        writer.transport.abort()
-        return
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-    for number in range(CHUNKS):
-        text = b"data: %d\n\n" % number
-        writer.write(b"%x\r\n%b\r\n" % (len(text), text))
-        await writer.drain()
-        await asyncio.sleep(0.002)
-    writer.write(b"0\r\n\r\n")
+class SlowStream:
+    """A worker's script: a streamed answer in many reads. `x-fate: reset`: its first try is broken off. `x-waits`: it
+    waits in its middle for `may_go_on`."""
+
+    def __init__(self) -> None:
+        self.may_go_on = asyncio.Event()
+        self.waiting = 0
+        self._was_reset = False
+
+    async def __call__(self, request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.all(b"x-fate") == [b"reset"] and not self._was_reset:
+            self._was_reset = True
+            writer.transport.abort()
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for number in range(CHUNKS):
+            text = b"data: %d\n\n" % number
+            writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+            await writer.drain()
+            for _ in range(3):  # a read of its own, and turns for the other streams
+                await asyncio.sleep(0)
+            if number == CHUNKS // 2 and request.all(b"x-waits"):
+                self.waiting += 1
+                await self.may_go_on.wait()
+        writer.write(b"0\r\n\r\n")
 
 
 def test_an_index_that_raises_leaves_nothing_on_the_books(
@@ -109,23 +120,24 @@ def test_a_crash_anywhere_ends_one_request(
         return await original(*arguments, **named)
 
     monkeypatch.setattr(kind, name, bad_later if inspect.iscoroutinefunction(original) else bad)
-    slow_stream.was_reset = False  # type: ignore[attr-defined]
 
     async def scenario() -> None:
         nonlocal armed
         await edge.start()
-        await edge.worker(slow_stream)
-        await edge.worker(slow_stream)
+        script = SlowStream()
+        await edge.worker(script)
+        await edge.worker(script)
         assert (await edge.exchange(make_post(CHAT))).endswith(b"0\r\n\r\n")
-        bystander = asyncio.create_task(edge.exchange(make_post(CHAT)))
-        await asyncio.sleep(0.02)
+        bystander = asyncio.create_task(edge.exchange(make_post(CHAT, headers=[b"x-waits: 1"])))
+        await edge.until(lambda: script.waiting)
         armed = True
+        script.may_go_on.set()
         answers = await asyncio.gather(
             *(edge.exchange(make_post(CHAT, headers=headers)) for headers in ([], [b"x-fate: reset"]))
         )
-        _, writer = await edge.connect()
+        reader, writer = await edge.connect()
         writer.write(make_post(CHAT))
-        await asyncio.sleep(0.02)
+        await reader.read(1)
         writer.close()
         others = [await bystander, *answers]
         whole = [answer for answer in others if answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"0\r\n\r\n")]
@@ -228,13 +240,18 @@ def test_a_request_that_kills_workers_is_not_sent_once_for_every_idle_connection
         if request.all(b"x-poison"):
             writer.transport.abort()
         else:
-            await asyncio.sleep(0.05)
+            await all_came.wait()
             await edge.reply()(request, reader, writer)
+
+    all_came = asyncio.Event()
 
     async def scenario() -> None:
         await edge.start()
         upstreams = [await edge.worker(deadly) for _ in range(2)]
-        await asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(40)))
+        asked = asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(40)))
+        await edge.until(lambda: sum(len(upstream.received) for upstream in upstreams) == 40)
+        all_came.set()
+        await asked
         assert edge.pool.counts()[1] > 10
         for upstream in upstreams:
             upstream.received.clear()
@@ -556,6 +573,9 @@ class App:
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.taken: list[int] = []
 
+    def now(self) -> float:
+        return 1000.0
+
     def admit(self, connection: Any, request: Any) -> str:
         return "somebody"
 
@@ -636,7 +656,7 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
         pieces = 8 * len(connections)
         for connection in connections:
             if refused:
-                connection.expire(time.monotonic() + 1000, ClientTimeouts())
+                connection.expire(app.now() + 1000, ClientTimeouts())
                 assert b" 408 " in connection._transport.written[-1]
             else:
                 connection.connection_lost(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter, deque
 from dataclasses import replace as replaced
@@ -95,6 +94,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         assert stats.misses > MORE // 2  # so the cache was full, and not unused
 
     async def send(number: int) -> None:
+        edge.advance(0.001)
         data = make_post(*request(number)[:1], headers=request(number)[1])
         if number % 7 == 0:  # a client that leaves at once
             _, writer = await edge.connect()
@@ -106,7 +106,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
 
     async def look() -> Counter[str]:
         await edge.settle()
-        await asyncio.sleep(0.1)  # the core's next tick
+        edge.advance(0.1)
         for upstream in edge.upstreams:
             upstream.received.clear()
         return sizes(kept)
@@ -122,6 +122,7 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> No
         body = json.dumps({"model": "tiny", "prompt": [1, 2, 3]}).encode()
 
         async def replace(number: int) -> None:
+            edge.advance(0.01)
             spec = edge.core.workers[f"w{number}"].spec
             edge.core.remove_worker(f"w{number}", edge.proxy.now())
             edge.core.add_worker(replaced(spec, worker_id=f"w{number + 1}"), edge.proxy.now())
@@ -131,7 +132,8 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> No
         async def look() -> Counter[str]:
             edge.pool.close_idle(edge.proxy.now() + 60.0)
             edge.metrics.keep_workers(edge.core.workers)
-            await asyncio.sleep(0.1)
+            edge.advance(0.1)
+            await edge.until(lambda: not edge.pool.counts()[0] and not upstream._writers)
             upstream.received.clear()
             return sizes(edge)
 

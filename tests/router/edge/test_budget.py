@@ -71,10 +71,12 @@ def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_p
             reader, writer = await edge.connect()
             writers.append(writer)
             writer.write(head(MIB, b"Authorization: Bearer " + key + b"\r\n") + bytes(MIB - 1))
-            try:
-                return await asyncio.wait_for(reader.read(-1), 0.3)
-            except asyncio.TimeoutError:
-                return b""
+            before, answer = edge.metrics.request_buffer_bytes, asyncio.ensure_future(reader.read(-1))
+            await edge.until(lambda: answer.done() or edge.metrics.request_buffer_bytes >= before + MIB - 1)
+            if answer.done():
+                return answer.result()
+            answer.cancel()
+            return b""
 
         first = [await upload(b"k1") for _ in range(6)]
         assert [answer[9:12] for answer in first] == [b"", b"", b"", b"", b"429", b"429"]
@@ -106,8 +108,7 @@ def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: An
         upstream = await edge.worker(edge.gated(gate))
         body = b'{"model":"tiny","x":"' + b"y" * MIB + b'"}'
         running = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
-        while len(upstream.received) < 2:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: len(upstream.received) == 2)
         assert edge.metrics.request_buffer_bytes > 2 * MIB
         assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
         gate.set()
@@ -130,8 +131,12 @@ def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: An
         clients = [await edge.connect() for _ in range(8)]
         for _, writer in clients:
             writer.write(small + small * 10_000)  # 2 MB each
-        await asyncio.sleep(0.2)
-        assert edge.metrics.request_buffer_bytes <= MIB
+        connections = edge.listener.connections
+        await edge.until(lambda: all(one._paused_reading or one._unread for one in connections))
+        assert len(connections) == 8
+        for _ in range(20):
+            await edge.let_loop_read()
+            assert edge.metrics.request_buffer_bytes <= MIB
         gate.set()
         for reader, _ in clients:
             assert (await reader.read(12)) == b"HTTP/1.1 200"
@@ -152,8 +157,7 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
             chunked = b"POST /v1/x HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n"
             writer.write((chunked if number % 2 else head(MIB)) + bytes(MIB - 9))
             await writer.drain()
-            while not edge.metrics.request_buffer_bytes:
-                await asyncio.sleep(0.005)
+            await edge.until(lambda: edge.metrics.request_buffer_bytes)
             writer.transport.abort()
 
         await leave(0)
@@ -166,9 +170,8 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
             for number in range(12):
                 await leave(number)
             await edge.settle()
-            while edge.listener.connections:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
+            await edge.until(lambda: not edge.listener.connections)
+            await edge.let_loop_read()
             kept = tracemalloc.get_traced_memory()[0] - before
         finally:
             tracemalloc.stop()
@@ -210,10 +213,9 @@ def test_no_request_is_begun_while_answers_wait(edge: Any, size: int) -> None:
         add_page(edge, size)
         reader, writer = await connect_deaf(edge)
         writer.write(PAGE * asked)
-        while not unread(edge):
-            await asyncio.sleep(0.01)
-        for _ in range(20):
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: unread(edge))
+        for _ in range(100):
+            await edge.let_loop_read()
             assert unread(edge) <= WRITE_BUFFER_BYTES + size + 4096
         writer.transport.resume_reading()
         for _ in range(asked):  # and once they are read, every request is answered
@@ -232,8 +234,7 @@ def test_answers_that_wait_are_booked_and_given_back(edge: Any, make_post: Any) 
         add_page(edge, 12 * MIB)
         reader, writer = await connect_deaf(edge)
         writer.write(PAGE)
-        while edge.metrics.request_buffer_bytes < MIB:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: edge.metrics.request_buffer_bytes >= MIB)
         body = b'{"model":"tiny","x":"' + b"y" * 8 * MIB + b'"}'
         assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
         other, another = await connect_deaf(edge)
@@ -270,10 +271,13 @@ def test_who_takes_nothing_of_an_answer_is_cut_off(edge: Any, make_post: Any, wh
             writer.write(make_post(b'{"model":"tiny","prompt":"x","stream":true}', b"/v1/completions"))
         else:
             writer.write(PAGE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") if "last" in what else PAGE * 5)
-        while not unread(edge):
-            await asyncio.sleep(0.01)
-        while edge.listener.connections:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: unread(edge))
+
+        def has_ended() -> bool:
+            edge.advance(0.05)
+            return not edge.listener.connections
+
+        await edge.until(has_ended)
         writer.close()
 
     edge.run(scenario())

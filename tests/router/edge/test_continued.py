@@ -257,7 +257,8 @@ def worker(
             begins = False
             writer.write(chunk(b": ping\n\n" + event(**told)))
             await writer.drain()
-            await asyncio.sleep(0.005)
+            for _ in range(5):  # a read of its own
+                await asyncio.sleep(0)
             spoken += 1
             at += 1
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -619,7 +620,7 @@ def test_what_comes_behind_the_last_blank_line_is_passed_on(
         writer.write(HEAD + chunk(spoken) + chunk(last) + (b"0\r\n\r\n" if joined else b""))
         if not joined:
             await writer.drain()
-            await asyncio.sleep(0.05)
+            await edge.let_loop_read()
             writer.write(b"0\r\n\r\n")
 
     async def scenario() -> None:
@@ -675,7 +676,7 @@ def test_an_encoded_answer_passes_as_it_comes(edge: Any, make_post: Any) -> None
         for at in range(0, len(head + body), 50):
             writer.write((head + body)[at : at + 50])
             await writer.drain()
-            await asyncio.sleep(0.002)
+            await edge.let_loop_read()
 
     async def scenario() -> None:
         await edge.start()
@@ -693,7 +694,7 @@ def test_an_encoded_answer_that_breaks_off_is_cut(edge: Any, make_post: Any) -> 
     async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head + chunk(b"\x1f\x8b half"))
         await writer.drain()
-        await asyncio.sleep(0.05)
+        await edge.let_loop_read()
         writer.transport.abort()
 
     async def scenario() -> None:

@@ -159,18 +159,19 @@ def test_one_without_work_is_ended_and_started_again() -> None:
 
 def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child is stopped, as if it were busy: no clock is compared with any work."""
-    monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 6.0)
 
     async def work(worker_pool: PromptWorkerPool) -> None:
         def stops(parsed: RoutingRequest) -> ReadTask:
             process = worker_pool.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
+            monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 0.05)
             return ReadTask(parsed.kind)
 
         parsed, _, made = await worker_pool.read((PROMPT,), "completion", stops, lambda: True)
         assert (parsed.model, made.result) == ("m", None)
         assert worker_pool.counts["failed"] == 1
+        monkeypatch.undo()
         _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(made.result or ()) == 1000
 

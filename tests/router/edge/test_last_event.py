@@ -143,8 +143,7 @@ def test_a_stream_with_its_last_event_is_complete(
                 more = await reader.read(1 << 16)
                 assert more, "no end of the body"
                 got += more
-        while not ended:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: ended)
         writer.close()
         (exchange,) = ended
         assert exchange.outcome == "status_200"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -24,18 +23,13 @@ def chunk(data: bytes) -> bytes:
 
 
 def lose(edge: Any, name: str, how: str) -> None:
-    now = time.monotonic()
+    now = edge.now()
     if how == "down":
         edge.proxy.perform(edge.core.mark_worker_down(name, now, "no answer to /health"))
     elif how == "asleep":
         edge.proxy.perform(edge.core.set_asleep(name, now, on=True))
     else:
         edge.proxy.perform(edge.core.remove_worker(name, now))
-
-
-async def until(holds: Any) -> None:
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 def silent(gate: asyncio.Event, answer: Any, *, head: bool = False) -> Any:
@@ -95,12 +89,12 @@ def test_what_has_no_first_byte_moves(edge: Any, make_post: Any, path: str, body
         asked = [
             asyncio.create_task(edge.exchange(make_post(json.dumps(body).encode(), path.encode()))) for _ in range(2)
         ]
-        await until(lambda: a.received)
+        await edge.until(lambda: a.received)
         lose(edge, "a", how)
         for answer in await asyncio.gather(*asked):
             assert answer.endswith(b'"b"')
             assert b"x-blockcast-worker: b" in answer.lower()
-        await until(lambda: a.closed_by_router or not gate.set())
+        await edge.until(lambda: a.closed_by_router or not gate.set())
         assert edge.core.counters["retried"] == 1
         assert edge.core.workers["b"].failures == 0
 
@@ -118,14 +112,14 @@ def test_where_nobody_else_can_take_it_the_answer_is_waited_for(
         a = await edge.worker(silent(gate, edge.reply(b'"a"')), "a")
         if others == "too short":
             await edge.worker(edge.reply(b'"b"'), "b")
-            edge.core.set_draining("b", time.monotonic())
+            edge.core.set_draining("b", edge.now())
         asked = asyncio.create_task(edge.exchange(make_post(json.dumps(BODY).encode(), b"/v1/completions")))
-        await until(lambda: a.received)
+        await edge.until(lambda: a.received)
         if others == "budget":
             await edge.worker(edge.reply(b'"b"'), "b")
         lose(edge, "a", how)
         for _ in range(20):
-            edge.proxy.sweep(time.monotonic())
+            edge.proxy.sweep(edge.now())
         gate.set()
         assert (await asked).endswith(b'"a"')
 
@@ -150,8 +144,8 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             b.received.clear()
             body = json.dumps({**CHAT, "prompt": "Hi", "stream": True}).encode()
             asked = [asyncio.create_task(edge.exchange(make_post(body, path))) for _ in range(2)]
-            await until(lambda: a.received and edge.core.tracker.requests)
-            await until(lambda: all(exchange.client.answering for exchange in edge.proxy.exchanges.values()))
+            await edge.until(lambda: a.received and edge.core.tracker.requests)
+            await edge.until(lambda: all(exchange.client.answering for exchange in edge.proxy.exchanges.values()))
             if how == "breaks":
                 await a.stop()
                 await a.start(a.port)
@@ -163,8 +157,8 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             assert len(b.received) == 2
             if how == "removed":
                 break
-            edge.core.mark_worker_up("a", time.monotonic())
-            edge.core.registry.alive("a", time.monotonic())
+            edge.core.mark_worker_up("a", edge.now())
+            edge.core.registry.alive("a", edge.now())
         gate.set()
 
     edge.run(scenario())
@@ -180,7 +174,7 @@ def test_a_stream_that_has_begun_goes_on_elsewhere_when_its_worker_is_down(edge:
         await edge.worker(speaking(3, gate, log, "a"), "a", engine="vllm")
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions")))
-        await until(lambda: any(one.progress.reads >= 1 for one in edge.proxy.exchanges.values()))
+        await edge.until(lambda: any(one.progress.reads >= 1 for one in edge.proxy.exchanges.values()))
         for name in ("b", "c", "d"):
             await edge.worker(edge.reply(), name, engine="blockcast")
         await edge.worker(speaking(None, open_gate, log, "e"), "e", engine="vllm")
@@ -205,11 +199,11 @@ def test_a_stream_that_cannot_go_on_stays(edge: Any, make_post: Any, how: str) -
         await edge.worker(speaking(3, gate, log, "a"), "a", engine=engine)
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions")))
-        await until(lambda: any(one.progress.reads >= 1 for one in edge.proxy.exchanges.values()))
+        await edge.until(lambda: any(one.progress.reads >= 1 for one in edge.proxy.exchanges.values()))
         await edge.worker(speaking(None, gate, log, "b"), "b", engine=engine)
         lose(edge, "a", how)
         for _ in range(20):
-            edge.proxy.sweep(time.monotonic())
+            edge.proxy.sweep(edge.now())
         gate.set()
         assert (text_of(await asked), log) == ("".join(WORDS), ["a"])
         assert not edge.metrics.broken_streams
@@ -225,8 +219,11 @@ def test_streams_leave_a_worker_that_stands_still(edge: Any, make_post: Any) -> 
         await edge.worker(speaking(3, gate, log, "a"), "a", engine="vllm")
         body = json.dumps({**BODY, "stream": True}).encode()
         asked = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
-        await until(lambda: len(log) == 2)
+        await edge.until(lambda: len(log) == 2)
+        await edge.until(lambda: None not in (exchange.moved_s for exchange in edge.proxy.exchanges.values()))
         await edge.worker(speaking(None, open_gate, log, "b"), "b", engine="vllm")
+        for _ in range(5):
+            edge.advance(0.1)
         for answer in await asyncio.gather(*asked):
             assert text_of(answer) == "".join(WORDS)
         assert log == ["a", "a", "b", "b"]

@@ -7,7 +7,6 @@ import gzip
 import json
 import random
 import ssl
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -111,7 +110,7 @@ async def picker(
     await server.start()
     envoy = Envoy(edge, server, port, picking, certificate[0] if certificate else None)
     try:
-        server.beat(time.monotonic())
+        server.beat(edge.now())
         yield envoy
     finally:
         await envoy.channel.close()
@@ -120,14 +119,6 @@ async def picker(
 
 def load(edge: Any) -> dict[str, int]:
     return {target.worker_id: target.requests for target in edge.core.tracker.targets.values()}
-
-
-async def until(probe: Any) -> None:
-    for _ in range(500):
-        if probe():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("never")
 
 
 def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
@@ -142,11 +133,11 @@ def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
             assert worker_of(await stream.read()) == first
             assert load(edge)[first] == 1  # until the stream ends
             await stream.done_writing()
-            await until(lambda: not sum(load(edge).values()))
+            await edge.until(lambda: not sum(load(edge).values()))
             assert [exchange.outcome for exchange in envoy.ended] == ["status_200"]
             gone, _ = await envoy.ask()
             gone.cancel()
-            await until(lambda: not sum(load(edge).values()))
+            await edge.until(lambda: not sum(load(edge).values()))
             assert envoy.ended[1].outcome == "client_gone"
 
     edge.run(scenario())
@@ -239,7 +230,7 @@ def test_no_worker_is_503_and_health_says_so(edge: Any) -> None:
             assert [await state(name) for name in READY] == [2] * len(READY)
             await edge.worker(edge.reply(), "w0", port=9100)
             for _ in range(100):
-                envoy.server.beat(time.monotonic())
+                envoy.server.beat(edge.now())
                 await asyncio.sleep(0.01)
                 if await state("") == 1:
                     break
@@ -262,7 +253,7 @@ def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
             assert asked == [7000, -1999, 2, 0, 1, 0]
             for stream in streams:
                 stream.cancel()
-            await until(lambda: not envoy.picking.in_flight)
+            await edge.until(lambda: not envoy.picking.in_flight)
 
     edge.run(scenario())
 
@@ -293,7 +284,7 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
             assert any(target.decode_requests for target in edge.core.tracker.targets.values())
             await stream.write(pb.ProcessingRequest(response_body={"body": usage, "end_of_stream": True}))
             await stream.read()
-            await until(lambda: not sum(load(edge).values()))
+            await edge.until(lambda: not sum(load(edge).values()))
             assert (envoy.ended[0].usage.prompt_tokens, envoy.ended[0].usage.cached_tokens) == (10, 4)
 
     edge.run(scenario())
@@ -342,7 +333,7 @@ def test_bytes_are_booked_on_the_gateway_s_client(edge: Any) -> None:
                 streams.append(stream)
             for stream in streams:
                 stream.cancel()
-            await until(lambda: not edge.metrics.request_buffer_bytes)
+            await edge.until(lambda: not edge.metrics.request_buffer_bytes)
 
     edge.run(scenario())
 
@@ -351,9 +342,9 @@ def test_a_name_is_looked_up(edge: Any) -> None:
     async def scenario() -> None:
         async with picker(edge, workers=0) as envoy:
             models = (ServedModel("tiny", "tiny", max_model_len=4096),)
-            edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), time.monotonic())
-            envoy.server.beat(time.monotonic() + 5)
-            await until(lambda: envoy.picking.endpoints.of("named") is not None)
+            edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), edge.now())
+            envoy.server.beat(edge.now() + 5)
+            await edge.until(lambda: envoy.picking.endpoints.of("named") is not None)
             stream, chosen = await envoy.ask()
             assert endpoints(chosen) == ["127.0.0.1:9100"]
             stream.cancel()
@@ -408,7 +399,7 @@ def test_garbage_ends_its_own_stream_alone(edge: Any) -> None:
                 stream, chosen = await asyncio.wait_for(envoy.ask(), 5)
                 assert endpoints(chosen)
                 stream.cancel()
-            await until(lambda: envoy.server.streams == 0)
+            await edge.until(lambda: envoy.server.streams == 0)
             assert not edge.metrics.crashes
             assert not sum(load(edge).values())
 

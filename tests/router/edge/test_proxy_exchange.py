@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_usage_is_found_at_the_end_of_a_stream_of_any_length(edge: Any, make_pos
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         for part in parts:
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            await asyncio.sleep(0.002)
+            await edge.let_loop_read()
         writer.write(b"0\r\n\r\n")
 
     async def scenario() -> None:
@@ -92,7 +91,7 @@ def test_chunked_stream_is_relayed_as_it_comes(edge: Any, make_post: Any) -> Non
             for piece in (b"9\r", b"\ndata: 2", b"\n\n\r\n0", b"\r\n", b"\r\n"):
                 writer.write(piece)
                 await writer.drain()
-                await asyncio.sleep(0.002)
+                await edge.let_loop_read()
 
         await edge.start()
         await edge.worker(script)
@@ -171,10 +170,7 @@ def test_client_that_leaves_cancels_upstream_at_once(edge: Any, make_post: Any) 
         writer.write(make_post(STREAM))
         await reader.readuntil(b"abc\r\n")
         writer.close()
-        for _ in range(100):
-            if worker.closed_by_router:
-                break
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: worker.closed_by_router)
         assert worker.closed_by_router == 1
         assert edge.core.counters["aborted"] == 1
 
@@ -250,20 +246,28 @@ def test_a_request_that_fails_everywhere_is_tried_twice_and_takes_no_worker_out(
 
 @pytest.mark.parametrize("framing", ["chunked", "length"])
 def test_broken_stream_is_cut_not_completed_and_not_repeated(edge: Any, make_post: Any, framing: str) -> None:
+    content = b"3\r\nabc\r\n" if framing == "chunked" else b"abc"
+
     async def scenario() -> None:
+        seen = asyncio.Event()
+
         async def script(request: Any, reader: Any, writer: Any) -> None:
             if framing == "chunked":
                 writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
             else:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
             await writer.drain()
-            await asyncio.sleep(0.02)
+            await seen.wait()
             writer.transport.abort()
 
         await edge.start()
         workers = [await edge.worker(script) for _ in range(2)]
-        answer = await edge.exchange(make_post(STREAM))
-        assert body_of(answer) == (b"3\r\nabc\r\n" if framing == "chunked" else b"abc")
+        reader, writer = await edge.connect()
+        writer.write(make_post(STREAM))
+        assert body_of(await reader.readuntil(content)) == content
+        seen.set()
+        assert await reader.read(-1) == b""
+        writer.close()
         assert sum(len(worker.received) for worker in workers) == 1
 
     edge.run(scenario())
@@ -298,12 +302,17 @@ def test_worker_that_never_answers_times_out_and_another_takes_over(edge: Any, m
         async def silent(request: Any, reader: Any, writer: Any) -> None:
             await reader.readexactly(1)
 
-        await edge.start(timeouts=Timeouts(first_byte_s=0.15))
-        await edge.worker(silent)
-        assert status_of(await edge.exchange(make_post(CHAT))) == 504
+        await edge.start(timeouts=Timeouts(first_byte_s=30))
+        worker = await edge.worker(silent)
+        first = asyncio.create_task(edge.exchange(make_post(CHAT)))
+        await edge.until(lambda: worker.received)
+        edge.advance(31)
+        assert status_of(await first) == 504
         await edge.worker(edge.reply())
-        answers = [await edge.exchange(make_post(CHAT)) for _ in range(2)]
-        assert [status_of(answer) for answer in answers] == [200, 200]
+        asked = [asyncio.create_task(edge.exchange(make_post(CHAT))) for _ in range(2)]
+        await edge.until(lambda: len(worker.received) == 2)
+        edge.advance(31)
+        assert [status_of(answer) for answer in await asyncio.gather(*asked)] == [200, 200]
 
     edge.run(scenario())
 
@@ -314,10 +323,14 @@ def test_stream_that_stalls_is_cut_after_the_idle_timeout(edge: Any, make_post: 
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
             await reader.readexactly(1)
 
-        await edge.start(timeouts=Timeouts(idle_s=0.15))
+        await edge.start(timeouts=Timeouts(idle_s=30))
         await edge.worker(stalls)
-        answer = await edge.exchange(make_post(STREAM))
-        assert body_of(answer) == b"3\r\nabc\r\n"
+        reader, writer = await edge.connect()
+        writer.write(make_post(STREAM))
+        assert body_of(await reader.readuntil(b"abc\r\n")) == b"3\r\nabc\r\n"
+        edge.advance(31)
+        assert await reader.read(-1) == b""
+        writer.close()
 
     edge.run(scenario())
 
@@ -327,11 +340,17 @@ def test_whole_answers_that_take_long_take_no_worker_down(edge: Any, make_post: 
         async def computes(request: Any, reader: Any, writer: Any) -> None:
             await reader.readexactly(1)
 
-        await edge.start(timeouts=Timeouts(first_byte_s=0.1, sweep_s=0.02))
-        for _ in range(2):
-            await edge.worker(computes)
-        answers = await asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(8)))
-        assert {status_of(answer) for answer in answers} == {504}
+        await edge.start(timeouts=Timeouts(first_byte_s=30))
+        workers = [await edge.worker(computes) for _ in range(2)]
+        asked = asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(8)))
+        await edge.until(lambda: sum(len(worker.received) for worker in workers) == 8)
+
+        def are_answered() -> bool:
+            edge.advance(10)
+            return asked.done()
+
+        await edge.until(are_answered)
+        assert {status_of(answer) for answer in await asked} == {504}
         assert edge.metrics.failures
         assert {worker.state.value for worker in edge.core.workers.values()} == {"up"}
 
@@ -347,13 +366,16 @@ def test_streams_that_nobody_reads_take_no_worker_down(edge: Any, make_post: Any
                 writer.write(piece)
                 await writer.drain()
 
-        await edge.start(timeouts=Timeouts(idle_s=0.2))
-        await edge.worker(endless)
+        await edge.start(timeouts=Timeouts(idle_s=30))
+        worker = await edge.worker(endless)
         clients = [await edge.connect() for _ in range(4)]
         for _, writer in clients:
+            writer.transport.pause_reading()
             writer.write(make_post(STREAM))
-        while edge.metrics.broken_streams["cut"] < len(clients):
-            await asyncio.sleep(0.02)
+        await edge.until(lambda: len(worker.received) == len(clients))
+        await edge.until(lambda: all(exchange._paused for exchange in edge.proxy.exchanges.values()))
+        edge.advance(31)
+        await edge.until(lambda: edge.metrics.broken_streams["cut"] == len(clients))
         assert {worker.state.value for worker in edge.core.workers.values()} == {"up"}
         assert all(worker.failures == 0 for worker in edge.core.workers.values())
         for _, writer in clients:
@@ -389,10 +411,12 @@ def test_total_timeout_before_an_answer_is_a_504(edge: Any, make_post: Any) -> N
         async def silent(request: Any, reader: Any, writer: Any) -> None:
             await reader.readexactly(1)
 
-        await edge.start(timeouts=Timeouts(total_s=0.15))
-        await edge.worker(silent)
-        await edge.worker(silent)
-        answer = await edge.exchange(make_post(CHAT))
+        await edge.start(timeouts=Timeouts(total_s=30))
+        workers = [await edge.worker(silent) for _ in range(2)]
+        asked = asyncio.create_task(edge.exchange(make_post(CHAT)))
+        await edge.until(lambda: workers[0].received or workers[1].received)
+        edge.advance(31)
+        answer = await asked
         assert status_of(answer) == 504
         assert json.loads(body_of(answer))["error"]["code"] == "timeout"
 
@@ -418,9 +442,11 @@ def test_slow_reader_holds_back_its_worker_and_loses_nothing(edge: Any, make_pos
         reader, writer = await edge.connect()
         writer.transport.pause_reading()
         writer.write(make_post(CHAT))
-        await asyncio.sleep(0.5)
-        held = sent
-        assert held < size, "the router swallowed the whole answer for a client that reads nothing"
+        await edge.until(lambda: any(exchange._paused for exchange in edge.proxy.exchanges.values()))
+        await edge.until(lambda: edge.upstreams[0].unread_bytes)
+        for _ in range(20):
+            await edge.let_loop_read()
+            assert sent < size, "the router swallowed the whole answer for a client that reads nothing"
         writer.transport.resume_reading()
         answer = await reader.read(-1)
         assert len(body_of(answer)) == size
@@ -521,14 +547,14 @@ def test_worker_removed_while_it_answers_finishes_its_streams(edge: Any, make_po
         answers = []
         for _ in gates:
             answers.append(asyncio.create_task(edge.exchange(make_post(STREAM))))
-            await asyncio.sleep(0.05)
+            await edge.until(lambda: len(edge.upstreams[0].received) == len(answers))
         gates[0].set()
         await answers[0]
-        edge.proxy.perform(edge.core.remove_worker("w0", time.monotonic()))
+        edge.proxy.perform(edge.core.remove_worker("w0", edge.now()))
         for gate, answer in zip(gates[1:], answers[1:]):
             gate.set()
             assert body_of(await answer) == b"3\r\nabc\r\n0\r\n\r\n"
-            await asyncio.sleep(0.1)
+            edge.advance(0.1)
 
     edge.run(scenario())
 
@@ -559,7 +585,7 @@ def test_a_rank_that_was_decided_for_is_named_to_the_worker(edge: Any, make_post
         await edge.start()
         upstream = await edge.worker(edge.reply(), "w")
         spec = dataclasses.replace(edge.core.workers["w"].spec, ranks=3)
-        edge.core.add_worker(spec, time.monotonic())
+        edge.core.add_worker(spec, edge.now())
         decided: list[Any] = []
         edge.proxy.on_end.append(lambda exchange: decided.append(exchange.decision.rank))
         for _ in range(6):

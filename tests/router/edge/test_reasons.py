@@ -58,7 +58,7 @@ class Talk:
             status, found = await self.ask(name)
             if status == 200 and "reported_cached_tokens" in found:
                 return found
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.002)
         raise AssertionError(f"{name} is not known: {found}")
 
     async def ask(self, name: str) -> tuple[int, Any]:
@@ -406,10 +406,7 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         assert (await talk.ask("slow"))[0] == 404
         assert list(reasons._outlining)
         may_go.set()
-        for _ in range(500):
-            if not reasons._outlining:
-                break
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: not reasons._outlining)
         status, told = await talk.ask("slow")
         assert status == (404 if fails else 200)
         if not fails:

@@ -135,7 +135,7 @@ def test_a_client_that_leaves_ends_the_work(edge: Any, make_post: Any) -> None:
             if edge.upstreams[0].closed_by_router or not edge.proxy.exchanges:
                 break
             script.pieces.put_nowait(chunk(b"more %d" % number))
-            await asyncio.sleep(0.01)
+            await edge.let_loop_read()
         await edge.settle()
         script.pieces.put_nowait(None)
 
@@ -166,8 +166,11 @@ def test_a_client_that_does_not_read_stops_its_worker_and_loses_nothing(edge: An
             piece = chunk(bytes([65 + number % 26]) * 400_000)
             sent += piece
             script.pieces.put_nowait(piece)
-        await asyncio.sleep(0.3)
-        assert script.pieces.qsize() > 20, "everything was taken in for a client that reads nothing"
+        (exchange,) = edge.proxy.exchanges.values()
+        await edge.until(lambda: exchange._paused and edge.upstreams[0].unread_bytes)
+        for _ in range(20):
+            await edge.let_loop_read()
+            assert script.pieces.qsize() > 20, "everything was taken in for a client that reads nothing"
         writer.transport.resume_reading()
         assert await reader.readexactly(len(sent)) == sent
         script.pieces.put_nowait(chunk(b"small again"))
@@ -199,9 +202,10 @@ def test_a_silent_worker_runs_into_the_idle_timeout_and_a_talking_one_does_not(e
     async def scenario() -> None:
         script, reader, writer = await begin(edge, make_post, timeouts=Timeouts(idle_s=0.4))
         for _ in range(8):
-            await asyncio.sleep(0.1)
+            edge.advance(0.1)
             script.pieces.put_nowait(chunk(b"alive"))
-            await reader.readexactly(10)
+            assert await reader.readexactly(10) == chunk(b"alive")
+        edge.advance(0.5)
         assert await reader.read(-1) == b""
         await edge.settle()
         writer.close()

@@ -42,7 +42,6 @@ ANSWERS = {
     ["answers", "404", "garbage", "beyond 32 bits", "negative", "endless", "more than was asked", "elsewhere", "hangs"],
 )
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.2)
     if how == "endless":
         monkeypatch.setattr("router.prompting.remote.ANSWER_BYTES_MAX", 10_000)
     able = True
@@ -60,7 +59,7 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             headers = (b"location: http://127.0.0.1:%d/tokenize" % edge.upstreams[1].port,)
             await edge.reply(b"", b"307 Temporary Redirect", headers)(request, reader, writer)
         else:
-            await asyncio.sleep(0.5)
+            await reader.read(1)  # until the router waits no more
 
     async def scenario() -> None:
         nonlocal able
@@ -74,6 +73,8 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             routed = []
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
             able = False
+            if how == "hangs":
+                monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.05)
             other = await edge.worker(script)
             edge.core.set_draining("w1", 0.0)
             answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
@@ -95,12 +96,13 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
 
 def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        gate = asyncio.Event()
+        gate, answered = asyncio.Event(), list[Any]()
 
         async def script(request: Any, reader: Any, writer: Any) -> None:
             if len(edge.upstreams[0].received) > 1:
                 await gate.wait()
             await edge.reply(tokenising(request))(request, reader, writer)
+            answered.append(request)
 
         await edge.start(policy="kv")
         worker = await edge.worker(script)
@@ -109,12 +111,12 @@ def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) 
             await edge.prompts.learn("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
             _, writer = await edge.connect()
             writer.write(make_post(json.dumps(CHAT).encode()))
-            while len(worker.received) < 2:
-                await asyncio.sleep(0.01)
+            await edge.until(lambda: len(worker.received) == 2)
             writer.close()
-            await asyncio.sleep(0.05)
+            await edge.until(lambda: not edge.listener.connections)
             gate.set()
-            await asyncio.sleep(0.05)
+            await edge.until(lambda: len(answered) == 2)
+            await edge.let_loop_read()
             assert edge.core.counters["routed"] == 0
             assert len(worker.received) == 2
 

@@ -65,7 +65,7 @@ def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
             for event in asked:
                 writer.write(b"%x\r\n%b\r\n" % (len(event), event))
                 await writer.drain()
-                await asyncio.sleep(0.02)
+                await edge.let_loop_read()
             await goes_on.wait()
             writer.write((b"%x\r\n%b\r\n" % (len(said), said)) * 3 + b"0\r\n\r\n")
 

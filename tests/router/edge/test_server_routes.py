@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: 
             if model == "tuned":
                 spec = edge.core.workers["a"].spec
                 models = (*spec.models, ServedModel("tuned", "tiny", lora="tuned"))
-                edge.core.add_worker(dataclasses.replace(spec, models=models), time.monotonic())
+                edge.core.add_worker(dataclasses.replace(spec, models=models), edge.now())
 
         edge.app._look_for = look_for
         for model, status, body in (
@@ -251,16 +250,23 @@ def test_expect_continue(edge: Any, make_post: Any) -> None:
 
 def test_slow_loris_is_cut_off_and_others_are_served(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        await edge.start(client_timeouts=ClientTimeouts(request_s=0.2, keep_alive_s=0.3))
+        await edge.start(client_timeouts=ClientTimeouts(request_s=20, keep_alive_s=30))
         await edge.worker(edge.reply())
         slow = [await edge.connect() for _ in range(5)]
         for _, writer in slow:
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-")
         assert parts(await edge.exchange(make_post(CHAT)))[0] == 200
+        connections = edge.listener.connections
+        await edge.until(lambda: sum(connection._parser.midway for connection in connections) == len(slow))
+        edge.advance(21)
         for reader, writer in slow:
             assert parts(await reader.read(-1))[0] == 408
             writer.close()
+        edge.advance(21)
+        await edge.until(lambda: not connections)
         reader, writer = await edge.connect()
+        await edge.until(lambda: connections)
+        edge.advance(31)
         assert await reader.read(-1) == b""  # idle for longer than keep_alive_s
         writer.close()
 
@@ -370,10 +376,12 @@ def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) 
         first = asyncio.create_task(
             edge.exchange(make_post(CHAT[:-1] + b', "stream": true}', headers=[b"x-blockcast-priority: 3"]))
         )
-        while not edge.core.tracker.requests:
-            await asyncio.sleep(0.005)
+        await edge.until(lambda: edge.core.tracker.requests)
         late = make_post(CHAT, headers=[b"x-blockcast-deadline-ms: 60"])
-        status, headers, body = parts(await edge.exchange(late))
+        refused = asyncio.create_task(edge.exchange(late))
+        await edge.until(lambda: len(edge.proxy.exchanges) == 2 and len(edge.core._held) == 1)
+        edge.advance(0.061)
+        status, headers, body = parts(await refused)
         assert (status, json.loads(body)["error"]["code"]) == (503, "deadline")
         assert "retry-after" in headers
         gate.set()

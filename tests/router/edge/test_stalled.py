@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def streaming(moves: asyncio.Event, ends: asyncio.Event, begun: list[int]) -> An
         writer.write(HEAD)
         while not ends.is_set():
             writer.write(b"2\r\nx\n\r\n")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
             await moves.wait()
         writer.write(b"0\r\n\r\n")
 
@@ -39,27 +38,36 @@ def test_a_worker_that_stands_still_is_avoided(edge: Any, make_post: Any, caplog
             moves[name].set()
             await edge.worker(streaming(moves[name], ends, begun[name]), name)
         first = [asyncio.create_task(edge.exchange(make_post(BODY, b"/v1/completions"))) for _ in range(4)]
-        while sum(map(len, begun.values())) < 4:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await edge.until(lambda: len(edge.proxy.exchanges) == 4)
+        await edge.until(lambda: None not in (exchange.moved_s for exchange in edge.proxy.exchanges.values()))
         moves["a"].clear()
 
+        def moves_now(exchange: Any) -> bool:
+            worker = exchange.decision.worker
+            return not moves[worker].is_set() or exchange.moved_s == edge.now()
+
+        async def let_time_pass(until: Any) -> None:
+            """In steps in which every stream moves, but those that stand still."""
+            for _ in range(20):
+                edge.advance(0.1)
+                await edge.until(lambda: all(map(moves_now, edge.proxy.exchanges.values())))
+                if until():
+                    return
+            raise AssertionError("not within 2 s")
+
         def alarms(name: str) -> list[str]:
-            rows = edge.core.snapshot(time.monotonic()).workers
+            rows = edge.core.snapshot(edge.now()).workers
             return [alarm for row in rows if row.worker_id == name for alarm in row.alarms]
 
-        while not alarms("a"):
-            await asyncio.sleep(0.02)
+        await let_time_pass(until=lambda: alarms("a"))
         assert alarms("a")[0].startswith("stalled")
         assert alarms("b") == []
         there = len(begun["a"])
         more = [asyncio.create_task(edge.exchange(make_post(BODY, b"/v1/completions"))) for _ in range(3)]
-        while sum(map(len, begun.values())) < 7:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: sum(map(len, begun.values())) == 7)
         assert len(begun["a"]) == there
         moves["a"].set()
-        while alarms("a"):
-            await asyncio.sleep(0.02)
+        await let_time_pass(until=lambda: not alarms("a"))
         ends.set()
         answers = await asyncio.gather(*first, *more)
         assert all(answer.endswith(b"0\r\n\r\n") for answer in answers)

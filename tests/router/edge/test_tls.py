@@ -36,7 +36,6 @@ def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 def test_handshakes_count_as_connections_and_end(
     edge: Any, contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "HANDSHAKE_S_MAX", 1.0)
     server, client = contexts
 
     async def scenario() -> None:
@@ -52,23 +51,27 @@ def test_handshakes_count_as_connections_and_end(
             return answer
 
         assert (await ask()).startswith(b"HTTP/1.1 200")
-        while listener.connections:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: not listener.connections)
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-        while len(listener.handshakes) < 8:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: len(listener.handshakes) == 8)
         with pytest.raises(OSError):
             await ask()
         assert len(listener.handshakes) == 8
-        while listener.handshakes:
-            await asyncio.sleep(0.05)
-        assert edge.metrics.http_errors["400"] == 8
         for _, writer in silent:
             writer.close()
+        await edge.until(lambda: not listener.handshakes)
+        assert edge.metrics.http_errors["400"] == 8
+        with monkeypatch.context() as patch:
+            patch.setattr(listening, "HANDSHAKE_S_MAX", 0.1)
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            for reader, writer in silent:
+                assert await reader.read(-1) == b"", "the router waits for it no more"
+                writer.close()
+        await edge.until(lambda: not listener.handshakes)
+        assert edge.metrics.http_errors["400"] == 16
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")  # not TLS
-        while edge.metrics.http_errors["400"] < 9:
-            await asyncio.sleep(0.01)
+        await edge.until(lambda: edge.metrics.http_errors["400"] == 17)
         writer.close()
         assert (await ask()).startswith(b"HTTP/1.1 200")
         listener.stop_listening()
