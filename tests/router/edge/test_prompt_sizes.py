@@ -60,7 +60,7 @@ def test_all_prompts_of_a_body_are_counted_priced_and_charged(
             assert parts(await edge.exchange(post))[0] == 200
             (route,) = routes
             choices = 2 * (len(prompt) if several else 1)
-            assert (route.prompt_tokens, route.longest_tokens) == (expected, longest)
+            assert (route.prompt_tokens, route.longest_prompt_tokens) == (expected, longest)
             assert (route.output_max, route.output_min) == (7 * choices, 2 * choices)
             assert charged == [expected]
             assert len(route.token_ids) == (counts[0] if prompt in (texts, [WORDS], WORDS) else len(route.token_ids))

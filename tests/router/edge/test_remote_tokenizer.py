@@ -167,7 +167,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         order = edge.prompts.order("m", "chat", None)
         assert order.as_sent is older
         shelf = WorkerState(None, 0)
-        _load_tokenizer(shelf, order.folder)
+        _load_tokenizer(shelf, order.tokenizer_folder)
         shelf.body = json.dumps(asked).encode()
         assert list(_run_task(shelf, order)[1].result or ()) == list(ids)
 
