@@ -250,7 +250,9 @@ class Admin:
             worker = self._core.workers.get(row.worker_id)
             bases = {model.base for model in worker.models.values()} if worker is not None else set()
             values["tokenizer"] = {
-                base: "loaded" if self._prompts.get(base) is not None else self._prompts.problems.get(base, "none")
+                base: "loaded"
+                if self._prompts.tokenizer_of(base) is not None
+                else self._prompts.problems.get(base, "none")
                 for base in sorted(bases)
             }
             rows.append(values)
@@ -324,7 +326,7 @@ class Admin:
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
         body: dict[str, Any] = decision.to_json_fields()
         del body["request_id"], body["decided_s"]
-        body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
+        body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
             body["why"] = await self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))

@@ -28,12 +28,19 @@ from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
 from router.prompting.conversation_suffix import SuffixResult, has_enough_messages, is_cacheable
-from router.prompting.encode import CHARS_OF_A_TOKEN, NAME_BYTES_MAX, PromptSize, cut, is_light, measure
+from router.prompting.encode import (
+    CHARS_PER_TOKEN,
+    NAME_BYTES_MAX,
+    PromptSize,
+    is_light,
+    measure_prompts,
+    truncate_prompt,
+)
 from router.prompting.fields import FieldSpans, find_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
+from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, TokenizedPrompt
 from router.prompting.sessions import Names, Session, SessionNames
 from router.prompting.turn import ReadTurn
 from router.tenancy.names import ModelNames
@@ -226,40 +233,40 @@ class RequestReading:
 
     def tokens(
         self, asked: Asked, request: HttpRequest, wanted: Callable[[], bool] = lambda: True, party: str = ""
-    ) -> PromptRead | asyncio.Future[PromptRead]:
+    ) -> TokenizedPrompt | asyncio.Future[TokenizedPrompt]:
         """The prompt's token ids: at once where that is quick, else later. `party`: whose request it is."""
         prompts, base = self._prompts, asked.base
         if asked.parsed.kind == "other":
-            return PromptRead(None, 0.0)
-        if prompts.asks(base):
-            return asyncio.ensure_future(prompts.ask(asked.parsed, base, asked.tokens_max))
-        tokenizer, tokens_max = prompts.get(base), asked.tokens_max
-        if prompts.renders_apart(base, asked.parsed):
-            order = prompts.order(base, asked.parsed.kind, tokens_max)
-            return asyncio.ensure_future(prompts.read_apart(request.pieces, base, order, wanted, party))
+            return TokenizedPrompt(None, 0.0)
+        if prompts.uses_remote_tokenizer(base):
+            return asyncio.ensure_future(prompts.read_remotely(asked.parsed, base, asked.tokens_max))
+        tokenizer, tokens_max = prompts.tokenizer_of(base), asked.tokens_max
+        if prompts.needs_worker_process(base, asked.parsed):
+            order = prompts.make_task(base, asked.parsed.kind, tokens_max)
+            return asyncio.ensure_future(prompts.read_in_worker(request.pieces, base, order, wanted, party))
         if tokenizer is None or asked.body_bytes <= INLINE_BYTES_MAX:
             body = request.body if self._comes_back(request, asked.parsed) else b""
             return prompts.read(asked.parsed, tokenizer, tokens_max, body)
         body = request.body if self.known.max_bytes else b""
-        return prompts.run(lambda: prompts.read(asked.parsed, tokenizer, tokens_max, body))
+        return prompts.run_in_thread(lambda: prompts.read(asked.parsed, tokenizer, tokens_max, body))
 
     async def read(
         self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True, party: str = ""
-    ) -> tuple[Asked, PromptRead]:
+    ) -> tuple[Asked, TokenizedPrompt]:
         """What a request of `party` asks for and its tokens, wherever they are best read. Raises RequestError."""
         if self.is_light(request, path):
             asked = self.asked(request, path)
             tokens = self.tokens(asked, request, wanted, party)
-            return asked, tokens if isinstance(tokens, PromptRead) else await tokens
+            return asked, tokens if isinstance(tokens, TokenizedPrompt) else await tokens
         if _format(request, path) == "form":
-            form = await self._prompts.run(partial(_read_form, request))
-            return self._asked_by_form(request, *form), PromptRead(None, 0.0)
+            form = await self._prompts.run_in_thread(partial(_read_form, request))
+            return self._asked_by_form(request, *form), TokenizedPrompt(None, 0.0)
 
         def order(parsed: RoutingRequest) -> ReadTask:
             said = self._asked(request, parsed)
             base, tokens_max = said.base, said.tokens_max
-            made = self._prompts.order(base, parsed.kind, tokens_max)
-            made.is_cached = self.known.max_bytes > 0 and not self._prompts.renders_apart(base, parsed)
+            made = self._prompts.make_task(base, parsed.kind, tokens_max)
+            made.is_cached = self.known.max_bytes > 0 and not self._prompts.needs_worker_process(base, parsed)
             return made
 
         started = time.perf_counter()
@@ -271,8 +278,8 @@ class RequestReading:
         if isinstance(made.result, bytes):
             remote = self._prompts.remote
             ids = None if remote is None else (await remote.put(made.result, asked.base))[0]
-            size = measure(ids, parsed, asked.tokens_max, made.further_tokens)
-            ids = cut(ids, parsed, asked.tokens_max)
+            size = measure_prompts(ids, parsed, asked.tokens_max, made.further_tokens)
+            ids = truncate_prompt(ids, parsed, asked.tokens_max)
         else:
             ids, size = made.result, made.size
         if made.conversation is not None and ids is not None:
@@ -280,7 +287,7 @@ class RequestReading:
                 request.body,
                 array(ID_TYPE, ids[: made.conversation.checkpoints[-1].token_count_max]),
             )
-        return asked, PromptRead(ids, time.perf_counter() - started, made.conversation, size=size)
+        return asked, TokenizedPrompt(ids, time.perf_counter() - started, made.conversation, size=size)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -304,14 +311,14 @@ class RequestReading:
 
     def go_on(
         self, request: HttpRequest, found: tuple[CachedConversation, Checkpoint]
-    ) -> tuple[Asked, PromptRead] | None:
+    ) -> tuple[Asked, TokenizedPrompt] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises
         RequestError."""
         known, mark = found
         by = self._read_by(known)
         if by is None:
             return None
-        return self._went_on(request, known, self._prompts.go_on(known, mark, request.body, by[0], by[1]))
+        return self._went_on(request, known, self._prompts.read_suffix(known, mark, request.body, by[0], by[1]))
 
     async def go_on_later(
         self,
@@ -320,25 +327,25 @@ class RequestReading:
         found: tuple[CachedConversation, Checkpoint],
         wanted: Callable[[], bool],
         party: str = "",
-    ) -> tuple[Asked, PromptRead]:
+    ) -> tuple[Asked, TokenizedPrompt]:
         """The same in a thread; or as any other body."""
         known, mark = found
         by, went_on = self._read_by(known), None
         if by is not None:
-            work = partial(self._prompts.go_on, known, mark, request.body, by[0], by[1])
-            went_on = self._went_on(request, known, await self._prompts.run(work))
+            work = partial(self._prompts.read_suffix, known, mark, request.body, by[0], by[1])
+            went_on = self._went_on(request, known, await self._prompts.run_in_thread(work))
         return went_on or await self.read(request, path, wanted, party)
 
     def _read_by(self, known: CachedConversation) -> tuple[Tokenizer, int | None] | None:
         """The tokenizer of its model, and how many tokens that takes; None where nobody serves it here."""
-        tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
-        if tokenizer is None or served is None or self._prompts.renders_apart(known.model, _ANY_CHAT):
+        tokenizer, served = self._prompts.tokenizer_of(known.model), self._core.resolve_model(known.model)
+        if tokenizer is None or served is None or self._prompts.needs_worker_process(known.model, _ANY_CHAT):
             return None
         return tokenizer, served.max_model_len
 
     def _went_on(
-        self, request: HttpRequest, known: CachedConversation, found: tuple[SuffixResult, PromptRead] | None
-    ) -> tuple[Asked, PromptRead] | None:
+        self, request: HttpRequest, known: CachedConversation, found: tuple[SuffixResult, TokenizedPrompt] | None
+    ) -> tuple[Asked, TokenizedPrompt] | None:
         if found is None:
             return None
         returned, read = found
@@ -350,14 +357,14 @@ class RequestReading:
             return None
         asked.outliner = returned.outline
         asked.known = known
-        if read.ids is returned.token_ids:
+        if read.token_ids is returned.token_ids:
             asked.alike = returned.reused_tokens if known.is_memory_exact else None
         asked.like = cast("PromptMemory | None", known.prompt_memory)
         return asked, read
 
-    def keep(self, asked: Asked, read: PromptRead, route: RouteRequest) -> None:
+    def keep(self, asked: Asked, read: TokenizedPrompt, route: RouteRequest) -> None:
         """A prompt was read, and the core was asked: its beginning may come back."""
-        known = read.known
+        known = read.conversation
         if known is None:
             return
         known.model, known.first_message_digest = asked.base, asked.beginning()
@@ -371,11 +378,11 @@ class RequestReading:
                 memory.nbytes - shared,
                 is_own,
             )
-        self.known.store(known, read.instead)
+        self.known.store(known, read.predecessor)
 
-    def route_request(self, asked: Asked, read: PromptRead, request_id: str, started_s: float) -> RouteRequest:
+    def route_request(self, asked: Asked, read: TokenizedPrompt, request_id: str, started_s: float) -> RouteRequest:
         """What the core is asked."""
-        parsed, token_ids, size = asked.parsed, read.ids, read.size
+        parsed, token_ids, size = asked.parsed, read.token_ids, read.size
         if parsed.echoes_chat and not self._core.registry.is_ours(asked.model):
             token_ids = None  # nothing of it will be reused
         if token_ids is None or size is None:
@@ -386,23 +393,23 @@ class RequestReading:
             home = asked.media.conversation
             counted = 0 if token_ids is None else size.tokens
             size = _with_media(counted, asked.media.tokens, asked.tokens_max)
-        room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - size.longest, 0)
+        room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - size.longest_tokens, 0)
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
             prompt_tokens=size.tokens,
-            prompt_count=size.count,
-            longest_prompt_tokens=size.longest if size.count > 1 else 0,
+            prompt_count=size.prompt_count,
+            longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
             is_counted=size.is_exact,
             media_conversation=home,
             similar_prompt=asked.like,
             common_tokens=asked.alike,
             output_tokens_max=1
             if parsed.kind == "other"
-            else size.count * parsed.output_max,  # of others, what is computed is the prompt
-            output_tokens_min=size.count * min(parsed.output_min, room),
+            else size.prompt_count * parsed.output_max,  # of others, what is computed is the prompt
+            output_tokens_min=size.prompt_count * min(parsed.output_min, room),
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,
@@ -417,7 +424,7 @@ class RequestReading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
-        return min(max(1, asked.body_bytes // CHARS_OF_A_TOKEN), asked.tokens_max or ESTIMATE_MAX)
+        return min(max(1, asked.body_bytes // CHARS_PER_TOKEN), asked.tokens_max or ESTIMATE_MAX)
 
     def _model(self, name: str | None) -> tuple[str, str, str | None, int | None]:
         """(name, base model, LoRA, how many tokens it takes) of what the client asked for; without a name, the first

@@ -31,7 +31,7 @@ from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
 from router.http.request import HttpRequest
 from router.http.routes import Routes
-from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
+from router.prompting.reader import INLINE_BYTES_MAX, TokenizedPrompt
 
 if TYPE_CHECKING:
     from router.picker.caller import Caller
@@ -57,7 +57,7 @@ TICK_S: Final = 0.02
 """How often the core's pending work is looked at."""
 
 
-async def _with(asked: Asked, read: asyncio.Future[PromptRead]) -> tuple[Asked, PromptRead]:
+async def _with(asked: Asked, read: asyncio.Future[TokenizedPrompt]) -> tuple[Asked, TokenizedPrompt]:
     return asked, await read
 
 
@@ -105,7 +105,7 @@ class RouterApp:
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
-        self._pending: set[asyncio.Task[tuple[Asked, PromptRead]]] = set()
+        self._pending: set[asyncio.Task[tuple[Asked, TokenizedPrompt]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class RouterApp:
         asked = reading.asked(request, path)
         exchange = self._open(connection, request, tenant)
         read = reading.tokens(asked, request, lambda: not exchange.done, tenant)
-        if isinstance(read, PromptRead):
+        if isinstance(read, TokenizedPrompt):
             self._place(exchange, tenant, asked, read)
         else:
             self._later(exchange, tenant, _with(asked, read))
@@ -220,7 +220,7 @@ class RouterApp:
         self,
         exchange: Exchange,
         tenant: str,
-        reading: Coroutine[Any, Any, tuple[Asked, PromptRead]],
+        reading: Coroutine[Any, Any, tuple[Asked, TokenizedPrompt]],
         *,
         looked: bool = False,
     ) -> None:
@@ -228,7 +228,7 @@ class RouterApp:
         task = asyncio.get_running_loop().create_task(reading)
         self._pending.add(task)
 
-        def done(task: asyncio.Task[tuple[Asked, PromptRead]]) -> None:
+        def done(task: asyncio.Task[tuple[Asked, TokenizedPrompt]]) -> None:
             self._pending.discard(task)
             if task.cancelled():
                 return
@@ -249,14 +249,16 @@ class RouterApp:
         self._metrics.http_errors[str(error.status)] += 1
         exchange.reject(error)
 
-    async def _look_again(self, exchange: Exchange, model: str) -> tuple[Asked, PromptRead]:
+    async def _look_again(self, exchange: Exchange, model: str) -> tuple[Asked, TokenizedPrompt]:
         """Read a request anew after the workers were asked for its model."""
         assert self._look_for is not None
         await self._look_for(model)
         request = exchange.request
         return await self._reading.read(request, request.path, lambda: not exchange.done, exchange.client.party)
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead, *, looked: bool = False) -> None:
+    def _place(
+        self, exchange: Exchange, tenant: str, asked: Asked, read: TokenizedPrompt, *, looked: bool = False
+    ) -> None:
         """Hand a request whose prompt was read to the core. `looked`: workers were asked for its model already."""
         unknown = asked.parsed.model is not None and not self._proxy.core.registry.is_known(asked.model)
         if unknown and not looked and self._look_for is not None and not exchange.done:

@@ -34,7 +34,7 @@ from router.edge.mirrored import Mirrored
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Answer
-from router.prompting.reader import PromptRead
+from router.prompting.reader import TokenizedPrompt
 from router.shadow.log import read
 from router.shadow.recorder import Recorder
 from router.shadow.report import Findings, page
@@ -69,7 +69,9 @@ class ShadowApp(RouterApp):
         assert isinstance(exchange, Mirrored)
         exchange.answer()
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead, *, looked: bool = False) -> None:
+    def _place(
+        self, exchange: Exchange, tenant: str, asked: Asked, read: TokenizedPrompt, *, looked: bool = False
+    ) -> None:
         assert isinstance(exchange, Mirrored)
         self._metrics.tokenize_s.observe(read.seconds)
         route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
@@ -170,7 +172,7 @@ class ShadowProcess(RouterProcess):
 
     def _readable(self) -> bool:
         bases = {model.base for worker in self._core.workers.values() for model in worker.models.values()}
-        return any(self._prompts.get(base) is not None for base in bases)
+        return any(self._prompts.tokenizer_of(base) is not None for base in bases)
 
     def _turn(self) -> None:
         super()._turn()

@@ -29,7 +29,7 @@ from prompts.routing import parse_routing
 from router.decide.workers import ServedModel
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag
 from router.http_client import FetchError, fetch
-from router.prompting.encode import question
+from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader
 
 EVENTS_S = 3.0
@@ -107,7 +107,7 @@ class Check:
         if not self._facts.alive:
             return
         self._model = next(model for model in self._facts.models if model.lora is None)
-        await self._prompts.learn(self._model.base, self._facts.roots.get(self._model.base), self._flag)
+        await self._prompts.discover_tokenizer(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._rendered("tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"})
         yield await self._rendered("template", "/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
         if not self._facts.sources:
@@ -163,14 +163,14 @@ class Check:
     async def _rendered(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
         """The same request, read here and by the worker."""
         parsed = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
-        tokenizer = self._prompts.get(self._model.base)
-        asked = question(parsed, self._model.name)
+        tokenizer = self._prompts.tokenizer_of(self._model.base)
+        asked = build_tokenize_request(parsed, self._model.name)
         assert asked is not None
         theirs = await self._post("/tokenize", asked)
         if tokenizer is None:
             reason = self._prompts.problems.get(self._model.base, "there is none here")
             return Finding(step, None if "tokens" in theirs else False, reason)
-        ours = self._prompts.read(parsed, tokenizer).ids
+        ours = self._prompts.read(parsed, tokenizer).token_ids
         if "tokens" not in theirs:
             return Finding(step, None, f"cannot be compared: /tokenize says {_brief(theirs)}")
         if ours is None:
@@ -198,7 +198,7 @@ class Check:
         source = random.SystemRandom()
         text = " ".join(f"{source.getrandbits(40):x}" for _ in range(length))
         parsed = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        ids = self._prompts.read(parsed, self._prompts.get(self._model.base)).ids
+        ids = self._prompts.read(parsed, self._prompts.tokenizer_of(self._model.base)).token_ids
         if ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             ids = answer.get("tokens") or [source.randrange(100, 200) for _ in range(length)]

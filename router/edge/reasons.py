@@ -62,7 +62,7 @@ class Reasons:
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = KnownFacts(core, emptied, prompts.get)
+        self._facts = KnownFacts(core, emptied, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
         self._outlining: set[asyncio.Task[None]] = set()

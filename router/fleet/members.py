@@ -212,7 +212,7 @@ class Fleet:
             return
         member.stop()
         self.unusable.pop(worker_id, None)
-        self._prompts.forget(member.flag.url)
+        self._prompts.forget_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
@@ -466,7 +466,7 @@ class Fleet:
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
-            await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag))
+            await _within(TOKENIZER_S_MAX, self._prompts.discover_tokenizer(base, facts.roots.get(base), member.flag))
 
     async def _look_again(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""

@@ -31,7 +31,7 @@ from router.prompting.conversation_cache import (
     CachedConversation,
     Checkpoint,
 )
-from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
+from router.prompting.encode import CHARS_PER_TOKEN_MAX, OBJECTS_MAX, TOKENS_MAX, RenderedPrompt
 from router.prompting.outline import fingerprint_messages, outline_chat
 
 SUFFIX_BYTES_MAX, SUFFIX_OBJECTS_MAX = 256 << 10, 2048
@@ -172,7 +172,7 @@ def extend(
         suffix_ids = tokenizer.encode_array(text[text_start:], add_special_tokens=False)
     except RequestError:
         return None
-    chars_max = ((tokens_max or TOKENS_MAX) + 1) * CHARS_A_TOKEN
+    chars_max = ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
     if checkpoint.char_count + len(text) > chars_max or not tokenizer.starts_segment(text):
         return None
     token_ids = conversation.token_ids[
@@ -183,10 +183,10 @@ def extend(
 
 
 def cache_conversation(
-    request: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None
+    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, tokenizer: Tokenizer | None
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole, up to its last message. None where it cannot be cached."""
-    kind, chat, ids, text = request.kind, prompt.chat, prompt.ids, prompt.text
+    kind, chat, ids, text = request.kind, prompt.chat, prompt.token_ids, prompt.text
     if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:
         return None
     if _depends_on_template(request):

@@ -1,5 +1,5 @@
-"""A request's prompt as token ids, with bounds on the work, and what decides where its body goes, told without reading
-the rest of it. Pure: no process, no thread, no clock.
+"""A request's prompt as token ids, with bounds on the work, and the fields that decide where its body goes. Pure: no
+process, no thread, no clock.
 
 Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse nothing of it, the
 answer is None: such a request is routed by load alone and the worker's own words reach the client.
@@ -22,18 +22,18 @@ from prompts.tokenizer import Tokenizer
 
 TOKENS_MAX = 2**21
 """Of a prompt for a model that does not tell how many it takes."""
-CHARS_A_TOKEN = 16
+CHARS_PER_TOKEN_MAX = 16
 """Text is encoded up to so many characters for each token that the model takes; what is longer is too long."""
 COUNTED_CHARS = 4 << 20
 """Text up to here is encoded to its end, however little the model takes: the client is told how long its prompt is."""
-CHARS_OF_A_TOKEN = 4
+CHARS_PER_TOKEN = 4
 """For estimates only."""
 OBJECTS_MAX = 50_000
 """Messages, parts, tools and what they are made of: each costs a template some microseconds."""
 VALUES_MAX = 8_000_000
 LIGHT_BYTES, LIGHT_OBJECTS = 64 << 10, 512
 """Up to here a body takes well under 25 ms to decode and render."""
-ASKED_FIELDS = (
+TOKENIZE_FIELDS = (
     "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "add_special_tokens",
 )  # fmt: skip
@@ -57,12 +57,12 @@ def is_within_bounds(body: bytes) -> bool:
     """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
     if len(body) <= VALUES_MAX and count_openings(body) <= OBJECTS_MAX:
         return True  # whatever of that stands in strings
-    bare = _STRING.sub(b"", body)
-    objects = count_openings(bare)
-    return objects <= OBJECTS_MAX and objects + bare.count(b",") <= VALUES_MAX
+    body_without_strings = _STRING.sub(b"", body)
+    objects = count_openings(body_without_strings)
+    return objects <= OBJECTS_MAX and objects + body_without_strings.count(b",") <= VALUES_MAX
 
 
-class _Envelope(msgspec.Struct):
+class _RawRoutingFields(msgspec.Struct):
     """The fields that decide where a request goes, unread: of everything else only the syntax is looked at."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
@@ -85,188 +85,202 @@ class _Envelope(msgspec.Struct):
     stop_token_ids: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_envelopes = msgspec.json.Decoder(_Envelope)
-_any = msgspec.json.Decoder()
-_SMALL = tuple(name for name in _Envelope.__struct_fields__ if name not in ("messages", "previous_response_id"))
-_TOLD = (
+_routing_decoder = msgspec.json.Decoder(_RawRoutingFields)
+_json_decoder = msgspec.json.Decoder()
+_SMALL_FIELDS = tuple(
+    name for name in _RawRoutingFields.__struct_fields__ if name not in ("messages", "previous_response_id")
+)
+_ROUTING_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata_user_id",
     "truncate_prompt_tokens", "output_max", "output_min",
 )  # fmt: skip
-"""Fields of a RoutingRequest that an envelope tells."""
+"""Fields of a RoutingRequest that `read_routing_fields` reads."""
 
 
 class PromptSize(msgspec.Struct, frozen=True):
-    """How many tokens the prompts of a body have, as a worker sees them."""
+    """Number of tokens that the prompts of a body have, as a worker sees them."""
 
     tokens: int
-    """Of all of them."""
-    longest: int
-    """Of the longest."""
-    count: int = 1
-    """Prompts."""
+    """Tokens of all prompts."""
+    longest_tokens: int
+    """Tokens of the longest prompt."""
+    prompt_count: int = 1
+    """Number of prompts."""
     is_exact: bool = True
     """False: the first has more than was counted."""
 
 
-class ReadPrompt(msgspec.Struct, eq=False):
+class RenderedPrompt(msgspec.Struct, eq=False):
     """A prompt as it was read."""
 
-    ids: Sequence[int] | None = None
+    token_ids: Sequence[int] | None = None
     """All of them; None as above."""
     is_whole: bool = True
     """False: the text is so long that its end was not encoded."""
     chat: RoutingRequest | None = None
-    """What `text` was rendered of, all of which was encoded."""
+    """The chat that `text` was rendered of, all of which was encoded."""
     text: str = ""
 
 
-def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
+def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
     """The part of a prompt that a worker would see, at most one token more than it takes."""
-    keep = _kept_tokens(parsed, tokens_max)
-    if ids and keep is not None:
-        ids = ids[-keep:]
-    most = (tokens_max or TOKENS_MAX) + 1
-    return None if not ids else ids if len(ids) <= most else ids[:most]
+    last_tokens = _truncation_tokens(request, tokens_max)
+    if ids and last_tokens is not None:
+        ids = ids[-last_tokens:]
+    ids_max = (tokens_max or TOKENS_MAX) + 1
+    return None if not ids else ids if len(ids) <= ids_max else ids[:ids_max]
 
 
-def _kept_tokens(parsed: RoutingRequest, tokens_max: int | None) -> int | None:
+def _truncation_tokens(request: RoutingRequest, tokens_max: int | None) -> int | None:
     """How much of a prompt's end a worker would see, where the request says so (`truncate_prompt_tokens`; -1 as in
     vLLM: what the model takes, with room for one token)."""
-    keep = parsed.truncate_prompt_tokens
-    if keep == -1 and tokens_max is not None:
+    last_tokens = request.truncate_prompt_tokens
+    if last_tokens == -1 and tokens_max is not None:
         return max(tokens_max - 1, 1)
-    return keep if keep is not None and keep > 0 else None
+    return last_tokens if last_tokens is not None and last_tokens > 0 else None
 
 
-def measure(
+def measure_prompts(
     ids: Sequence[int] | None,
-    parsed: RoutingRequest,
+    request: RoutingRequest,
     tokens_max: int | None,
-    further: Sequence[int] = (),
+    further_tokens: Sequence[int] = (),
     *,
     is_exact: bool = True,
 ) -> PromptSize | None:
-    """Return the size of a body's prompts: of the first, which has these ids before they are cut, and of `further` ones
-    (`further_tokens`)."""
+    """Return the size of a body's prompts: of the first, which has these ids before they are truncated, and of the
+    others (`count_further_tokens`)."""
     if ids is None:
         return None
-    keep = _kept_tokens(parsed, tokens_max)
-    lengths = [len(ids), *further] if keep is None else [min(length, keep) for length in (len(ids), *further)]
+    last_tokens = _truncation_tokens(request, tokens_max)
+    lengths = (
+        [len(ids), *further_tokens]
+        if last_tokens is None
+        else [min(length, last_tokens) for length in (len(ids), *further_tokens)]
+    )
     return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
 
 
-def further_tokens(parsed: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
+def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
     """Count the tokens of each prompt of a body behind the first. Without a tokenizer those of texts are estimated."""
-    prompt = parsed.prompt
+    prompt = request.prompt
     if not isinstance(prompt, list) or isinstance(prompt[0], int):
         return []
-    adds = parsed.add_special_tokens is not False
+    adds_special_tokens = request.add_special_tokens is not False
     counts = []
     for item in prompt[1:]:
         if not isinstance(item, str):
             counts.append(len(item) if isinstance(item, list) else 0)
         elif tokenizer is None:
-            counts.append(len(item) // CHARS_OF_A_TOKEN)
+            counts.append(len(item) // CHARS_PER_TOKEN)
         else:
-            counts.append(len(tokenizer.encode_array(item, adds)))
+            counts.append(len(tokenizer.encode_array(item, adds_special_tokens)))
     return counts
 
 
-def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> ReadPrompt:
+def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
     """The prompt to route on, before it is cut: the first of several; with images, the text before the first one.
     Raises RequestError."""
-    most = (tokens_max or TOKENS_MAX) + 1
-    if parsed.scores_prompt:
-        return ReadPrompt()
-    if parsed.source is not None and tokenizer is not None:
-        parsed = chat_of(parsed, tokenizer.chat_template)
-    if parsed.kind == "chat":
-        if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
-            return ReadPrompt()
-        if parsed.chat_template is not None:
-            return ReadPrompt()  # a program of the client's: it could run for ever, and workers refuse it by default
-        text = tokenizer.chat_text(parsed)
-        read = _encoded(tokenizer, text, parsed, bool(parsed.add_special_tokens), most)
-        if len(text) <= most * CHARS_A_TOKEN:
-            read.chat, read.text = parsed, text
-        return read
-    prompt = parsed.prompt
+    ids_max = (tokens_max or TOKENS_MAX) + 1
+    if request.scores_prompt:
+        return RenderedPrompt()
+    if request.source is not None and tokenizer is not None:
+        request = chat_of(request, tokenizer.chat_template)
+    if request.kind == "chat":
+        if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
+            return RenderedPrompt()
+        if request.chat_template is not None:
+            return (
+                RenderedPrompt()
+            )  # a program of the client's: it could run for ever, and workers refuse it by default
+        text = tokenizer.chat_text(request)
+        prompt_read = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
+        if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
+            prompt_read.chat, prompt_read.text = request, text
+        return prompt_read
+    prompt = request.prompt
     if prompt is None:
-        return ReadPrompt()
-    first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
-    if isinstance(first, str):
-        adds = parsed.add_special_tokens is not False
-        return ReadPrompt() if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most)
+        return RenderedPrompt()
+    first_prompt = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
+    if isinstance(first_prompt, str):
+        adds_special_tokens = request.add_special_tokens is not False
+        return (
+            RenderedPrompt()
+            if tokenizer is None
+            else _encode_text(tokenizer, first_prompt, request, adds_special_tokens, ids_max)
+        )
     try:
-        return ReadPrompt(msgspec.convert(first, _TokenIds))
+        return RenderedPrompt(msgspec.convert(first_prompt, _TokenIds))
     except msgspec.ValidationError as error:
         raise RequestError(f"prompt: {error}", param="prompt") from None
 
 
-def _encoded(
-    tokenizer: Tokenizer, text: str, parsed: RoutingRequest, add_special_tokens: bool, most: int
-) -> ReadPrompt:
+def _encode_text(
+    tokenizer: Tokenizer, text: str, request: RoutingRequest, add_special_tokens: bool, ids_max: int
+) -> RenderedPrompt:
     """Ids of a text, of which no more is encoded than the model could take, or than is counted anyway. None where that
     tells nothing: the end is what counts, or so much text makes so few tokens."""
-    chars_max = most * CHARS_A_TOKEN
-    if len(text) > chars_max and parsed.truncate_prompt_tokens is not None:
-        return ReadPrompt()
-    encoded = text[: max(chars_max, COUNTED_CHARS)]
-    ids, is_whole = tokenizer.encode_array(encoded, add_special_tokens), len(encoded) == len(text)
-    return ReadPrompt(ids if is_whole or len(ids) >= most else None, is_whole)
+    chars_max = ids_max * CHARS_PER_TOKEN_MAX
+    if len(text) > chars_max and request.truncate_prompt_tokens is not None:
+        return RenderedPrompt()
+    encoded_text = text[: max(chars_max, COUNTED_CHARS)]
+    ids, is_whole = tokenizer.encode_array(encoded_text, add_special_tokens), len(encoded_text) == len(text)
+    return RenderedPrompt(ids if is_whole or len(ids) >= ids_max else None, is_whole)
 
 
-def question(parsed: RoutingRequest, model: str) -> bytes | None:
-    """What to ask a worker's `/tokenize`; None where there is no text to tokenise, or what cannot be asked (images)."""
-    if parsed.source is not None:
+def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
+    """Build the body of a `/tokenize` request; None where there is no text to tokenise, or there are images."""
+    if request.source is not None:
         try:
-            parsed = chat_of(parsed, None)
+            request = chat_of(request, None)
         except RequestError:
             return None
-    if parsed.scores_prompt or parsed.has_media:
+    if request.scores_prompt or request.has_media:
         return None
-    if parsed.kind == "chat":
-        if parsed.messages is None or parsed.chat_template is not None:
+    if request.kind == "chat":
+        if request.messages is None or request.chat_template is not None:
             return None
-        given = {name: getattr(parsed, name) for name in ASKED_FIELDS}
-        if parsed.continue_final_message:
-            given["add_generation_prompt"] = False  # vLLM's default is true, and refuses both
+        fields = {name: getattr(request, name) for name in TOKENIZE_FIELDS}
+        if request.continue_final_message:
+            fields["add_generation_prompt"] = False  # vLLM's default is true, and refuses both
         return msgspec.json.encode(
-            {"model": model, **{name: value for name, value in given.items() if value is not None}}
+            {"model": model, **{name: value for name, value in fields.items() if value is not None}}
         )
-    prompt = parsed.prompt
-    first = prompt if isinstance(prompt, str) else prompt[0] if prompt else None
-    if not isinstance(first, str):
+    prompt = request.prompt
+    first_prompt = prompt if isinstance(prompt, str) else prompt[0] if prompt else None
+    if not isinstance(first_prompt, str):
         return None
-    adds = parsed.add_special_tokens is not False
-    return msgspec.json.encode({"model": model, "prompt": first, "add_special_tokens": adds})
+    adds_special_tokens = request.add_special_tokens is not False
+    return msgspec.json.encode({"model": model, "prompt": first_prompt, "add_special_tokens": adds_special_tokens})
 
 
-def envelope(body: bytes) -> dict[str, Any]:
-    """What `RoutingRequest` needs before the prompt is read, and whether there are `messages`. Builds nothing of the
-    rest. Raises RequestError where the body is no JSON object."""
+def read_routing_fields(body: bytes) -> dict[str, Any]:
+    """Read the fields that `RoutingRequest` needs before the prompt is read, and whether there are `messages`. Builds
+    nothing of the rest. Raises RequestError where the body is no JSON object."""
     check_object(body)
-    fields = decode_json(_envelopes, body)
-    values = {name: _value(getattr(fields, name)) for name in _SMALL}
-    most = values.pop("max_output_tokens")  # what Responses call it
+    fields = decode_json(_routing_decoder, body)
+    values = {name: _decode_small_value(getattr(fields, name)) for name in _SMALL_FIELDS}
+    output_max = values.pop("max_output_tokens")  # what Responses call it
     if values["max_tokens"] is None:
-        values["max_tokens"] = most
-    parsed = read_values("other", RoutedBody(**values))
-    return {name: getattr(parsed, name) for name in _TOLD} | {
-        "stored": previous if isinstance(previous := _value(fields.previous_response_id), str) else _referenced(body),
+        values["max_tokens"] = output_max
+    request = read_values("other", RoutedBody(**values))
+    return {name: getattr(request, name) for name in _ROUTING_FIELDS} | {
+        "stored": previous
+        if isinstance(previous := _decode_small_value(fields.previous_response_id), str)
+        else _find_referenced_response(body),
         "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
 
 
-def _referenced(body: bytes) -> str | None:
-    """The response that holds the first item which a body only names."""
-    found = _REFERENCE.search(body) if b'"item_reference"' in body else None
-    return None if found is None else response_of((found[1] or found[2]).decode())
+def _find_referenced_response(body: bytes) -> str | None:
+    """Return the id of the response that holds the first item which a body only names."""
+    reference = _REFERENCE.search(body) if b'"item_reference"' in body else None
+    return None if reference is None else response_of((reference[1] or reference[2]).decode())
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def _decode_small_value(raw: msgspec.Raw) -> Any:
     """A small value; a long one comes back cut, as the text that it is: nobody has such a name. Raises RequestError."""
     data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
     if len(data) > NAME_BYTES_MAX:
         return data.decode("utf-8", "replace")
-    return decode_json(_any, data)
+    return decode_json(_json_decoder, data)

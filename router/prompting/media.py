@@ -12,7 +12,7 @@ from prompts.anthropic import CountRequest
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
 from prompts.schemas import MEDIA_PARTS
-from router.prompting.encode import CHARS_OF_A_TOKEN
+from router.prompting.encode import CHARS_PER_TOKEN
 
 MEDIA_TOKENS = 1000
 """Taken for an image's, or another medium's, share of a prompt. An estimate, for prices only."""
@@ -44,7 +44,7 @@ def read_media(parsed: RoutingRequest, body: bytes) -> MediaPrompt | None:
             chars += sum(len(text) for text in part.values() if isinstance(text, str))
     if not count:
         return None
-    return MediaPrompt(_digest(messages), chars // CHARS_OF_A_TOKEN + MEDIA_TOKENS * count)
+    return MediaPrompt(_digest(messages), chars // CHARS_PER_TOKEN + MEDIA_TOKENS * count)
 
 
 def _messages(parsed: RoutingRequest, body: bytes) -> list[Any]:

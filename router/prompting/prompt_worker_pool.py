@@ -29,13 +29,13 @@ from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_suffix import cache_conversation, is_cacheable
 from router.prompting.encode import (
     PromptSize,
-    cut,
-    envelope,
-    further_tokens,
+    build_tokenize_request,
+    count_further_tokens,
     is_within_bounds,
-    measure,
-    question,
+    measure_prompts,
     read_prompt,
+    read_routing_fields,
+    truncate_prompt,
 )
 from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.media import MediaPrompt, read_media
@@ -211,7 +211,7 @@ class WorkerState:
 def _inspect_body(state: WorkerState, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
     """Return the fields of a body that routing needs, and the spans of all its fields."""
     body = b"".join(pieces)
-    fields, spans = envelope(body), find_fields(body)
+    fields, spans = read_routing_fields(body), find_fields(body)
     state.body = body
     return fields, spans
 
@@ -252,14 +252,14 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.as_sent = task.as_sent
     prompt = read_prompt(request, tokenizer, task.tokens_max)
-    ids, further = cut(prompt.ids, request, task.tokens_max), further_tokens(request, tokenizer)
+    ids, further = truncate_prompt(prompt.token_ids, request, task.tokens_max), count_further_tokens(request, tokenizer)
     if not ids:
-        tokenize_request = None if task.remote_model is None else question(request, task.remote_model)
+        tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
         return ReadResult(
             tokenize_request, digest_beginning(request), further_tokens=further, media=read_media(request, body)
         )
-    size = measure(prompt.ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
-    is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.ids
+    size = measure_prompts(prompt.token_ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
+    is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.token_ids
     conversation = cache_conversation(request, body, prompt, tokenizer) if is_cached else None
     if conversation is not None:
         conversation.body, conversation.token_ids = b"", array(ID_TYPE)

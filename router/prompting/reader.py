@@ -32,7 +32,14 @@ from router.prompting.conversation_suffix import (
     extend,
     is_cacheable,
 )
-from router.prompting.encode import PromptSize, cut, further_tokens, measure, question, read_prompt
+from router.prompting.encode import (
+    PromptSize,
+    build_tokenize_request,
+    count_further_tokens,
+    measure_prompts,
+    read_prompt,
+    truncate_prompt,
+)
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.remote import RemoteTokenizer, RemoteWorker
 
@@ -40,15 +47,15 @@ log = logging.getLogger("router")
 
 INLINE_BYTES_MAX = 8192
 """Bodies, or what is new of them, up to this size are encoded on the event loop: a thread would cost more."""
-_REASONED = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c",
-"tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
+_PROBE_CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning":
+"c", "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""
 """A chat that versions of transformers can render in two ways."""
 RENDER_S_MAX = 0.1
 """CPU time of a chat template on a body of 64 KiB, where others wait for it; most take a millisecond."""
-APART_S_MAX = 1.0
+WORKER_RENDER_S_MAX = 1.0
 """The same in a helper process, where nobody else waits."""
-OVERDUE_MAX = 3
+TIMEOUTS_MAX = 3
 """Renderings that are ended, one after the other, before a template is given up."""
 CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
@@ -56,19 +63,19 @@ CPU_SAMPLE = 16
 T = TypeVar("T")
 
 
-class PromptRead(msgspec.Struct, eq=False):
-    """A prompt."""
+class TokenizedPrompt(msgspec.Struct, eq=False):
+    """A tokenised prompt."""
 
-    ids: Sequence[int] | None
-    """None where they cannot be had."""
+    token_ids: Sequence[int] | None
+    """Ids of the prompt; None where they cannot be had."""
     seconds: float
-    """That reading it took."""
-    known: CachedConversation | None = None
-    """What is to be kept of it, for when it returns."""
-    instead: CachedConversation | None = None
-    """Of this one."""
+    """Time that reading the prompt took."""
+    conversation: CachedConversation | None = None
+    """The conversation to be cached, for when it returns."""
+    predecessor: CachedConversation | None = None
+    """The cached conversation that it replaces."""
     size: PromptSize | None = None
-    """Of all prompts of the body; None where `ids` is."""
+    """Size of all prompts of the body; None where `token_ids` is."""
 
 
 class PromptReader:
@@ -91,9 +98,9 @@ class PromptReader:
         """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
         self.worker_pool: PromptWorkerPool | None = None
         """Processes that render templates which are not bounded."""
-        self._overdue: dict[str, int] = {}
+        self._timeouts: dict[str, int] = {}
         """model -> renderings ended one after the other."""
-        self._override = override
+        self._folder_override = override
         """A folder given on the command line, used for every model."""
         self._chat_template = chat_template
         self._tokenizers: dict[str, Tokenizer] = {}
@@ -101,27 +108,27 @@ class PromptReader:
         self._reads = 0
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
-        self.failed = 0
+        self.failure_count = 0
         """Prompts that raised what they should not."""
         self._folders: dict[str, str] = {}
         """model -> where its tokenizer was read from."""
-        self._compared: set[str] = set()
+        self._compared_models: set[str] = set()
         """Models of which a worker has shown that it renders another way than it was taken to."""
         self.problems: dict[str, str] = {}
         """model -> why there is no tokenizer for it; shown by `/workers`."""
 
-    def get(self, model: str) -> Tokenizer | None:
+    def tokenizer_of(self, model: str) -> Tokenizer | None:
         return self._tokenizers.get(model)
 
     def cache_stats(self) -> dict[str, SegmentStats]:
         """model -> counters of its segment cache, where it has one."""
-        found = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
-        return {model: stats for model, stats in found.items() if stats is not None}
+        stats_by_model = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
+        return {model: stats for model, stats in stats_by_model.items() if stats is not None}
 
-    async def learn(self, model: str, path: str | None, worker: RemoteWorker) -> None:
+    async def discover_tokenizer(self, model: str, path: str | None, worker: RemoteWorker) -> None:
         """Load the tokenizer of a base model: from the command line's folder, from where the worker has it,
         or else find out whether that worker can be asked."""
-        folder = self._override or path
+        folder = self._folder_override or path
         if folder is not None and model not in self._tokenizers:
             task = self._loading.get((model, folder))
             if task is None:
@@ -129,7 +136,7 @@ class PromptReader:
                 task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
             await asyncio.shield(task)
         if model in self._tokenizers:
-            await self._compare(model, worker)
+            await self._detect_render_mode(model, worker)
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
@@ -137,101 +144,101 @@ class PromptReader:
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
-    async def _compare(self, model: str, worker: RemoteWorker) -> None:
+    async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
         """Find out how the worker's version of transformers renders chats, where that makes a difference to this
         model's template: the newest way is taken for it until a worker shows the other."""
         tokenizer = self._tokenizers[model]
-        template, parsed = tokenizer.chat_template, parse_routing("/v1/chat/completions", _REASONED)
-        asked = question(parsed, model)
-        if self.remote is None or template is None or asked is None or not worker.url:
+        template, request = tokenizer.chat_template, parse_routing("/v1/chat/completions", _PROBE_CHAT)
+        tokenize_request = build_tokenize_request(request, model)
+        if self.remote is None or template is None or tokenize_request is None or not worker.url:
             return
-        found: dict[bool, Sequence[int]] = {}
-        for way in (False, True):
-            ids = await self._render(model, tokenizer, template, way)
+        ids_by_mode: dict[bool, Sequence[int]] = {}
+        for mode in (False, True):
+            ids = await self._render_probe(model, tokenizer, template, mode)
             if ids is None:
                 return
-            found[way] = ids
-        if found[True] == found[False]:
+            ids_by_mode[mode] = ids
+        if ids_by_mode[True] == ids_by_mode[False]:
             return
-        told = await self.remote.of(worker.url, asked, keyed=worker.keyed)
-        as_sent = next((way for way, ids in found.items() if list(ids) == told), None)
-        if told is None or as_sent == template.as_sent:
+        worker_ids = await self.remote.of(worker.url, tokenize_request, keyed=worker.keyed)
+        as_sent = next((mode for mode, ids in ids_by_mode.items() if list(ids) == worker_ids), None)
+        if worker_ids is None or as_sent == template.as_sent:
             return
-        if as_sent is None or model in self._compared:
+        if as_sent is None or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
         template.as_sent = as_sent
-        self._compared.add(model)
+        self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
-    async def _render(
+    async def _render_probe(
         self, model: str, tokenizer: Tokenizer, template: ChatTemplate, as_sent: bool
     ) -> Sequence[int] | None:
         """The ids of a chat that can be rendered in two ways, in one of them; None where that fails."""
         if not template.is_bounded:
-            order = self.order(model, "chat", None)
-            order.as_sent = as_sent
-            return (await self.read_apart((_REASONED,), model, order)).ids
-        like = copy.copy(template)
-        like.as_sent = as_sent
+            task = self.make_task(model, "chat", None)
+            task.as_sent = as_sent
+            return (await self.read_in_worker((_PROBE_CHAT,), model, task)).token_ids
+        template_copy = copy.copy(template)
+        template_copy.as_sent = as_sent
         try:
             return tokenizer.encode(
-                render_chat(like, parse_routing("/v1/chat/completions", _REASONED)), add_special_tokens=False
+                render_chat(template_copy, parse_routing("/v1/chat/completions", _PROBE_CHAT)), add_special_tokens=False
             )
         except RequestError:
             return None
         finally:
-            template.is_bounded = like.is_bounded
+            template.is_bounded = template_copy.is_bounded
 
-    def renders_apart(self, model: str, parsed: RoutingRequest) -> bool:
+    def needs_worker_process(self, model: str, request: RoutingRequest) -> bool:
         """Whether reading this prompt takes a chat template which is not bounded."""
         tokenizer = self._tokenizers.get(model)
         template = None if tokenizer is None else tokenizer.chat_template
-        is_chat = parsed.kind == "chat" or parsed.source is not None
+        is_chat = request.kind == "chat" or request.source is not None
         return is_chat and template is not None and not template.is_bounded
 
-    async def read_apart(
+    async def read_in_worker(
         self,
         body: Sequence[bytes],
         model: str,
-        order: ReadTask,
-        wanted: Callable[[], bool] = lambda: True,
-        party: str = "",
-    ) -> PromptRead:
-        """`read` of a light body by a helper process, which ends a template that takes too long."""
-        started, overdue = time.perf_counter(), self._overdue.get(model, 0)
-        if self.worker_pool is None or overdue >= OVERDUE_MAX:
-            return PromptRead(None, 0.0)
-        order.seconds_max = APART_S_MAX
+        task: ReadTask,
+        is_wanted: Callable[[], bool] = lambda: True,
+        tenant: str = "",
+    ) -> TokenizedPrompt:
+        """Read a light body in a worker process, which ends a template that takes too long."""
+        started_s, timeouts = time.perf_counter(), self._timeouts.get(model, 0)
+        if self.worker_pool is None or timeouts >= TIMEOUTS_MAX:
+            return TokenizedPrompt(None, 0.0)
+        task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            _, _, made = await self.worker_pool.read(body, order.kind, lambda _: order, wanted, party)
+            _, _, result = await self.worker_pool.read(body, task.kind, lambda _: task, is_wanted, tenant)
         except RequestError as error:  # there is no room, or nobody waits any more
             log.debug("a prompt was not read: %s", error.message)
-            return PromptRead(None, time.perf_counter() - started)
-        self._overdue[model] = overdue = overdue + 1 if made.is_overdue else 0
-        if overdue == OVERDUE_MAX:
+            return TokenizedPrompt(None, time.perf_counter() - started_s)
+        self._timeouts[model] = timeouts = timeouts + 1 if result.is_overdue else 0
+        if timeouts == TIMEOUTS_MAX:
             self.problems[model] = "its chat template takes too long; chats are routed by load alone"
             log.warning("model %s: %s", model, self.problems[model])
-        ids = None if isinstance(made.result, bytes) else made.result
-        return PromptRead(ids, time.perf_counter() - started, size=made.size)
+        ids = None if isinstance(result.result, bytes) else result.result
+        return TokenizedPrompt(ids, time.perf_counter() - started_s, size=result.size)
 
-    def forget(self, url: str) -> None:
+    def forget_worker(self, url: str) -> None:
         """A worker is gone."""
         if self.remote is not None:
             self.remote.forget(url)
 
-    def asks(self, model: str) -> bool:
-        """Prompts of this base model are read by a worker (`ask`) and not here."""
+    def uses_remote_tokenizer(self, model: str) -> bool:
+        """Whether prompts of this base model are read by an engine (`read_remotely`) and not here."""
         return self.remote is not None and model not in self._tokenizers and self.remote.knows(model)
 
-    async def ask(self, parsed: RoutingRequest, model: str, tokens_max: int | None) -> PromptRead:
-        """`read` by a worker. Ids that the request brings itself are taken as they are."""
-        read = self.read(parsed, None, tokens_max)
-        if read.ids is not None or self.remote is None:
+    async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
+        """Have an engine tokenise a prompt. Ids that the request brings itself are taken as they are."""
+        read = self.read(request, None, tokens_max)
+        if read.token_ids is not None or self.remote is None:
             return read
-        ids, took_s = await self.remote.put(question(parsed, model), model)
-        size = measure(ids, parsed, tokens_max, further_tokens(parsed, None))
-        return PromptRead(cut(ids, parsed, tokens_max), took_s, size=size)
+        ids, took_s = await self.remote.put(build_tokenize_request(request, model), model)
+        size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
+        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), took_s, size=size)
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)
@@ -240,7 +247,7 @@ class PromptReader:
             return
         loop = asyncio.get_running_loop()
         try:
-            loaded = await loop.run_in_executor(
+            tokenizer = await loop.run_in_executor(
                 self._executor,
                 lambda: self._read_folder(folder),
             )
@@ -248,11 +255,11 @@ class PromptReader:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
-        self._tokenizers[model], self._folders[model] = loaded, str(folder)
-        self._overdue.pop(model, None)
+        self._tokenizers[model], self._folders[model] = tokenizer, str(folder)
+        self._timeouts.pop(model, None)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
-        if loaded.chat_template is not None and not loaded.chat_template.is_bounded:
+        if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
             log.info("chats of %s are rendered by helper processes: its template might take long", model)
 
     def _read_folder(self, folder: Path) -> Tokenizer:
@@ -262,79 +269,87 @@ class PromptReader:
         return tokenizer
 
     def read(
-        self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
-    ) -> PromptRead:
-        """The ids to route on. `body`: what was parsed, to be known when it returns. Thread-safe; raises nothing."""
+        self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
+    ) -> TokenizedPrompt:
+        """Tokenise the prompt to route on. `body`: to be cached for when it returns. Thread-safe; raises nothing."""
 
-        def work() -> PromptRead:
-            prompt = read_prompt(parsed, tokenizer, tokens_max)
-            known = (
-                cache_conversation(parsed, body, prompt, tokenizer) if is_cacheable(parsed.kind, len(body)) else None
+        def work() -> TokenizedPrompt:
+            prompt = read_prompt(request, tokenizer, tokens_max)
+            conversation = (
+                cache_conversation(request, body, prompt, tokenizer) if is_cacheable(request.kind, len(body)) else None
             )
-            further = further_tokens(parsed, tokenizer)
-            size = measure(prompt.ids, parsed, tokens_max, further, is_exact=prompt.is_whole)
-            return PromptRead(cut(prompt.ids, parsed, tokens_max), 0.0, known, size=size)
+            further_tokens = count_further_tokens(request, tokenizer)
+            size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
+            return TokenizedPrompt(truncate_prompt(prompt.token_ids, request, tokens_max), 0.0, conversation, size=size)
 
-        found, took_s = self._timed(work)
-        read = PromptRead(None, took_s) if found is None else found
+        tokens, took_s = self._run_timed(work)
+        read = TokenizedPrompt(None, took_s) if tokens is None else tokens
         read.seconds = took_s
         return read
 
-    def go_on(
-        self, known: CachedConversation, mark: Checkpoint, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
-    ) -> tuple[SuffixResult, PromptRead] | None:
-        """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
+    def read_suffix(
+        self,
+        conversation: CachedConversation,
+        checkpoint: Checkpoint,
+        body: bytes,
+        tokenizer: Tokenizer,
+        tokens_max: int | None,
+    ) -> tuple[SuffixResult, TokenizedPrompt] | None:
+        """Read the suffix of a body with a cached prefix. None where the whole body must be read."""
 
-        def work() -> tuple[SuffixResult, PromptRead] | None:
-            returned = extend(known, mark, body, tokenizer, tokens_max)
-            if returned is None:
+        def work() -> tuple[SuffixResult, TokenizedPrompt] | None:
+            result = extend(conversation, checkpoint, body, tokenizer, tokens_max)
+            if result is None:
                 return None
-            parsed = returned.suffix.request
-            ids, size = cut(returned.token_ids, parsed, tokens_max), measure(returned.token_ids, parsed, tokens_max)
-            more, instead = (
-                advance_conversation(returned, body, tokenizer),
-                known if mark is known.checkpoints[-1] else None,
+            request = result.suffix.request
+            ids, size = (
+                truncate_prompt(result.token_ids, request, tokens_max),
+                measure_prompts(result.token_ids, request, tokens_max),
             )
-            return returned, PromptRead(ids, 0.0, more, instead, size)
+            successor, predecessor = (
+                advance_conversation(result, body, tokenizer),
+                conversation if checkpoint is conversation.checkpoints[-1] else None,
+            )
+            return result, TokenizedPrompt(ids, 0.0, successor, predecessor, size)
 
-        found, took_s = self._timed(work)
-        if found is not None:
-            found[1].seconds = took_s
-        return found
+        suffix, took_s = self._run_timed(work)
+        if suffix is not None:
+            suffix[1].seconds = took_s
+        return suffix
 
-    def _timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
-        """(what it comes to, None where it raises; seconds it took)."""
+    def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
+        """Return the result of `work`, None where it raises, and the seconds that it took."""
         self._reads += 1
-        sampled = self._reads % CPU_SAMPLE == 0
-        started_cpu = time.thread_time() if sampled else 0.0
-        started = time.perf_counter()
-        found = None
+        is_sampled = self._reads % CPU_SAMPLE == 0
+        cpu_started_s = time.thread_time() if is_sampled else 0.0
+        started_s = time.perf_counter()
+        result = None
         try:
-            found = work()
+            result = work()
         except RequestError as refused:
             log.debug("prompt left to the worker to judge: %s", refused.message)
         except Exception as error:  # noqa: BLE001  a client's text in a model's template: anything can come of it
-            self.failed += 1
+            self.failure_count += 1
             log.debug("a prompt could not be read: %s: %s", type(error).__name__, error)
-        took_s = time.perf_counter() - started
-        if sampled:
-            self.cpu_s += CPU_SAMPLE * (time.thread_time() - started_cpu)
-        return found, took_s
+        took_s = time.perf_counter() - started_s
+        if is_sampled:
+            self.cpu_s += CPU_SAMPLE * (time.thread_time() - cpu_started_s)
+        return result, took_s
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """In a thread."""
+    def run_in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `work` in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def order(self, model: str, kind: Kind, tokens_max: int | None) -> ReadTask:
-        """What a helper is to make of a body for this base model."""
-        asks = model if self.asks(model) else None
+    def make_task(self, model: str, kind: Kind, tokens_max: int | None) -> ReadTask:
+        """Return how a worker process is to read a body for this base model."""
+        remote_model = model if self.uses_remote_tokenizer(model) else None
         tokenizer = self._tokenizers.get(model)
         template = tokenizer.chat_template if tokenizer is not None else None
         as_sent = template is not None and template.as_sent
         folder = self._folders.get(model)
-        if kind != "completion" and self._overdue.get(model, 0) >= OVERDUE_MAX:
+        if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
-        return ReadTask(kind, folder, tokens_max, asks, as_sent)
+        return ReadTask(kind, folder, tokens_max, remote_model, as_sent)
 
 
 def checkpoint_folder(name: str) -> Path | None:

@@ -23,7 +23,7 @@ from router.commands import check
 from router.commands.check import Finding, check_all
 from router.fleet.discovery import parse_worker_flag
 from router.picker.certificate import self_signed
-from router.prompting.encode import cut, read_prompt
+from router.prompting.encode import read_prompt, truncate_prompt
 
 BLOCK = 16
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -91,7 +91,7 @@ class Worker:
         body = await request.read()
         path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
         parsed = parse_routing(path, body)
-        ids = list(cut(read_prompt(parsed, self.tokenizer).ids, parsed, None) or ())
+        ids = list(truncate_prompt(read_prompt(parsed, self.tokenizer).token_ids, parsed, None) or ())
         return web.json_response({"tokens": [*ids, 7] if self.fault == "tokenizer" else ids})
 
     async def complete(self, request: web.Request) -> web.Response:

@@ -24,7 +24,7 @@ from router.prompting.conversation_cache import (
     Checkpoint,
     ConversationCache,
 )
-from router.prompting.encode import cut, read_prompt
+from router.prompting.encode import read_prompt, truncate_prompt
 from router.prompting.outline import outline_chat
 from router.prompting.prompt_worker_pool import ReadTask, _read_body
 from tests.prompts import chat_templates
@@ -178,7 +178,7 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
     for _ in range(12):
         body = body_of(rng, kind, messages, fields)
         parsed, prompt = whole(kind, body, tokenizer)
-        ids = cut(prompt.ids, parsed, None)
+        ids = truncate_prompt(prompt.token_ids, parsed, None)
         found = table.find_longest_prefix(kind, body)
         returned = conversation_suffix.extend(*found, body, tokenizer, None) if found is not None else None
         if returned is None:
@@ -202,7 +202,7 @@ def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, k
 
 
 def check_same(returned: conversation_suffix.SuffixResult, parsed: RoutingRequest, ids: Any) -> None:
-    assert list(cut(returned.token_ids, returned.request, None) or ()) == list(ids or ())
+    assert list(truncate_prompt(returned.token_ids, returned.request, None) or ()) == list(ids or ())
     for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
             assert getattr(returned.request, name) == getattr(parsed, name), name
@@ -214,7 +214,7 @@ def check_same(returned: conversation_suffix.SuffixResult, parsed: RoutingReques
 
 def check_known(known: CachedConversation, prompt: Any) -> None:
     mark = known.checkpoints[-1]
-    assert list(known.token_ids[: mark.token_count_max]) == list(prompt.ids[: mark.token_count_max])
+    assert list(known.token_ids[: mark.token_count_max]) == list(prompt.token_ids[: mark.token_count_max])
     assert len(known.token_ids) >= mark.token_count_max >= mark.token_count
     assert [mark.second_last_message, mark.last_message] == prompt.chat.messages[
         mark.message_count - 2 : mark.message_count
@@ -251,7 +251,7 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
             assert (returned.suffix.body_with_placeholder == b"") == (kind == "chat"), (
                 "of a chat nothing but messages is read"
             )
-            check_same(returned, parsed, prompt.ids)
+            check_same(returned, parsed, prompt.token_ids)
             more = conversation_suffix.advance_conversation(returned, body, tokenizer)
             assert more is not None
             table.store(more, found[0])

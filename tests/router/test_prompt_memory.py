@@ -20,7 +20,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.conversation_cache import CachedConversation, Checkpoint, ConversationCache
-from router.prompting.reader import PromptRead
+from router.prompting.reader import TokenizedPrompt
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
 LONG = tuple(i * 7919 % 101 for i in range(1600))
@@ -97,7 +97,7 @@ def test_a_known_beginning_is_kept_with_it() -> None:
         core.route(route, 0.0)
         before = known.memory_bytes
         asked = SimpleNamespace(base="m", beginning=lambda: 7)
-        reading.keep(cast(Any, asked), PromptRead(ids, 0.0, known), route)
+        reading.keep(cast(Any, asked), TokenizedPrompt(ids, 0.0, known), route)
         assert (known.model, known.first_message_digest, known.is_memory_exact) == ("m", 7, borrowed)
         assert known.prompt_memory is not None
         keys = len(LONG) // 16 + 1

@@ -17,7 +17,7 @@ from router.decide.output_lengths import OutputLengths
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.encode import envelope
+from router.prompting.encode import read_routing_fields
 from router.prompting.sessions import NAME_CHARS_MAX, NAMES, Name, Session, SessionNames
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
@@ -59,7 +59,7 @@ def test_every_name_stands_in_the_docs(row: Name) -> None:
 
 @pytest.mark.parametrize("row", [row for row in NAMES if row.where == "body"], ids=lambda row: row.name)
 def test_a_large_body_that_a_helper_reads_tells_the_same(row: Name) -> None:
-    fields = envelope(body_with(row.name, "v"))
+    fields = read_routing_fields(body_with(row.name, "v"))
     del fields["chats"]
     assert SessionNames.of({}, RoutingRequest(kind="chat", **fields)) == Session("v")
 

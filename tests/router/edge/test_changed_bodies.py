@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
-from router.prompting.encode import envelope
+from router.prompting.encode import read_routing_fields
 from router.prompting.fields import find_fields, splice
 from router.tenancy.config import SharingConfig
 from router.tenancy.names import ModelNames
@@ -157,5 +157,5 @@ def test_numbers_and_flags_are_read_as_workers_read_them(
     data = json.dumps({"model": "tiny", "prompt": [1], **fields}).encode()
     parsed = parse_routing("/v1/completions", data)
     assert (parsed.stream, parsed.output_max, parsed.output_min) == (stream, most, least)
-    told = envelope(data)
+    told = read_routing_fields(data)
     assert (told["stream"], told["output_max"], told["output_min"]) == (stream, most, least)

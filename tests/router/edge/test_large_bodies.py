@@ -26,7 +26,14 @@ from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, prompt_worker_pool
 from router.prompting.config import PromptWorkerConfig
-from router.prompting.encode import NAME_BYTES_MAX, cut, envelope, is_light, is_within_bounds, read_prompt
+from router.prompting.encode import (
+    NAME_BYTES_MAX,
+    is_light,
+    is_within_bounds,
+    read_prompt,
+    read_routing_fields,
+    truncate_prompt,
+)
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,7 +73,7 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
     expected = None
     if path != "/v1/embeddings" and what not in ("no ids", "too many objects"):
         parsed = parse_routing(path, body)
-        expected = cut(read_prompt(parsed, tokenizer, 1_000_000).ids, parsed, 1_000_000)
+        expected = truncate_prompt(read_prompt(parsed, tokenizer, 1_000_000).token_ids, parsed, 1_000_000)
 
     async def scenario() -> None:
         await edge.start(policy="kv")
@@ -215,7 +222,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 )
 def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> None:
     assert is_within_bounds(body) is within
-    assert envelope(body)["model"] is None
+    assert read_routing_fields(body)["model"] is None
 
 
 def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,11 +230,11 @@ def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pyte
     write_tokenizer(tmp_path, 1024, 4096)
     tokenizer = Tokenizer.load(tmp_path)
     parsed = parse_routing("/v1/completions", json.dumps({"prompt": WORDS}).encode())
-    assert len(cut(read_prompt(parsed, tokenizer, 100).ids, parsed, 100) or ()) == 101
+    assert len(truncate_prompt(read_prompt(parsed, tokenizer, 100).token_ids, parsed, 100) or ()) == 101
     stats = tokenizer.cache_stats()
     assert stats is not None
-    encoded = tokenizer.encode(WORDS[: 101 * encode.CHARS_A_TOKEN], add_special_tokens=False)
-    assert 101 < stats.hit_tokens + stats.miss_tokens <= len(encoded) + 1 < len(WORDS) / encode.CHARS_A_TOKEN
+    encoded = tokenizer.encode(WORDS[: 101 * encode.CHARS_PER_TOKEN_MAX], add_special_tokens=False)
+    assert 101 < stats.hit_tokens + stats.miss_tokens <= len(encoded) + 1 < len(WORDS) / encode.CHARS_PER_TOKEN_MAX
 
 
 def allocated(work: Any) -> int:
@@ -342,11 +349,11 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
 
 def test_long_names_are_cut() -> None:
     """What nobody is called is not carried about."""
-    fields = envelope(b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500))
+    fields = read_routing_fields(b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500))
     assert len(fields["model"]) <= NAME_BYTES_MAX + 1
     assert fields["user"] is None
     with pytest.raises(RequestError, match="priority: got"):
-        envelope(b'{"priority":%b}' % (b"9" * 10**6))
+        read_routing_fields(b'{"priority":%b}' % (b"9" * 10**6))
 
 
 HEAP = """

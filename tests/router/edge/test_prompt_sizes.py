@@ -61,7 +61,7 @@ def test_all_prompts_of_a_body_are_counted_priced_and_charged(
             (route,) = routes
             choices = 2 * (len(prompt) if several else 1)
             assert (route.prompt_tokens, route.longest_prompt_tokens) == (expected, longest)
-            assert (route.output_max, route.output_min) == (7 * choices, 2 * choices)
+            assert (route.output_tokens_max, route.output_tokens_min) == (7 * choices, 2 * choices)
             assert charged == [expected]
             assert len(route.token_ids) == (counts[0] if prompt in (texts, [WORDS], WORDS) else len(route.token_ids))
             routes.clear()
@@ -153,7 +153,7 @@ def test_a_text_beyond_all_bounds_is_not_counted_to_its_end(
     async def scenario() -> None:
         await start(edge, tokenizer, tmp_path)
         text = WORDS * 3000
-        assert len(text) > encode.CHARS_A_TOKEN * (LIMIT + 1)
+        assert len(text) > encode.CHARS_PER_TOKEN_MAX * (LIMIT + 1)
         for path, body in (("/v1/completions", {"prompt": text}), ("/v1/messages", {"max_tokens": 1, "messages": [
             {"role": "user", "content": text}]})):  # fmt: skip
             asked = {"model": "tiny", **body}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
-from router.prompting.encode import question
+from router.prompting.encode import build_tokenize_request
 from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task
 from router.prompting.remote import RemoteTokenizer
 
@@ -67,8 +67,8 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
             edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.learn("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
-            assert edge.prompts.asks("tiny")
+            await edge.prompts.discover_tokenizer("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
+            assert edge.prompts.uses_remote_tokenizer("tiny")
             assert "workers are asked" in edge.prompts.problems["tiny"]
             routed = []
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
@@ -88,8 +88,8 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             await edge.exchange(make_post(b'{"model":"tiny","prompt":[5,6,7]}', b"/v1/completions"))
             assert len(worker.received) == count + 1
             assert list(routed[-1]) == [5, 6, 7]
-            edge.prompts.forget(f"http://127.0.0.1:{worker.port}")
-            assert not edge.prompts.asks("tiny")
+            edge.prompts.forget_worker(f"http://127.0.0.1:{worker.port}")
+            assert not edge.prompts.uses_remote_tokenizer("tiny")
 
     edge.run(scenario())
 
@@ -108,7 +108,7 @@ def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) 
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
             edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.learn("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
+            await edge.prompts.discover_tokenizer("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
             _, writer = await edge.connect()
             writer.write(make_post(json.dumps(CHAT).encode()))
             await edge.until(lambda: len(worker.received) == 2)
@@ -132,11 +132,13 @@ def test_what_cannot_be_asked_is_not() -> None:
         ("/v1/completions", {"prompt": [[1, 2]]}),
         ("/v1/completions", {}),
     ):
-        assert question(parse_routing(path, json.dumps(body).encode()), "m") is None
-    first = question(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
+        assert build_tokenize_request(parse_routing(path, json.dumps(body).encode()), "m") is None
+    first = build_tokenize_request(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
     assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
     turns = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1, 2,"}]
-    begun = question(parse_routing("/v1/messages", json.dumps({"max_tokens": 5, "messages": turns}).encode()), "m")
+    begun = build_tokenize_request(
+        parse_routing("/v1/messages", json.dumps({"max_tokens": 5, "messages": turns}).encode()), "m"
+    )
     asked = json.loads(begun or b"")
     assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
 
@@ -160,11 +162,13 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         async with aiohttp.ClientSession() as session:
             edge.prompts.remote = RemoteTokenizer(session)
             for joined in (worker, other):
-                await edge.prompts.learn("m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}"))
+                await edge.prompts.discover_tokenizer(
+                    "m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}")
+                )
         parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
-        ids = edge.prompts.read(parsed, edge.prompts.get("m")).ids
+        ids = edge.prompts.read(parsed, edge.prompts.tokenizer_of("m")).token_ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
-        order = edge.prompts.order("m", "chat", None)
+        order = edge.prompts.make_task("m", "chat", None)
         assert order.as_sent is older
         shelf = WorkerState(None, 0)
         _load_tokenizer(shelf, order.tokenizer_folder)

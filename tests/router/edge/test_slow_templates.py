@@ -18,7 +18,7 @@ from prompts.worker_pool import WorkerProcess
 from router.prompting import reader
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.reader import OVERDUE_MAX
+from router.prompting.reader import TIMEOUTS_MAX
 
 BODY = {"messages": [{"role": "user", "content": "hello there"}]}
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -37,7 +37,7 @@ async def start(edge: Any, folder: str) -> list[Any]:
     await edge.start(policy="kv")
     await edge.worker(edge.reply())
     await edge.worker(edge.reply(), model="bad")
-    await edge.prompts.learn("bad", folder, SimpleNamespace(url="", keyed=False))
+    await edge.prompts.discover_tokenizer("bad", folder, SimpleNamespace(url="", keyed=False))
     routes: list[Any] = []
     edge.proxy.on_end.append(lambda exchange: routes.append(exchange.route))
     return routes
@@ -68,20 +68,20 @@ def test_what_is_not_proven_is_read_by_a_helper_with_the_same_result(
 def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "APART_S_MAX", 0.2)
+    monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 0.2)
     monkeypatch.setattr("router.prompting.prompt_worker_pool.START_S_MAX", 60.0)
     folder = write_model(tmp_path, ENDLESS)
 
     async def scenario() -> None:
         routes = await start(edge, folder)
-        for _ in range(OVERDUE_MAX + 2):  # here, then by worker processes, then no more
+        for _ in range(TIMEOUTS_MAX + 2):  # here, then by worker processes, then no more
             answers = await asyncio.gather(ask(edge, make_post), ask(edge, make_post, "tiny"))
             assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
         assert all(route.token_ids is None for route in routes)
-        assert edge.worker_pool.counts["failed"] == OVERDUE_MAX
+        assert edge.worker_pool.counts["failed"] == TIMEOUTS_MAX
         assert "too long" in edge.prompts.problems["bad"]
-        assert edge.prompts.order("bad", "chat", None).tokenizer_folder is None
-        assert edge.prompts.order("bad", "completion", None).tokenizer_folder == folder
+        assert edge.prompts.make_task("bad", "chat", None).tokenizer_folder is None
+        assert edge.prompts.make_task("bad", "completion", None).tokenizer_folder == folder
 
     edge.run(scenario(), 60.0)
 
@@ -90,7 +90,7 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
     edge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which version of transformers a worker has is found out by rendering."""
-    monkeypatch.setattr(reader, "APART_S_MAX", 0.2)
+    monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 0.2)
 
     class Remote:
         asked: list[bytes] = []
@@ -103,10 +103,10 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
         await edge.start()
         edge.prompts.remote = Remote()
         worker = SimpleNamespace(url="http://w", keyed=False)
-        await edge.prompts.learn("endless", write_model(tmp_path / "a", "{{ 'a' * 2 }}" + ENDLESS), worker)
+        await edge.prompts.discover_tokenizer("endless", write_model(tmp_path / "a", "{{ 'a' * 2 }}" + ENDLESS), worker)
         assert not Remote.asked
-        monkeypatch.setattr(reader, "APART_S_MAX", 60.0)
-        await edge.prompts.learn("slow", write_model(tmp_path / "b", UNPROVEN), worker)
+        monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 60.0)
+        await edge.prompts.discover_tokenizer("slow", write_model(tmp_path / "b", UNPROVEN), worker)
         assert len(Remote.asked) == 1
 
     edge.run(scenario(), 60.0)
