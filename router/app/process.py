@@ -254,7 +254,7 @@ class RouterProcess:
         self._admin.routes.add("GET", "/peer", routes.index, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.stream, public=False)
         self._admin.routes.add("PUT", "/peers", self._follow, public=False)
-        self._core.registry.on_state = log_state
+        self._core.registry.on_state_change = log_state
         proxy.is_keyed = self._fleet.is_keyed
         proxy.on_worker_lost.append(self._feed.lost)
         proxy.on_failure.append(self._attempt_failed)
@@ -410,7 +410,7 @@ class RouterProcess:
                 self._core.clear_worker_cache(worker_id, at_s)
         self._emptied_s = now
         for worker_id in self._core.workers:
-            self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
+            self._core.watchdog.record_events(worker_id, self._feed.stored_blocks(worker_id))
         self._core.record_cache_sizes({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
 
     def _stream_changed(self, worker_id: str, up: bool) -> None:

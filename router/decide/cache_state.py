@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CoreConfig
-from router.decide.shortlist import KEEP, LoadOrder
+from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
@@ -106,7 +106,7 @@ class CacheState:
         if target.shortest_first is not spec.shortest_first:
             target.shortest_first = spec.shortest_first
             target.refresh_queue()
-        if spec.cache_view is CacheView.HISTORY and target.name not in self._approximate_caches:
+        if spec.cache_view is CacheView.APPROXIMATE and target.name not in self._approximate_caches:
             self._approximate_caches[target.name] = ApproximateCache((tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 
     def remove_target(self, target: Target) -> None:
@@ -149,13 +149,13 @@ class CacheState:
         return PromptQuery(self._index, self._index.prepare(ids, like, alike), scope, tokens)
 
     def shortlist(self, prompt: PromptQuery, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
-        """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix
-        is known by an approximate cache and not by the index."""
+        """Those of the order that RIVALS_MIN others do not beat in load and prefix, and what they match; None where a
+        prefix is known by an approximate cache and not by the index."""
         if self._approximate_caches:
             return None
-        index_matches = self._index.match(prompt.ids, prompt.scope, order.holders, KEEP)
+        index_matches = self._index.match(prompt.ids, prompt.scope, order.holders, RIVALS_MIN)
         matches = {match.holder: match for match in index_matches}
-        holders = dict.fromkeys([*order.holders[:KEEP], *matches])
+        holders = dict.fromkeys([*order.holders[:RIVALS_MIN], *matches])
         return [order.targets[holder] for holder in holders], matches
 
     def find_hits(

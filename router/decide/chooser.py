@@ -28,7 +28,7 @@ from router.decide.policy import (
     tier_load_seconds,
 )
 from router.decide.registry import WorkerRegistry
-from router.decide.shortlist import KEEP, LoadOrder
+from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
@@ -121,7 +121,7 @@ class Chooser:
         factor = self._tracker.utilisation_factor(now)
         uses_shortlist = self._uses_shortlist and request.media_conversation is None
         order = (
-            self._registry.order(request, candidates, factor)
+            self._registry.load_order(request, candidates, factor)
             if uses_shortlist and not (queued_ahead_s or queued_s)
             else None
         )
@@ -132,7 +132,7 @@ class Chooser:
             if order is not None:
                 shortlist, matches = self._cache_state.shortlist(prompt, order) or (candidates, None)
         elif order is not None:
-            shortlist = [order.targets[holder] for holder in order.holders[:KEEP]]
+            shortlist = [order.targets[holder] for holder in order.holders[:RIVALS_MIN]]
         pool = order if shortlist is not candidates else None
         choice = self._price(request, prompt, shortlist, matches, now, factor, queued_s=queued_s, pool=pool)
         if queued_ahead_s:
@@ -147,7 +147,7 @@ class Chooser:
         choice.cost.cached_tokens[choice.winner] = predicted_tokens[choice.winner]
         if order is not None:
             computed_tokens = request.prompt_tokens - choice.cost.cached_tokens[choice.winner]
-            order.asked(request.prompt_tokens, computed_tokens, choice.cost.expected_tokens)
+            order.record_request(request.prompt_tokens, computed_tokens, choice.cost.expected_tokens)
         if explain and pool is not None:
             full_choice = self._price(request, prompt, candidates, None, now, factor, queued_s=queued_s, pool=pool)
             full_choice.cost.congestion, full_choice.cost.shared_discount = (
@@ -305,7 +305,7 @@ class Chooser:
         if explain:
             candidate_terms: list[Terms] = [cost.terms(i, choice.resident_tokens[i]) for i in range(len(cost.targets))]
             decision.candidates = sorted(candidate_terms, key=lambda t: t.cost)
-            decision.not_eligible = self._registry.why_not(request)
+            decision.not_eligible = self._registry.ineligibility_reasons(request)
         return decision
 
 

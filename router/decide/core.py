@@ -39,7 +39,7 @@ from router.decide.reported_load import EngineLoad
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import StallDetector, Watchdog
-from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
+from router.decide.workers import CacheView, CircuitBreaker, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
 QUEUE_FULL: Final = "The router's queue is full, or this key waits there with as much as all others could."
@@ -62,7 +62,7 @@ class RouterCore:
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
         self.cache_state = CacheState(index, config)
-        self.registry = WorkerRegistry(index, self.tracker, self.cache_state, Breaker(config.health))
+        self.registry = WorkerRegistry(index, self.tracker, self.cache_state, CircuitBreaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
         self.stall_detector = StallDetector(config.health.stalled_s)
@@ -99,9 +99,9 @@ class RouterCore:
     def mark_worker_up(self, worker_id: str, now: float) -> list[Instruction]:
         """A health check succeeded."""
         worker = self.workers.get(worker_id)
-        if worker is None or not self.registry.breaker.success(worker):
+        if worker is None or not self.registry.breaker.record_success(worker):
             return []
-        self.registry.changed()
+        self.registry.refresh()
         return self._try_queued(now)
 
     def mark_worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
@@ -110,14 +110,14 @@ class RouterCore:
         if worker is None:
             return []
         was_down = worker.is_down
-        self.registry.breaker.down(worker, now, reason)
-        self.registry.changed()
+        self.registry.breaker.open(worker, now, reason)
+        self.registry.refresh()
         return [] if was_down else [self._clear_lost_cache(worker), *self._try_queued(now)]
 
     def set_draining(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
         self.workers[worker_id].is_drained = on
-        self.registry.changed()
+        self.registry.refresh()
         return self._try_queued(now)
 
     def set_asleep(self, worker_id: str, now: float, *, on: bool) -> list[Instruction]:
@@ -126,7 +126,7 @@ class RouterCore:
         if worker is None or worker.is_asleep is on:
             return []
         worker.is_asleep = on
-        self.registry.changed()
+        self.registry.refresh()
         return self._try_queued(now)
 
     def clear_worker_cache(self, worker_id: str, at_s: float) -> None:
@@ -140,8 +140,8 @@ class RouterCore:
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Notice workers that stand still: others are preferred to them until they move. See StallDetector.look."""
-        changed_workers = self.stall_detector.look(last_byte_s, now)
-        self.registry.avoided = frozenset(self.stall_detector.workers)
+        changed_workers = self.stall_detector.update(last_byte_s, now)
+        self.registry.avoided_workers = frozenset(self.stall_detector.stalled_workers)
         return changed_workers
 
     def in_flight_by_rank(self, worker_id: str) -> list[int]:
@@ -166,7 +166,7 @@ class RouterCore:
                     self.cache_state.add_target(target, self.workers[worker_id].spec)
                     has_changed = True
         if has_changed:
-            self.registry.changed()
+            self.registry.refresh()
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
@@ -211,7 +211,7 @@ class RouterCore:
         live.has_first_token = True
         if self.tracker.record_first_token(request_id, now) is None:
             return []
-        self.registry.alive(live.decision.worker, now)
+        self.registry.record_answer(live.decision.worker, now)
         return self._try_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
@@ -221,7 +221,7 @@ class RouterCore:
         live = self._active.get(request_id)
         worker = self.workers.get(live.decision.worker) if live is not None and live.decision is not None else None
         if worker is not None and at_s is not None:
-            worker.heard_s = at_s
+            worker.last_answer_s = at_s
 
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
@@ -238,19 +238,19 @@ class RouterCore:
             )
         self._end_attempt(live, now, is_computed=not is_error, reported_cached=reported.cached_tokens)
         self._end_session(request)
-        self.registry.alive(decision.worker, now)
+        self.registry.record_answer(decision.worker, now)
         worker = self.workers.get(decision.worker)
         if usage is not None and worker is not None:
-            self.watchdog.finished(
+            self.watchdog.record_answer(
                 decision.worker,
                 # Of several prompts only the first was looked for in the caches, and media are not counted.
                 counted_tokens=request.prompt_tokens
                 if request.token_ids is not None and request.prompt_count == 1 and request.media_conversation is None
                 else None,
                 prompt_tokens=reported.prompt_tokens,
-                predicted_cached=decision.predicted_cached_tokens,
+                predicted_cached_tokens=decision.predicted_cached_tokens,
                 cached_tokens=reported.cached_tokens,
-                resident=decision.terms.resident_tokens,
+                resident_tokens=decision.terms.resident_tokens,
                 block_tokens=worker.spec.block_size,
             )
         return self._try_queued(now)
@@ -292,8 +292,8 @@ class RouterCore:
         self._end_attempt(live, now, is_computed=live.has_first_token)
         if worker is not None and _is_of_worker(kind, live.request, worker, now - silent_s):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
-            went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
-            self.registry.changed()
+            went_down = self.registry.breaker.record_failure(worker, now, reason=reason, is_fatal=fatal, is_probe=probe)
+            self.registry.refresh()
             if went_down and fatal:
                 instructions.append(self._clear_lost_cache(worker))
         if continuation is None and (kind in _AFTER_FIRST_BYTE or live.has_first_token):
@@ -320,7 +320,7 @@ class RouterCore:
         if live is None or live.decision is None or (continuation is None and live.has_first_token):
             return []
         candidates = self.registry.candidates(continuation or live.request, live.tried_workers | {live.decision.worker})
-        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided:
+        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
             return []
         if continuation is None and not self._retry_budget.has_retry(live.request.tenant, live.attempt + 1):
             return []
@@ -333,8 +333,8 @@ class RouterCore:
         """Deadlines, queued requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
         self.cache_state.tick(now)
-        if [worker for worker in self.registry.down if self.registry.breaker.half_open(worker, now)]:
-            self.registry.changed()
+        if [worker for worker in self.registry.down_workers if self.registry.breaker.half_open(worker, now)]:
+            self.registry.refresh()
         due_requests = self._queue.pop_expired(now)
         instructions = [
             self._expire(self._active[request_id], now, refuse=refuse) for request_id, refuse in due_requests
@@ -343,7 +343,7 @@ class RouterCore:
 
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
-        times = [worker.open_until_s for worker in self.registry.down]
+        times = [worker.open_until_s for worker in self.registry.down_workers]
         released_s = self.cache_state.next_tick()
         if released_s is not None:
             times.append(released_s)
@@ -480,7 +480,7 @@ class RouterCore:
         worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
-            self.registry.changed()
+            self.registry.refresh()
         if request.priority >= self._background_priority:
             self._background_targets[request.request_id] = target.name
         target.routed_requests += 1
@@ -590,7 +590,7 @@ class RouterCore:
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
-            self.registry.changed()
+            self.registry.refresh()
 
     def _end_session(self, request: RouteRequest) -> None:
         if request.is_final and request.session is not None:
@@ -635,5 +635,5 @@ def _is_of_worker(kind: FailureKind, request: RouteRequest, worker: Worker, sile
     """Whether a failure counts for the worker's health: no client may choose that. A whole answer takes as long as its
     client wants; of a stream that is silent, the worker is to blame where it answered nobody else meanwhile."""
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):
-        return request.stream and worker.heard_s <= silent_since_s
+        return request.stream and worker.last_answer_s <= silent_since_s
     return kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.LOST)

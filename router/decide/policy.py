@@ -113,7 +113,12 @@ class KvCost:
                 utilisation += target.peer_load.utilisation
         count = len(targets)
         if pool is not None:
-            utilisation, work_rate, arrival_rate, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
+            utilisation, work_rate, arrival_rate, count = (
+                pool.peer_utilisation,
+                pool.work_rate,
+                pool.arrival_rate,
+                len(pool.targets),
+            )
         mean_prefill = work_rate / arrival_rate if arrival_rate > 0.0 else 0.0
         backlogs = (shortest + queued_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
         self.congestion = congestion_factor((utilisation + work_rate * utilisation_factor) / count, backlogs, config)
@@ -134,16 +139,18 @@ class KvCost:
         shared_prefix, shared_discount = self.shared_prefix_tokens, self.shared_discount
         mean_context = length + 0.5 * expected_tokens
         # The formula of `terms`, written out: see above.
-        for i, (target, cached, wait_s) in enumerate(zip(self.targets, self.priced_cached_tokens, self.waits)):
-            prefill_s = target.prefill_rate * (length - cached) + target.quadratic_rate * (square - cached * cached)
+        for i, (target, hit_tokens, wait_s) in enumerate(zip(self.targets, self.priced_cached_tokens, self.waits)):
+            prefill_s = target.prefill_rate * (length - hit_tokens) + target.quadratic_rate * (
+                square - hit_tokens * hit_tokens
+            )
             stall_s = 0.0
-            if cached < shared_prefix:
-                shared_prefill_s = target.prefill_seconds(shared_prefix, cached)
+            if hit_tokens < shared_prefix:
+                shared_prefill_s = target.prefill_seconds(shared_prefix, hit_tokens)
                 prefill_s -= shared_discount * shared_prefill_s
                 stall_s = decode_weight * self.decode_stall_seconds(shared_prefill_s) * target.concurrent_requests
             cost = prefill_weight * prefill_s + wait_s
             if wait_s and target.shortest_first:
-                cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, cached, wait_s)
+                cost = prefill_weight * prefill_s + self.shortest_first_seconds(target, hit_tokens, wait_s)
             if queued_ahead_s is not None:
                 cost += queued_ahead_s[i]
             cost = target.slowdown * cost + utilisation_weight * target.utilisation_scaled
@@ -187,9 +194,9 @@ class KvCost:
         """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
         return (1.0 - self.shared_discount) * shared_prefill_s
 
-    def shortest_first_seconds(self, target: Target, cached: int, wait_s: float) -> float:
+    def shortest_first_seconds(self, target: Target, hit_tokens: int, wait_s: float) -> float:
         """What of Q is computed before this prompt, and what it makes all those wait that it overtakes."""
-        prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
+        prefill_s = target.prefill_seconds(self.prompt_tokens, hit_tokens)
         before_s, overtaken_count = target.shortest_first_place(prefill_s, wait_s)
         return before_s + overtaken_count * prefill_s
 
@@ -199,8 +206,8 @@ class KvCost:
 
     def terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
-        config, target, cached = self.config, self.targets[i], self.priced_cached_tokens[i]
-        prefill_s = target.prefill_seconds(self.prompt_tokens, cached)
+        config, target, hit_tokens = self.config, self.targets[i], self.priced_cached_tokens[i]
+        prefill_s = target.prefill_seconds(self.prompt_tokens, hit_tokens)
         queue_s, overtaken_count = self.waits[i], 0
         if target.shortest_first:
             queue_s, overtaken_count = target.shortest_first_place(prefill_s, queue_s)
@@ -213,7 +220,9 @@ class KvCost:
         tier_load_s = self.tier_load_seconds(i)
         pressure_s = self.pressure_s[i] if self.pressure_s is not None else 0.0
         shared_prefill_s = (
-            target.prefill_seconds(self.shared_prefix_tokens, cached) if cached < self.shared_prefix_tokens else 0.0
+            target.prefill_seconds(self.shared_prefix_tokens, hit_tokens)
+            if hit_tokens < self.shared_prefix_tokens
+            else 0.0
         )
         shared_s, stall_s = (
             self.shared_discount * shared_prefill_s,

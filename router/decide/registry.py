@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from router.decide.cache_state import CacheState
 from router.decide.messages import Refuse, RouteRequest
 from router.decide.reported_load import EngineLoad
-from router.decide.shortlist import POOL_MIN, LoadOrder
+from router.decide.shortlist import POOL_SIZE_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import (
-    OURS,
-    Breaker,
+    BLOCKCAST,
+    CircuitBreaker,
     ServedModel,
     Worker,
     WorkerSpec,
     WorkerState,
     merge_models,
-    why_not_usable,
+    unusable_reason,
 )
 from router.index.protocol import PrefixIndex
 
@@ -33,25 +33,27 @@ from router.index.protocol import PrefixIndex
 class WorkerRegistry:
     """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
 
-    def __init__(self, index: PrefixIndex, tracker: LoadTracker, book: CacheState, breaker: Breaker) -> None:
+    def __init__(
+        self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker
+    ) -> None:
         self._index = index
         self._tracker = tracker
-        self._book = book
+        self._cache_state = cache_state
         self.breaker = breaker
-        self.on_state: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
+        self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
         self._states: dict[str, WorkerState] = {}
-        self.avoided: frozenset[str] = frozenset()
+        self.avoided_workers: frozenset[str] = frozenset()
         """Workers that are candidates only where there is no other."""
         self.workers: dict[str, Worker] = {}
-        self.down: list[Worker] = []
+        self.down_workers: list[Worker] = []
         """Those that are DOWN."""
-        self.reached: frozenset[str] | None = None
+        self.reachable_workers: frozenset[str] | None = None
         """Workers that have a URL; None: all."""
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
         """(model, role) -> who serves it, and the shortest context of theirs."""
-        self._orders: dict[tuple[str, str | None], LoadOrder] = {}
+        self._load_orders: dict[tuple[str, str | None], LoadOrder] = {}
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -63,48 +65,52 @@ class WorkerRegistry:
             self.workers[spec.worker_id] = worker
             remake = True
         else:
-            old = worker.spec
-            remake = (_base(old), old.ranks, old.cache_view) != (_base(spec), spec.ranks, spec.cache_view)
+            old_spec = worker.spec
+            remake = (_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
+                _base_model(spec),
+                spec.ranks,
+                spec.cache_view,
+            )
         worker.spec, worker.models = spec, {model.name: model for model in spec.models}
         if remake:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
-            self._book.add_target(target, spec)
-        self.changed()
+            self._cache_state.add_target(target, spec)
+        self.refresh()
         return worker
 
     def remove(self, worker_id: str) -> None:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
         self._states.pop(worker_id, None)
-        self.changed()
+        self.refresh()
 
-    def changed(self) -> None:
+    def refresh(self) -> None:
         """A worker's state changed: pools are rebuilt when they are next asked for, and who listens is told."""
         for worker_id, worker in self.workers.items():
             state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            before = self._states.get(worker_id)
-            if state is not before:
+            previous = self._states.get(worker_id)
+            if state is not previous:
                 self._states[worker_id] = state
-                self.on_state(worker, before)
-        near = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
-        self.reached = None if len(near) == len(self.workers) else near
-        self.down = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
+                self.on_state_change(worker, previous)
+        reachable = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
+        self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
+        self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
-        self._orders.clear()
+        self._load_orders.clear()
         self._tracker.load_orders.clear()
         self._models = None
 
-    def alive(self, worker_id: str, now: float) -> None:
+    def record_answer(self, worker_id: str, now: float) -> None:
         """It answered a request: past failures count no longer."""
         worker = self.workers.get(worker_id)
         if worker is not None:
-            worker.heard_s = now
+            worker.last_answer_s = now
         if worker is None or (not worker.failures and worker.state is WorkerState.UP):
             return
-        if self.breaker.success(worker):
-            self.changed()
+        if self.breaker.record_success(worker):
+            self.refresh()
 
     def targets_of(self, worker_id: str) -> list[Target]:
         """The worker's targets, one a rank."""
@@ -118,7 +124,7 @@ class WorkerRegistry:
 
     def is_known(self, model: str) -> bool:
         """Whether any worker, in whatever state, is known to serve it."""
-        return model in self.models() or bool(self._serving(model))
+        return model in self.models() or bool(self._workers_serving(model))
 
     def serves(self, model: str, worker_id: str | None = None) -> bool:
         """Whether somebody, or this worker, takes requests for it now."""
@@ -130,23 +136,23 @@ class WorkerRegistry:
 
     def is_ours(self, model: str) -> bool:
         """Whether all who serve it are this project's engines."""
-        return all(worker.spec.engine == OURS for worker in self._serving(model))
+        return all(worker.spec.engine == BLOCKCAST for worker in self._workers_serving(model))
 
     # Eligibility -------------------------------------------------------------------------------------------------
-    def candidates(self, request: RouteRequest, tried: frozenset[str]) -> list[Target] | Refuse:
+    def candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
         """Targets that may serve the request, or why there is none."""
         key = (request.model, request.role)
-        known = self._pools.get(key)
-        pool, context_max = self._build_pool(key) if known is None else known
+        cached_pool = self._pools.get(key)
+        pool, context_max = self._build_pool(key) if cached_pool is None else cached_pool
         if not pool:
-            return self._refuse(request)
-        whole = (request.longest_prompt_tokens or request.prompt_tokens) + 1
-        counted = request.token_ids is not None  # an estimate never refuses
-        if counted and context_max is not None and whole > context_max:
-            pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
+            return self._refuse_unserved(request)
+        tokens_needed = (request.longest_prompt_tokens or request.prompt_tokens) + 1
+        is_exact = request.token_ids is not None  # an estimate never refuses
+        if is_exact and context_max is not None and tokens_needed > context_max:
+            pool = [t for t in pool if self._fits(t.worker_id, request.model, tokens_needed)]
             if not pool:
-                limit = max(w.models[request.model].max_model_len or 0 for w in self._serving(request.model))
-                message = f"A prompt of {whole - 1} tokens and an answer have no room in {limit} tokens."
+                limit = max(w.models[request.model].max_model_len or 0 for w in self._workers_serving(request.model))
+                message = f"A prompt of {tokens_needed - 1} tokens and an answer have no room in {limit} tokens."
                 return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
@@ -157,35 +163,35 @@ class WorkerRegistry:
             if not pool:
                 message = "None of the endpoints that the gateway allows, or that requests are sent to, can take this."
                 return Refuse(request.request_id, 503, "no_worker", message, 1.0)
-        if tried:
-            pool = [t for t in pool if t.worker_id not in tried]
+        if tried_workers:
+            pool = [t for t in pool if t.worker_id not in tried_workers]
             if not pool:
                 return Refuse(request.request_id, 502, "upstream_failed", "Every worker that could serve this failed.")
-        if self.avoided:
-            return [t for t in pool if t.worker_id not in self.avoided] or pool
+        if self.avoided_workers:
+            return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
         return pool
 
-    def order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
+    def load_order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
         """The order of a large pool, up to date; None for a small one, or where these candidates are only a part of it.
         `factor`: of the tracker's utilisation."""
         key = (request.model, request.role)
-        if len(candidates) < POOL_MIN or self._pools[key][0] is not candidates:
+        if len(candidates) < POOL_SIZE_MIN or self._pools[key][0] is not candidates:
             return None
-        order = self._orders.get(key)
+        order = self._load_orders.get(key)
         if order is None:
-            order = self._orders[key] = LoadOrder(candidates, self._tracker.cost, factor)
+            order = self._load_orders[key] = LoadOrder(candidates, self._tracker.cost, factor)
             self._tracker.load_orders.append(order)
-        order.renew(factor)
+        order.update(factor)
         return order
 
-    def why_not(self, request: RouteRequest) -> dict[str, str]:
+    def ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
         """worker -> why it is no candidate, for explanations."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for worker in self.workers.values():
-            reason = _unfit(worker, request.model, request.role)
+            reason = _ineligibility(worker, request.model, request.role)
             tokens = request.longest_prompt_tokens or request.prompt_tokens
-            whole = tokens + 1 if request.token_ids is not None else 0
-            if reason is None and not self._fits(worker.worker_id, request.model, whole):
+            tokens_needed = tokens + 1 if request.token_ids is not None else 0
+            if reason is None and not self._fits(worker.worker_id, request.model, tokens_needed):
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
@@ -196,12 +202,12 @@ class WorkerRegistry:
             ):
                 reason = "not among the gateway's endpoints"
             if reason is not None:
-                found[worker.worker_id] = reason
-        return found
+                reasons[worker.worker_id] = reason
+        return reasons
 
     def retry_after_s(self, now: float) -> float:
         """When a broken worker will next be tried."""
-        waits = [worker.open_until_s - now for worker in self.down]
+        waits = [worker.open_until_s - now for worker in self.down_workers]
         return max(1.0, min(waits, default=1.0))
 
     def _build_pool(self, key: tuple[str, str | None]) -> tuple[list[Target], int | None]:
@@ -209,25 +215,25 @@ class WorkerRegistry:
         pool: list[Target] = []
         limits: list[int] = []
         for worker in self.workers.values():
-            if _unfit(worker, model, role) is None:
+            if _ineligibility(worker, model, role) is None:
                 pool += self._targets[worker.worker_id]
                 limit = worker.models[model].max_model_len
                 if limit is not None:
                     limits.append(limit)
-        found = pool, min(limits, default=None)
+        entry = pool, min(limits, default=None)
         if pool:  # names come from clients: what nobody serves is not remembered
-            self._pools[key] = found
-        return found
+            self._pools[key] = entry
+        return entry
 
-    def _serving(self, model: str) -> list[Worker]:
+    def _workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
 
     def _fits(self, worker_id: str, model: str, tokens: int) -> bool:
         limit = self.workers[worker_id].models[model].max_model_len
         return limit is None or tokens <= limit
 
-    def _refuse(self, request: RouteRequest) -> Refuse:
-        serving = self._serving(request.model)
+    def _refuse_unserved(self, request: RouteRequest) -> Refuse:
+        serving = self._workers_serving(request.model)
         if not serving and any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values()):
             names = ", ".join(sorted(self.models())) or "none"
             return Refuse(
@@ -235,51 +241,51 @@ class WorkerRegistry:
             )
         if request.role is not None and all(request.role not in w.spec.roles for w in serving):
             return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
-        of_model = f" of model {request.model!r}" if request.model else ""
+        model_text = f" of model {request.model!r}" if request.model else ""
         states = Counter(worker.state.value for worker in (serving if request.model else self.workers.values()))
-        told = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
-        return Refuse(request.request_id, 503, "no_worker", f"No worker{of_model} is up: {told}.", 1.0)
+        summary = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
+        return Refuse(request.request_id, 503, "no_worker", f"No worker{model_text} is up: {summary}.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
         worker = self.workers.get(worker_id)
         if worker is None:
             return Refuse(request.request_id, 404, "unknown_worker", f"There is no worker {worker_id!r}.")
-        reason = self.why_not(request).get(worker_id, "not eligible")
+        reason = self.ineligibility_reasons(request).get(worker_id, "not eligible")
         return Refuse(request.request_id, 503, "no_worker", f"Worker {worker_id!r} cannot take this: {reason}.", 1.0)
 
     # Targets -----------------------------------------------------------------------------------------------------
     def _make_targets(self, worker: Worker) -> None:
         self._targets[worker.worker_id] = []
-        base = _base(worker.spec)
-        if base is None:
+        base_model = _base_model(worker.spec)
+        if base_model is None:
             return
         for rank in range(worker.spec.ranks):
             label = rank if worker.spec.ranks > 1 else None
             name = worker.worker_id if label is None else f"{worker.worker_id}#{rank}"
-            holder = self._index.add_holder(name, base)
+            holder = self._index.add_holder(name, base_model)
             worker.holders.append(holder)
-            target = self._tracker.add_target(worker.worker_id, label, holder, pool=base)
+            target = self._tracker.add_target(worker.worker_id, label, holder, pool=base_model)
             self._targets[worker.worker_id].append(target)
 
     def _drop_targets(self, worker: Worker) -> None:
         for target in self._targets.pop(worker.worker_id, ()):
             self._tracker.remove_target(target.name)
-            self._book.remove_target(target)
+            self._cache_state.remove_target(target)
             self._index.remove_holder(target.holder)
         worker.holders.clear()
 
 
-def _unfit(worker: Worker, model: str, role: str | None) -> str | None:
+def _ineligibility(worker: Worker, model: str, role: str | None) -> str | None:
     """Why it takes none of these requests now, or None."""
     if model not in worker.models:
         return f"does not serve {model}"
     if role is not None and role not in worker.spec.roles:
         return f"has no role {role}"
-    return why_not_usable(worker)
+    return unusable_reason(worker)
 
 
-def _base(spec: WorkerSpec) -> str | None:
+def _base_model(spec: WorkerSpec) -> str | None:
     """The model under which the worker's holders stand in the index: one process caches one base model."""
     return spec.models[0].base if spec.models else None
 

@@ -212,7 +212,7 @@ class LoadTracker:
         if self.targets.get(target.name) is target:
             self.changed_targets.add(target.name)
             for order in self.load_orders:
-                order.note(target)
+                order.mark_changed(target)
 
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
@@ -484,7 +484,7 @@ class LoadTracker:
         target.refresh()
         target.refresh_queue()
         for order in self.load_orders:
-            order.note(target)
+            order.mark_changed(target)
 
     # Truth -------------------------------------------------------------------------------------------------------
     def check_invariants(self) -> None:

@@ -21,7 +21,7 @@ from typing import Final
 WINDOW: Final = 40
 REQUESTS_MIN: Final = 20
 """Requests that must have been compared before an alarm can be raised."""
-_SHARES = (
+_DEVIATION_ALARMS = (
     (
         "prompt_tokens",
         0.25,
@@ -49,46 +49,48 @@ BLOCK_TOKENS: Final = 256
 class StallDetector:
     """Which workers stand still: none of their streams moves for a while, although those of others do. Pure."""
 
-    def __init__(self, still_s: float) -> None:
-        self.still_s = still_s
-        self._looked_s: float | None = None
-        self.workers: dict[str, float] = {}
+    def __init__(self, stall_s: float) -> None:
+        self.stall_s = stall_s
+        self._updated_s: float | None = None
+        self.stalled_workers: dict[str, float] = {}
         """worker -> when a byte last came from it."""
 
-    def look(self, moved: Mapping[str, float], now: float) -> set[str]:
-        """Look again; the workers of which something else is true now. Call it a few times in `still_s`.
+    def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
+        """Look again; the workers of which something else is true now. Call it a few times in `stall_s`.
 
-        `moved`: of every worker with streams in their middle whose clients read, when the last byte of any came. Where
-        nothing moves anywhere, or this look comes late, the router itself may have stood still: nothing new is said.
-        """
-        late = self._looked_s is not None and now - self._looked_s > self.still_s / 2
-        self._looked_s = now
-        still = {worker: last_s for worker, last_s in moved.items() if now - last_s >= self.still_s}
-        if late or (len(still) == len(moved) > 1):
-            still = {worker: last_s for worker, last_s in still.items() if worker in self.workers}
-        changed = still.keys() ^ self.workers.keys()
-        self.workers = still
-        return changed
+        `last_byte_s`: of every worker with streams in their middle whose clients read, when the last byte of any came.
+        Where nothing moves anywhere, or this look comes late, the router itself may have stood still: nothing new is
+        said."""
+        is_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
+        self._updated_s = now
+        stalled_workers = {worker: last_s for worker, last_s in last_byte_s.items() if now - last_s >= self.stall_s}
+        if is_late or (len(stalled_workers) == len(last_byte_s) > 1):
+            stalled_workers = {
+                worker: last_s for worker, last_s in stalled_workers.items() if worker in self.stalled_workers
+            }
+        changed_workers = stalled_workers.keys() ^ self.stalled_workers.keys()
+        self.stalled_workers = stalled_workers
+        return changed_workers
 
     def alarms(self, worker_id: str, now: float) -> list[str]:
         """As Watchdog.alarms."""
-        last_s = self.workers.get(worker_id)
+        last_s = self.stalled_workers.get(worker_id)
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
 
 @dataclass(slots=True)
 class _Window:
-    parts: dict[str, deque[tuple[int, int]]] = field(
-        default_factory=lambda: {name: deque(maxlen=WINDOW) for name, _, _ in _SHARES}
+    deviations: dict[str, deque[tuple[int, int]]] = field(
+        default_factory=lambda: {name: deque(maxlen=WINDOW) for name, _, _ in _DEVIATION_ALARMS}
     )
-    """Of each alarm in `_SHARES`, for one request each: (what is wrong, of how much).
+    """Of each alarm in `_DEVIATION_ALARMS`, for one request each: (what is wrong, of how much).
 
     prompt_tokens: (1 where the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
     that is not zero; promised: (predicted - reported where that is positive, prompt tokens).
     """
-    unannounced: int = 0
+    unannounced_requests: int = 0
     """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
-    stored: int = 0
+    stored_blocks: int = 0
     """Stored blocks the feed had counted when it was last asked."""
 
 
@@ -98,15 +100,15 @@ class Watchdog:
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
 
-    def finished(
+    def record_answer(
         self,
         worker_id: str,
         *,
         counted_tokens: int | None,
         prompt_tokens: int | None,
-        predicted_cached: int,
+        predicted_cached_tokens: int,
         cached_tokens: int | None,
-        resident: int | None = None,
+        resident_tokens: int | None = None,
         block_tokens: int | None = None,
     ) -> None:
         """One answer's usage. None: not counted here, or not said by the engine.
@@ -117,24 +119,26 @@ class Watchdog:
         if window is None:
             window = self._windows[worker_id] = _Window()
         if counted_tokens is not None and prompt_tokens is not None:
-            window.parts["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
+            window.deviations["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
         if counted_tokens is not None and cached_tokens is not None:
-            if predicted_cached or cached_tokens:
-                wrong = abs(predicted_cached - cached_tokens)
-                window.parts["cached_tokens"].append((wrong, max(predicted_cached, cached_tokens)))
-            window.parts["promised"].append((max(predicted_cached - cached_tokens, 0), counted_tokens))
+            if predicted_cached_tokens or cached_tokens:
+                wrong_tokens = abs(predicted_cached_tokens - cached_tokens)
+                window.deviations["cached_tokens"].append((wrong_tokens, max(predicted_cached_tokens, cached_tokens)))
+            window.deviations["promised"].append((max(predicted_cached_tokens - cached_tokens, 0), counted_tokens))
         length = prompt_tokens if prompt_tokens is not None else counted_tokens
-        computed = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
-        reused = counted_tokens is not None and resident is not None and (cached_tokens or 0) > resident
-        if computed or reused:
-            window.unannounced += 1
+        has_new_block = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
+        has_reused_block = (
+            counted_tokens is not None and resident_tokens is not None and (cached_tokens or 0) > resident_tokens
+        )
+        if has_new_block or has_reused_block:
+            window.unannounced_requests += 1
 
-    def events(self, worker_id: str, stored_total: int) -> None:
+    def record_events(self, worker_id: str, stored_total: int) -> None:
         """Blocks the feed has seen the worker announce since it started; call it when the counters are read."""
         window = self._windows.setdefault(worker_id, _Window())
-        if stored_total != window.stored:
-            window.stored = stored_total
-            window.unannounced = 0
+        if stored_total != window.stored_blocks:
+            window.stored_blocks = stored_total
+            window.unannounced_requests = 0
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
@@ -145,15 +149,21 @@ class Watchdog:
         window = self._windows.get(worker_id)
         if window is None:
             return []
-        found = []
-        for name, share, text in _SHARES:
-            parts = window.parts[name]
-            part, whole = sum(wrong for wrong, _ in parts), sum(of for _, of in parts)
-            if len(parts) >= REQUESTS_MIN and part > share * whole:
-                found.append(f"{name}: " + text.format(part=part, count=len(parts), percent=100 * part // whole))
-        if expects_events and window.unannounced >= REQUESTS_MIN:
-            found.append(
-                f"events: {window.unannounced} prompts filled or reused blocks since the last block was announced: "
-                "the worker's events are off or do not arrive"
+        alarms = []
+        for name, share, text in _DEVIATION_ALARMS:
+            deviations = window.deviations[name]
+            wrong_total, compared_total = (
+                sum(wrong for wrong, _ in deviations),
+                sum(compared for _, compared in deviations),
             )
-        return found
+            if len(deviations) >= REQUESTS_MIN and wrong_total > share * compared_total:
+                alarms.append(
+                    f"{name}: "
+                    + text.format(part=wrong_total, count=len(deviations), percent=100 * wrong_total // compared_total)
+                )
+        if expects_events and window.unannounced_requests >= REQUESTS_MIN:
+            alarms.append(
+                f"events: {window.unannounced_requests} prompts filled or reused blocks since the last block was "
+                "announced: the worker's events are off or do not arrive"
+            )
+        return alarms

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from router.decide.config import HealthConfig
 from router.index.protocol import HolderId
 
-OURS, VLLM = "blockcast", "vllm"
+BLOCKCAST, VLLM = "blockcast", "vllm"
 """Engines of which the router knows more."""
 
 
@@ -34,7 +34,7 @@ class CacheView(str, enum.Enum):
     """Where the router's picture of a worker's cache comes from."""
 
     EVENTS = "events"
-    HISTORY = "history"
+    APPROXIMATE = "approximate"
     """No events: what this router sent there, least recently used first out, at the advertised capacity."""
 
 
@@ -61,7 +61,7 @@ class WorkerSpec:
     ranks: int = 1
     """Data-parallel ranks, each a holder of its own."""
     engine: str = ""
-    """`owned_by` of its models: OURS, VLLM ..., or empty."""
+    """`owned_by` of its models: BLOCKCAST, VLLM ..., or empty."""
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""
@@ -90,7 +90,7 @@ class Worker:
     open_s: float = 0.0
     probe: str | None = None
     """The request that probes it."""
-    heard_s: float = -math.inf
+    last_answer_s: float = -math.inf
     """When a request's answer began, went on or ended there last."""
     health_reason: str = ""
     """Why it is DOWN."""
@@ -122,30 +122,32 @@ class Worker:
         return self.health in (WorkerState.DOWN, WorkerState.PROBING)
 
 
-class Breaker:
+class CircuitBreaker:
     """The circuit breaker's rules, over `Worker`s that it mutates and never stores."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
 
-    def failure(self, worker: Worker, now: float, *, reason: str, fatal: bool = False, probe: bool = False) -> bool:
+    def record_failure(
+        self, worker: Worker, now: float, *, reason: str, is_fatal: bool = False, is_probe: bool = False
+    ) -> bool:
         """Count a failure; True where it took the worker down just now. `probe`: it is the probe's. What was sent
         before a worker went down and fails after it tells nothing new: of one incident there is one pause."""
         worker.failures += 1
         was_up = worker.health is WorkerState.UP
-        if probe or (was_up and (fatal or worker.failures >= self._config.failures_to_open)):
-            self.down(worker, now, reason, longer=probe)
+        if is_probe or (was_up and (is_fatal or worker.failures >= self._config.failures_to_open)):
+            self.open(worker, now, reason, is_longer=is_probe)
         return was_up and worker.health is WorkerState.DOWN
 
-    def down(self, worker: Worker, now: float, reason: str, *, longer: bool = False) -> None:
+    def open(self, worker: Worker, now: float, reason: str, *, is_longer: bool = False) -> None:
         """Open the breaker: nothing is sent until its pause is over. `longer`: a probe failed, the pause doubles."""
         first_s = worker.open_s or self._config.open_s
-        worker.open_s = min(first_s * 2, self._config.open_s_max) if longer else first_s
+        worker.open_s = min(first_s * 2, self._config.open_s_max) if is_longer else first_s
         worker.open_until_s = now + worker.open_s
         worker.health, worker.health_reason = WorkerState.DOWN, reason
         worker.probe = None
 
-    def success(self, worker: Worker) -> bool:
+    def record_success(self, worker: Worker) -> bool:
         """An answer or a health check came: close the breaker; True where the worker may be given work again."""
         worker.failures = 0
         worker.probe = None
@@ -157,13 +159,13 @@ class Breaker:
 
     def half_open(self, worker: Worker, now: float) -> bool:
         """Let a probe through where the pause is over; True where that is so now."""
-        over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
-        if over:
+        is_over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
+        if is_over:
             worker.health, worker.probe = WorkerState.PROBING, None
-        return over
+        return is_over
 
 
-def why_not_usable(worker: Worker) -> str | None:
+def unusable_reason(worker: Worker) -> str | None:
     """The reason a worker takes no new work, or None."""
     if worker.state is WorkerState.UP:
         return None
@@ -174,12 +176,12 @@ def why_not_usable(worker: Worker) -> str | None:
 
 def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
     """Every name some worker not DOWN serves, with the longest context any of them offers."""
-    merged: dict[str, ServedModel] = {}
+    models: dict[str, ServedModel] = {}
     for worker in workers:
         if worker.state in (WorkerState.DOWN, WorkerState.STARTING):
             continue
         for model in worker.models.values():
-            known = merged.get(model.name)
-            if known is None or (model.max_model_len or 0) > (known.max_model_len or 0):
-                merged[model.name] = model
-    return merged
+            longest = models.get(model.name)
+            if longest is None or (model.max_model_len or 0) > (longest.max_model_len or 0):
+                models[model.name] = model
+    return models

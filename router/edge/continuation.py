@@ -15,7 +15,7 @@ import msgspec
 
 from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
-from router.decide.workers import OURS, VLLM
+from router.decide.workers import BLOCKCAST, VLLM
 from router.edge.tokens import Tokens
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
@@ -116,7 +116,7 @@ class Continuation:
     @property
     def _as_chat(self) -> bool:
         """The other worker is asked the same chat again."""
-        return self._chat and self._engine == OURS
+        return self._chat and self._engine == BLOCKCAST
 
     @property
     def path(self) -> bytes | None:
@@ -145,7 +145,7 @@ class Continuation:
         were sent as a prompt, begins the seed's numbers and what the answer must match anew, looks for stop strings in
         the new text only, and reads no calls out of a completion."""
         if self._engine != VLLM:
-            return self._engine == OURS
+            return self._engine == BLOCKCAST
         value = self._value
         return not (
             value("stop")
@@ -163,7 +163,7 @@ class Continuation:
         Changes nothing: `begin_rest` does, once there is a worker for it.
         """
         tokens = self.tokens
-        if tokens is None or tokens.odd or tokens.finished or (tokens.parsed and self._engine != OURS):
+        if tokens is None or tokens.odd or tokens.finished or (tokens.parsed and self._engine != BLOCKCAST):
             return None
         if tokens.events == 0:  # the client has a head, and nothing of the answer: the whole of it, once
             return None if self._begins_anew else route
@@ -213,7 +213,7 @@ class Continuation:
             limit = self._value("max_tokens")
         if limit is None and not self._chat:
             limit = _MODEL_DEFAULT
-        if self._engine == OURS:
+        if self._engine == BLOCKCAST:
             return body | {"max_tokens": limit, "answered_tokens": answered}
         if limit is not None:
             limit -= answered

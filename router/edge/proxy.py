@@ -80,7 +80,7 @@ class Proxy(Carrier):
         """Ask the core for a worker and do what it says."""
         if exchange.done:
             return
-        route.allowed_workers = self.core.registry.reached
+        route.allowed_workers = self.core.registry.reachable_workers
         exchange.asks(route)
         exchange.route = route
         exchange.in_core = True
@@ -146,7 +146,7 @@ class Proxy(Carrier):
             if moved_s is not None and decision is not None:
                 moved[decision.worker] = max(moved_s, moved.get(decision.worker, moved_s))
         for worker_id in self.core.update_stalled_workers(moved, now):
-            if worker_id in self.core.stall_detector.workers:
+            if worker_id in self.core.stall_detector.stalled_workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)
             else:
                 log.info("worker %s stands still no more", worker_id)
@@ -166,7 +166,7 @@ class Proxy(Carrier):
                 exchange.move("the worker is down")
             elif worker is not None and worker.is_asleep and exchange.first_byte_s is None:
                 exchange.move("the worker sleeps")
-            elif decision.worker in still.workers and now - (exchange.moved_s or now) >= still.still_s:
+            elif decision.worker in still.stalled_workers and now - (exchange.moved_s or now) >= still.stall_s:
                 exchange.move("the worker stands still", stalled=True)
         except Exception as error:  # noqa: BLE001  a boundary
             exchange.crash(error)

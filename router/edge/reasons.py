@@ -280,7 +280,7 @@ class KnownFacts:
 
     def has_approximate_cache(self, worker_id: str) -> bool:
         worker = self._core.workers.get(worker_id)
-        return worker is not None and worker.spec.cache_view is CacheView.HISTORY
+        return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 
 
 _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, unknown_before=True)

@@ -21,7 +21,7 @@ from events.sources import DEFAULT_PORT, EventSource, default_source, endpoint_h
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.reported_load import EngineLoad
-from router.decide.workers import OURS, VLLM, CacheView, ServedModel, WorkerSpec
+from router.decide.workers import BLOCKCAST, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     is_asleep,
     number,
@@ -249,7 +249,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         roles=flag.roles,
         engine=facts.engine,
         ranks=max(1, len(facts.sources)),
-        cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
+        cache_view=CacheView.EVENTS if facts.sources else CacheView.APPROXIMATE,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
         host_tokens=facts.host_tokens,
         seats=flag.seats,
@@ -318,8 +318,8 @@ class Prober:
         if sources:
             block_size = sources[0].block_size or read_block_size(metrics)
         # vLLM's label of that name is of its swap space.
-        host_tokens = read_host_capacity(metrics) if engine == OURS else None
-        shortest_first = engine == OURS and read_shortest_first(metrics)
+        host_tokens = read_host_capacity(metrics) if engine == BLOCKCAST else None
+        shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
         asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
         return WorkerFacts(
             True, "", models, sources, capacity, block_size, roots, engine, host_tokens, shortest_first, asleep

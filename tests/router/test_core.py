@@ -329,7 +329,7 @@ def test_sticky_moves_only_the_lost_workers_sessions() -> None:
 
 
 def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
-    core, _ = make("ab", cache_view=CacheView.HISTORY, cache_tokens=64 * 40)
+    core, _ = make("ab", cache_view=CacheView.APPROXIMATE, cache_tokens=64 * 40)
     prompt = list(range(64 * 30 + 1))
     first = core.route(request("r0", prompt), 0.0)
     core.finish_request("r0", None, 1.0)
@@ -513,7 +513,7 @@ def test_a_probe_that_its_client_gives_up_is_followed_by_another() -> None:
 def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None:
     core, _ = make("ab")
     changes: list[tuple[str, str]] = []
-    core.registry.on_state = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
+    core.registry.on_state_change = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
     core.set_draining("a", 0.0)
     assert core.mark_worker_down("a", 1.0, "refused") == [WorkerLost("a")]
     assert core.mark_worker_down("a", 1.5, "refused") == []

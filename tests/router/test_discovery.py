@@ -196,7 +196,7 @@ def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> Non
     metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
     facts, url = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
     spec = worker_spec(parse_worker_flag(f"url={url}"), facts)
-    assert (spec.cache_view, spec.cache_tokens) == (CacheView.HISTORY, 1600)
+    assert (spec.cache_view, spec.cache_tokens) == (CacheView.APPROXIMATE, 1600)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, RouteRequest
 from router.decide.policy import KvCost
-from router.decide.shortlist import KEEP
+from router.decide.shortlist import RIVALS_MIN
 from router.decide.target import PeerLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
@@ -63,8 +63,8 @@ def bound(core: RouterCore, decision: Decision) -> float:
     length, expected = decision.prompt_tokens, decision.terms.output_tokens
     slows = [target.slowdown for target in targets]
     (order,) = core.tracker.load_orders
-    prompt, answer = int(order.typical.prompt), order.typical.answer
-    typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed))
+    prompt, answer = int(order.typical.prompt_tokens), order.typical.answer_tokens
+    typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed_tokens))
     weighed_s = (1.0 + decision.terms.congestion) * targets[0].prefill_seconds(length, 0)
     differ = [t.decode_seconds(length, expected) - t.decode_seconds(prompt, answer) for t in targets]
     return (
@@ -117,7 +117,7 @@ def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by
     for i in range(50):
         core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01)
     assert len(priced) == 50
-    assert max(priced) <= 12 * KEEP, priced
+    assert max(priced) <= 12 * RIVALS_MIN, priced
 
 
 def work(core: RouterCore, requests: list[RouteRequest]) -> float:
@@ -184,14 +184,14 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     core.route(ask("second", 1, rng), 0.03)
     order.check_invariants()
     assert order.targets[order.holders[-1]].name == "w7"
-    assert order.peers == pytest.approx(0.5)
+    assert order.peer_utilisation == pytest.approx(0.5)
     now = 0.03
     for i in range(60):  # past the change of scale: whatever was known is placed anew
         now += 30.0
         core.route(ask(f"late{i}", 1, rng), now)
         order.check_invariants()
-    order.renew(core.tracker.utilisation_factor(now))  # the last one's load too
-    fresh = sorted(order._key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
+    order.update(core.tracker.utilisation_factor(now))  # the last one's load too
+    fresh = sorted(order._sort_key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
     known = [key for key, _ in order._order]
     assert known == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)

@@ -11,10 +11,10 @@ def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
     """A request of a worker that agrees in everything, up to `changes`."""
     length = 500 + i
     values: dict[str, int | None] = {
-        "counted_tokens": length, "prompt_tokens": length, "predicted_cached": 320, "cached_tokens": 320,
+        "counted_tokens": length, "prompt_tokens": length, "predicted_cached_tokens": 320, "cached_tokens": 320,
         **changes,
     }  # fmt: skip
-    dog.finished("w", **values)  # type: ignore[arg-type]
+    dog.record_answer("w", **values)  # type: ignore[arg-type]
 
 
 def names(dog: Watchdog) -> list[str]:
@@ -25,14 +25,14 @@ def test_agreement_raises_nothing() -> None:
     dog = Watchdog()
     for i in range(500):
         finish(dog, i)
-        dog.events("w", i)
+        dog.record_events("w", i)
         assert names(dog) == []
 
 
 def test_another_chat_template_is_flagged_within_50() -> None:
     dog = Watchdog()
     for i in range(50):
-        dog.events("w", i)
+        dog.record_events("w", i)
         finish(dog, i, prompt_tokens=507 + i)
     assert names(dog) == ["prompt_tokens"]
 
@@ -40,7 +40,7 @@ def test_another_chat_template_is_flagged_within_50() -> None:
 def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> None:
     dog, rng = Watchdog(), random.Random(1)
     for i in range(50):
-        dog.events("w", i)
+        dog.record_events("w", i)
         finish(dog, i, prompt_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
     assert names(dog) == ["prompt_tokens"]
 
@@ -48,15 +48,15 @@ def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> Non
 def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
     dog = Watchdog()
     for i in range(50):
-        dog.events("w", i)
-        finish(dog, i, predicted_cached=0, cached_tokens=320)
+        dog.record_events("w", i)
+        finish(dog, i, predicted_cached_tokens=0, cached_tokens=320)
     assert names(dog) == ["cached_tokens"]
 
 
 def test_eviction_now_and_then_is_no_drift() -> None:
     dog, rng = Watchdog(), random.Random(2)
     for i in range(200):
-        dog.events("w", i)
+        dog.record_events("w", i)
         finish(dog, i, cached_tokens=320 if rng.random() < 0.8 else 160)
         assert names(dog) == []
 
@@ -65,8 +65,8 @@ def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() 
     """Ten at once before a cache for three: half of what was predicted is found, which is no drift of the index."""
     dog = Watchdog()
     for i in range(50):
-        dog.events("w", i)
-        finish(dog, i, predicted_cached=320, cached_tokens=320 if i % 2 else 0)
+        dog.record_events("w", i)
+        finish(dog, i, predicted_cached_tokens=320, cached_tokens=320 if i % 2 else 0)
     assert names(dog) == ["promised"]
     for i in range(50):
         finish(dog, i)
@@ -75,51 +75,58 @@ def test_promises_that_evictions_break_are_flagged_although_half_of_them_hold() 
 
 def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
     dog = Watchdog()
-    dog.events("w", 100)
+    dog.record_events("w", 100)
     for i in range(50):
-        finish(dog, i, predicted_cached=0, cached_tokens=0)
-        dog.events("w", 100)
+        finish(dog, i, predicted_cached_tokens=0, cached_tokens=0)
+        dog.record_events("w", 100)
     assert names(dog) == ["events"]
     assert dog.alarms("w", expects_events=False) == []
-    dog.events("w", 101)
+    dog.record_events("w", 101)
     assert names(dog) == []
 
 
 def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> None:
     dog = Watchdog()
     for i in range(50):
-        dog.events("w", 0)
-        dog.finished(
-            "w", counted_tokens=90 + i, prompt_tokens=90 + i, predicted_cached=80, cached_tokens=80, resident=0
+        dog.record_events("w", 0)
+        dog.record_answer(
+            "w",
+            counted_tokens=90 + i,
+            prompt_tokens=90 + i,
+            predicted_cached_tokens=80,
+            cached_tokens=80,
+            resident_tokens=0,
         )
     assert names(dog) == ["events"]
     dog = Watchdog()
     for _ in range(50):  # the same prompt again and again: nothing new to announce
-        dog.finished("w", counted_tokens=90, prompt_tokens=90, predicted_cached=80, cached_tokens=80, resident=80)
+        dog.record_answer(
+            "w", counted_tokens=90, prompt_tokens=90, predicted_cached_tokens=80, cached_tokens=80, resident_tokens=80
+        )
     assert names(dog) == []
 
 
 def test_the_workers_block_length_says_what_must_be_announced() -> None:
     dog = Watchdog()
     for _ in range(50):
-        finish(dog, 0, predicted_cached=0, cached_tokens=0, block_tokens=528)
+        finish(dog, 0, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
     assert names(dog) == []
     for _ in range(50):
-        finish(dog, 100, predicted_cached=0, cached_tokens=0, block_tokens=528)
+        finish(dog, 100, predicted_cached_tokens=0, cached_tokens=0, block_tokens=528)
     assert names(dog) == ["events"]
 
 
 def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
     dog = Watchdog()
     for _ in range(100):
-        dog.finished("w", counted_tokens=20, prompt_tokens=20, predicted_cached=0, cached_tokens=0)
+        dog.record_answer("w", counted_tokens=20, prompt_tokens=20, predicted_cached_tokens=0, cached_tokens=0)
     assert names(dog) == []
 
 
 def test_engines_that_say_nothing_raise_nothing() -> None:
     dog = Watchdog()
     for i in range(100):
-        dog.events("w", i)
+        dog.record_events("w", i)
         finish(dog, i, prompt_tokens=None, cached_tokens=None)
     assert names(dog) == []
     dog.forget("w")
@@ -129,24 +136,24 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
 def test_a_worker_stands_still_while_others_move() -> None:
     still = StallDetector(10.0)
     for now in range(9):
-        assert still.look({"a": 0.0, "b": float(now)}, float(now)) == set()
-    assert [still.look({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
+        assert still.update({"a": 0.0, "b": float(now)}, float(now)) == set()
+    assert [still.update({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
     assert still.alarms("a", 11.0) == ["stalled: none of its streams has moved for 11 s"]
     assert still.alarms("b", 11.0) == []
-    assert still.look({"a": 11.5, "b": 12.0}, 12.0) == {"a"}  # it moves again
-    assert still.workers == {}
+    assert still.update({"a": 11.5, "b": 12.0}, 12.0) == {"a"}  # it moves again
+    assert still.stalled_workers == {}
 
 
 def test_where_nothing_moves_nobody_is_named() -> None:
     still = StallDetector(10.0)
     for now in range(0, 40, 2):
-        assert still.look({"a": 0.0, "b": 0.0}, float(now)) == set()
-    assert still.look({"a": 0.0}, 40.0) == {"a"}  # the only one: nobody else could be slow
-    assert still.look({}, 41.0) == {"a"}  # its streams have ended
+        assert still.update({"a": 0.0, "b": 0.0}, float(now)) == set()
+    assert still.update({"a": 0.0}, 40.0) == {"a"}  # the only one: nobody else could be slow
+    assert still.update({}, 41.0) == {"a"}  # its streams have ended
 
 
 def test_a_look_that_comes_late_names_nobody_new() -> None:
     still = StallDetector(10.0)
-    still.look({"a": 0.0, "b": 0.0}, 0.0)
-    assert still.look({"a": 0.0, "b": 29.9}, 30.0) == set()  # the router itself stood still
-    assert still.look({"a": 0.0, "b": 30.9}, 31.0) == {"a"}
+    still.update({"a": 0.0, "b": 0.0}, 0.0)
+    assert still.update({"a": 0.0, "b": 29.9}, 30.0) == set()  # the router itself stood still
+    assert still.update({"a": 0.0, "b": 30.9}, 31.0) == {"a"}
