@@ -61,12 +61,12 @@ class HybridCache:
             self.refused += 1
             cache.discard_keys(seq)
             return 0
-        found = seq.computed // size
-        while seq.computed < length:
-            end = cache.clip_chunk_end(seq, min(length, seq.computed + CHUNK_TOKENS_MAX))
+        found = seq.computed_tokens // size
+        while seq.computed_tokens < length:
+            end = cache.clip_chunk_end(seq, min(length, seq.computed_tokens + CHUNK_TOKENS_MAX))
             grown = cache.grow(seq, end)
             assert grown, "a request that fits alone did not fit alone"
-            plan = StepPlan(chunks=[Chunk(seq, seq.computed, end, end == length)])
+            plan = StepPlan(chunks=[Chunk(seq, seq.computed_tokens, end, end == length)])
             cache.register_full_blocks(seq, end)
             cache.fill_plan(plan)
             cache.commit(plan.chunks)

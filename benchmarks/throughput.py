@@ -137,7 +137,7 @@ class Engine:
         """Median seconds of a step over all tokens of the sequences that are not computed; decode goes on by one."""
         samples = []
         for i in range(rounds + 2):
-            chunks = [Chunk(seq, seq.computed, len(seq.token_ids), samples=True) for seq in seqs]
+            chunks = [Chunk(seq, seq.computed_tokens, len(seq.token_ids), should_sample=True) for seq in seqs]
             synchronize(self.device)
             start = time.perf_counter()
             result = self.runner.execute(StepPlan(chunks))
@@ -146,9 +146,9 @@ class Engine:
             if i == 1:
                 self.kernels = self._launched(StepPlan(chunks))
             if advance:
-                for seq, token in zip(seqs, result.sampled, strict=True):
+                for seq, token in zip(seqs, result.sampled_tokens, strict=True):
                     assert token is not None
-                    seq.computed += 1
+                    seq.computed_tokens += 1
                     seq.token_ids.append(token)
         return statistics.median(samples)
 

@@ -60,7 +60,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     """Load the model, or what simulates one, and build everything. `tokenizer`: the model's, where it is loaded.
 
     Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
-    RunnerLost where another rank ends.
+    RunnerLostError where another rank ends.
     """
     name, folder = model_files(config)
     if config.simulate is None:

@@ -21,7 +21,7 @@ import msgspec
 from engine.cache.spec import CacheSpec
 from engine.grammars import Grammars
 from engine.scheduler import RequestRefusedError, Scheduler
-from engine.types import FinishReason, Request, RunnerLost, SequenceOutput, StepPlan, StepResult
+from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event
 from simulation.spec import ScriptTurn
 
@@ -38,7 +38,7 @@ Publish = Callable[[Collection[Event]], None]
 
 
 class Runner(Protocol):
-    """Computes a step on a device. Any exception but RunnerLost fails that step's requests and nothing else."""
+    """Computes a step on a device. Any exception but RunnerLostError fails that step's requests and nothing else."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
@@ -203,7 +203,7 @@ class EngineCore:
 
     def step(self, now: float) -> Collection[SequenceOutput]:
         """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
-        nothing to begin; what that one added to each request. Raises RunnerLost.
+        nothing to begin; what that one added to each request. Raises RunnerLostError.
         """
         refused = self._add_compiled() if self._compiling else []
         plan = self.scheduler.schedule()
@@ -228,7 +228,7 @@ class EngineCore:
                 compiling.result()
                 self.scheduler.add(request, came_s)
             except ValueError as error:
-                output = SequenceOutput(request_id=name, token_ids=[], error=str(error), refused=True)
+                output = SequenceOutput(request_id=name, token_ids=[], error=str(error), is_client_error=True)
                 output.finish_reason = FinishReason.ERROR
                 refused.append(output)
         return refused
@@ -246,14 +246,14 @@ class EngineCore:
         plan, read = self._out.popleft()
         try:
             result = read()
-        except RunnerLost:
+        except RunnerLostError:
             raise
         except Exception as error:
             log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
             self._failed_steps += 1
             self._failures += 1
             if self._failures >= FAILURES_MAX:
-                raise RunnerLost(f"{FAILURES_MAX} steps failed in a row, the last with {_story(error)}") from error
+                raise RunnerLostError(f"{FAILURES_MAX} steps failed in a row, the last with {_story(error)}") from error
             self._steps -= len(self._out)
             self._out.clear()  # what was begun after it stands on it
             return self.scheduler.fail(plan, f"the engine failed to compute a step: {_story(error)}")

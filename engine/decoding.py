@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.types import Chunk, DecodedTokens, FedChunks, Sequence, TokenLogprobs
+from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Decoders:
         self._names = [entry.name for entry in entries]
         self._texts = [seq.token_ids for seq in self._sequences]
         self._stops = frozenset().union(*{entry.stops for entry in entries})
-        self._first_starts = [seq.computed for seq in self._sequences]
+        self._first_starts = [seq.computed_tokens for seq in self._sequences]
         """Of their chunks in the first of its steps."""
         self._steps = 0
         self.growing: list[RequestEntry] = []
@@ -68,7 +68,7 @@ class Decoders:
         self._plain_until = len(self._texts[0]) - 1 + min(e.length_max - len(e.seq.token_ids) for e in entries)
         """While the first has fewer tokens than this, nobody ends with one more: each gets one of every step."""
         for entry in entries:
-            if entry.seq.computed > entry.plain_until:
+            if entry.seq.computed_tokens > entry.plain_until:
                 self.growing.append(entry)
             else:
                 self._fills(entry)
@@ -85,12 +85,12 @@ class Decoders:
         self.growing = self._filling.pop(self._steps, [])
         steps, self._steps = self._steps, self._steps + 1
         if fed:
-            return FedChunks(self._sequences, self._first_starts, steps)
+            return LazyDecodeChunks(self._sequences, self._first_starts, steps)
         starts = zip(self._sequences, self._first_starts)
         return [Chunk(seq, start + steps, start + steps + 1, True) for seq, start in starts]
 
     def _fills(self, entry: RequestEntry) -> None:
-        self._filling.setdefault(self._steps + entry.plain_until - entry.seq.computed, []).append(entry)
+        self._filling.setdefault(self._steps + entry.plain_until - entry.seq.computed_tokens, []).append(entry)
 
     def outputs(self, tokens: list[int]) -> DecodedTokens | None:
         """Append a token to each, where none of them ends with that; None, and nothing done, where one may."""

@@ -47,7 +47,7 @@ def model_folder(model: str | None) -> tuple[str, Path]:
 
 
 def load(config: EngineConfig, folder: Path) -> Executor:
-    """Raises ConfigError and ModelError (ValueErrors), MemoryError, RunnerLost where another rank ends."""
+    """Raises ConfigError and ModelError (ValueErrors), MemoryError, RunnerLostError where another rank ends."""
     if config.tensor_parallel_size == 1:
         return _load(config, folder, None)
     from engine.parallel.ranks import Leader  # one rank needs none of it

@@ -173,7 +173,7 @@ class Scheduler:
                 f"prompt: {length} tokens can never fit: the KV cache holds {self.token_limit} tokens of one sequence "
                 "(prompt and output together)"
             )
-        params, prompt_len = request.params, length - request.answered
+        params, prompt_len = request.params, length - request.resumed_output_len
         seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
@@ -229,7 +229,7 @@ class Scheduler:
         decoders: Decoders | None = None,
     ) -> StepPlan:
         """A plan that is out from now on."""
-        plan = StepPlan(chunks=chunks, follows=decoders is not None and chunks[0].fed)
+        plan = StepPlan(chunks=chunks, continues_previous=decoders is not None and chunks[0].token_on_device)
         self.cache.fill_plan(plan)
         self._planned = number = self._planned + 1
         for entry in entries:
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
-        return len(chunks) == len(self._running) and all(c.samples and c.end - c.start == 1 for c in chunks)
+        return len(chunks) == len(self._running) and all(c.should_sample and c.end - c.start == 1 for c in chunks)
 
     def _go_on(self, decoders: Decoders) -> Items[Chunk] | None:
         """A decode of everybody again, as planning one by one would find it; None where that may find something else.
@@ -256,12 +256,12 @@ class Scheduler:
         if self._ended or loads or self._may_admit or self._running != decoders.entries:
             return None
         for entry in decoders.growing:
-            start = entry.seq.computed
+            start = entry.seq.computed_tokens
             if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
                 return None
             entry.decodes(start, self.cache.block_size)
         filling = decoders.grown()
-        if any(entry.seq.computed == entry.length_max - 1 for entry in filling):
+        if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in filling):
             return None
         if loads is not None:
             loads.begin_step(has_decodes=True)
@@ -269,31 +269,31 @@ class Scheduler:
             self._waiting.step(self._prompt_room(len(decoders.entries)))
         chunks = decoders.chunks(fed=bool(self._out))
         for entry in filling:
-            self.cache.register_full_blocks(entry.seq, entry.seq.computed + 1)
+            self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
         return chunks
 
     def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
         oldest, entries, loading, decoders = self._out.popleft()
         assert plan is oldest
-        assert len(result.sampled) == len(plan.chunks)
+        assert len(result.sampled_tokens) == len(plan.chunks)
         self._applied += 1
         self.cache.commit(plan.chunks, self._ended)
-        if decoders is not None and not self._ended and not result.failed and not result.logprobs:
-            together = decoders.outputs(cast("list[int]", result.sampled))
+        if decoders is not None and not self._ended and not result.failures and not result.logprobs:
+            together = decoders.outputs(cast("list[int]", result.sampled_tokens))
             if together is not None:
                 self.totals.generated_tokens += len(together)
                 return together
         outputs: list[SequenceOutput] = []
-        failed, all_logprobs, index = result.failed, result.logprobs, -1
-        for entry, chunk, token in zip(entries, plan.chunks, result.sampled):  # the hot loop
+        failed, all_logprobs, index = result.failures, result.logprobs, -1
+        for entry, chunk, token in zip(entries, plan.chunks, result.sampled_tokens):  # the hot loop
             index += 1
             if entry.ended:
                 self._end(entry)
                 continue
             if not entry.reported and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
-            if not chunk.samples:
+            if not chunk.should_sample:
                 continue
             if failed and (why := failed.get(index)) is not None:
                 outputs.append(self._give_up(entry, why))
@@ -312,7 +312,7 @@ class Scheduler:
         for entry in loading:
             if entry.ended:
                 self._end(entry)
-        self.totals.generated_tokens += len(outputs) - len(result.failed)
+        self.totals.generated_tokens += len(outputs) - len(result.failures)
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
@@ -331,7 +331,7 @@ class Scheduler:
         }
         for _, _, loading, _ in plans:
             for entry in loading:
-                starts.setdefault(entry, entry.seq.computed)
+                starts.setdefault(entry, entry.seq.computed_tokens)
         for entry in sorted(starts.keys() - set(entries), reverse=True):
             if entry.ended:
                 self._remove(entry)
@@ -357,7 +357,7 @@ class Scheduler:
             return
         new = [entry for entry in arrived[:_COMPARED_MAX] if entry.name in self._entries]
         for entry in self._running:
-            if len(entry.seq.token_ids) - entry.seq.computed > 1:
+            if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
                 self._waiting.compare(entry.seq, new)
 
     @property
@@ -399,7 +399,7 @@ class Scheduler:
         prefills: list[RequestEntry] = []
         for entry in list(self._running):
             seq = entry.seq
-            start, known = seq.computed, len(seq.token_ids)
+            start, known = seq.computed_tokens, len(seq.token_ids)
             if start < entry.plain_until:
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
             elif entry.ended or start == known == entry.length_max - 1:
@@ -417,10 +417,10 @@ class Scheduler:
         seq, loads = entry.seq, self.cache.host_loads
         if seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
             return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.budget))
         if self._grow(entry, end, draft):
-            draft.chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
-            draft.budget -= end - seq.computed
+            draft.chunks[entry] = Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids))
+            draft.budget -= end - seq.computed_tokens
             draft.unnamed.append(entry)
 
     def _name(self, draft: _Draft) -> None:
@@ -525,17 +525,17 @@ class Scheduler:
             waiting.compare(seq, waiting.first(_COMPARED_MAX))
         insort(self._running, entry)
         if not seq.preemptions:
-            seq.cached_tokens = seq.computed
+            seq.cached_tokens = seq.computed_tokens
             self._count_prompt(seq, 1)
         if self.cache.host_loads and seq in self.cache.host_loads:
             return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed + draft.budget))
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.budget))
         grown = self.cache.grow(seq, end)
         assert grown, "admitted without room for its tokens"
         assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
-        draft.chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+        draft.chunks[entry] = Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids))
         draft.unnamed.append(entry)
-        draft.budget -= end - seq.computed
+        draft.budget -= end - seq.computed_tokens
 
     # ------------------------------------------------------------------ applying
 
@@ -550,7 +550,7 @@ class Scheduler:
         """End a request whose answer cannot go on, for what it asked for itself."""
         self._end(entry)
         output = self._failed(entry, message)
-        output.refused = True
+        output.is_client_error = True
         return output
 
     def _failed(self, entry: RequestEntry, message: str) -> SequenceOutput:
@@ -606,5 +606,5 @@ class Scheduler:
             assert (entry.seq in self._ended) == entry.ended
             out = sum(entry in (*entries, *loading) for _, entries, loading, _ in self._out)
             assert (entry.last > self._applied) == (out > 0)
-            assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + out + entry.ended
+            assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size

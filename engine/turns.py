@@ -83,7 +83,7 @@ class PrefillTurns:
         """Prompts that were begun, in their order."""
         entries = list(entries)
         for entry in entries:
-            self._set(entry, len(entry.seq.token_ids) - entry.seq.computed)
+            self._set(entry, len(entry.seq.token_ids) - entry.seq.computed_tokens)
         return sorted(entries, key=_turn)
 
     def goes_back(self, entry: RequestEntry) -> bool:
@@ -117,4 +117,4 @@ class PrefillTurns:
         assert self._waiting == sorted(self._waiting, key=_turn)
         for entry in self._waiting:
             assert entry.seq not in self._cache
-            assert entry.seq.computed == 0
+            assert entry.seq.computed_tokens == 0

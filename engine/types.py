@@ -43,7 +43,7 @@ BlockId = NewType("BlockId", int)
 """Physical KV block of one group: `unit * blocks_per_unit(group) + sub_block`. What block tables and kernels hold."""
 
 
-class Way(enum.IntEnum):
+class CopyDirection(enum.IntEnum):
     """From which memory to which a block is copied."""
 
     WITHIN = 0
@@ -52,16 +52,16 @@ class Way(enum.IntEnum):
     FROM_HOST = 2
 
 
-class Move(NamedTuple):
+class BlockCopy(NamedTuple):
     """A copy of one block of a kind: an attention group, or recurrent state, which comes after the groups."""
 
     kind: int
     source: BlockId
     target: BlockId
-    way: Way = Way.WITHIN
+    direction: CopyDirection = CopyDirection.WITHIN
 
 
-class RunnerLost(RuntimeError):
+class RunnerLostError(RuntimeError):
     """No further step can be computed: the engine must end. The message says why, in one line."""
 
 
@@ -83,9 +83,9 @@ class Constraint(msgspec.Struct, frozen=True):
     """The field that asked for it, for errors."""
     source: bytes = b""
     """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
-    opens: TokenIdField | None = None
+    reasoning_start_token: TokenIdField | None = None
     """The token with which a thought may begin that comes first; None: one has begun, or none comes."""
-    after: TokenIdField | None = None
+    reasoning_end_token: TokenIdField | None = None
     """The token that ends it: up to there the answer is free. None: no thought comes."""
 
 
@@ -126,7 +126,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     priority: Int64 = 0
     """Lower is served earlier; ties by arrival."""
-    answered: int = 0
+    resumed_output_len: int = 0
     """So many of the last `token_ids` are the beginning of the answer: nothing tells it from one that was preempted."""
 
 
@@ -158,7 +158,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
-    refused: bool = False
+    is_client_error: bool = False
     """The error is the request's own, such as a grammar that cannot be followed."""
 
 
@@ -176,7 +176,7 @@ class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):
             yield SequenceOutput(request_id=request_id, token_ids=[token])
 
     def __contains__(self, output: object) -> bool:
-        return any(output == own for own in self)
+        return any(output == decoded_output for decoded_output in self)
 
 
 @dataclass(slots=True, eq=False)
@@ -191,13 +191,13 @@ class Sequence:
     token_ids: list[int]
     prompt_len: int
     arrival_s: float
-    computed: int = 0
+    computed_tokens: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
     """Of the prompt's hit when it was admitted last, what came from host memory."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
     """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
-    table_changes: int = 0
+    table_version: int = 0
     """How often they were made anew, or anything in them was replaced that a kernel may read."""
     state_unit: UnitId | None = None
     """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
@@ -214,13 +214,13 @@ class Chunk(msgspec.Struct, gc=False):
     seq: Sequence
     start: int
     end: int
-    samples: bool
+    should_sample: bool
     """True where the chunk reaches the end of the known tokens, so that the step samples the next one."""
-    fed: bool = False
+    token_on_device: bool = False
     """Its one token is what the step before samples, which only the device knows yet: `start` is past the rest."""
 
 
-class FedChunks(Items[Chunk]):
+class LazyDecodeChunks(Items[Chunk]):
     """A decode of each sequence, all fed: made when they are looked at, for in most steps few are."""
 
     __slots__ = ("_count", "_first_starts", "sequences")
@@ -259,22 +259,22 @@ class StepPlan:
     """State units to zero before anything is computed: sequences that start from nothing."""
     state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
     """(source sequence state, destination checkpoint), copied after the step's compute."""
-    block_moves: list[Move] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
     """Of compactions, and to and from host memory: done in this order, before everything else."""
-    follows: bool = False
+    continues_previous: bool = False
     """Each chunk is fed by the same chunk of the plan before."""
-    table_changes: int | None = None
-    """How often `Sequence.table_changes` was counted up, of all sequences; None: not known."""
+    table_version: int | None = None
+    """How often `Sequence.table_version` was counted up, of all sequences; None: not known."""
 
 
 @dataclass(slots=True)
 class StepResult:
     """What the runner found; `sampled[i]` belongs to `plan.chunks[i]` and is None where that chunk samples nothing."""
 
-    sampled: list[int | None]
+    sampled_tokens: list[int | None]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Chunk index -> logprobs of its sampled token, for sequences that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""
-    failed: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     """Chunk index -> why its answer cannot go on; its token means nothing."""

@@ -130,7 +130,7 @@ def make_sample_requests(
             else msgspec.structs.replace(params, seed=_next_seed(params.seed, sample)),
             cache_salt=cache_salt,
             priority=priority,
-            answered=answered_tokens,
+            resumed_output_len=answered_tokens,
         )
         for sample in range(params.n)
     ]

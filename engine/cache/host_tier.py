@@ -25,7 +25,7 @@ from engine.cache.nodes import Node
 from engine.cache.pool import Block, Unit, UnitPool
 from engine.cache.prefix_tree import FULL_KIND, HostEvictionOrder, PrefixTree
 from engine.cache.spec import CacheSpec
-from engine.types import Move, Way
+from engine.types import BlockCopy, CopyDirection
 
 
 class HostTier:
@@ -37,7 +37,7 @@ class HostTier:
         blocks_per_unit: Sequence[int],
         state_kind: int | None,
         tree: PrefixTree,
-        block_copies: list[Move],
+        block_copies: list[BlockCopy],
         eviction_order: AdaptiveEviction[Node] | None = None,
     ) -> None:
         """`eviction_order`: another one than by age, the device's too."""
@@ -52,7 +52,7 @@ class HostTier:
         self._eviction_order = eviction_order
         self._tree = tree
         self._block_copies = block_copies
-        self._unplanned_copies: dict[Block[Node], Move] = {}
+        self._unplanned_copies: dict[Block[Node], BlockCopy] = {}
         """How each block here is filled that no plan fills yet."""
         self._unplanned_by_unit: dict[Unit[Node], list[Block[Node]]] = {}
         """Of these, what left with the plan being made, by the device's unit that it was in."""
@@ -96,7 +96,7 @@ class HostTier:
         node.host_blocks[kind] = host_block
         host_block.node, host_block.is_superseded = node, block.is_superseded
         self.pool.release(host_block, block.state_value)
-        self._unplanned_copies[host_block] = Move(kind, block.id, host_block.id, Way.TO_HOST)
+        self._unplanned_copies[host_block] = BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST)
         self._unplanned_by_unit.setdefault(block.unit, []).append(host_block)
         return True
 
@@ -160,7 +160,7 @@ class HostTier:
         """Copy a block that is held here to the device's `target` with the step being planned."""
         self.flush_before_overwrite(target)
         self._plan_copy(host_block)
-        self._block_copies.append(Move(host_block.kind, host_block.id, target.id, Way.FROM_HOST))
+        self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
         self.loaded_counts[host_block.kind] += 1
 
     def unpin(self, host_block: Block[Node]) -> None:

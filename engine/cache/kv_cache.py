@@ -33,7 +33,7 @@ from engine.cache.reuse_stats import ConversationTurn
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints
-from engine.types import BlockId, Chunk, FedChunks, Move, Sequence, StepPlan
+from engine.types import BlockCopy, BlockId, Chunk, LazyDecodeChunks, Sequence, StepPlan
 
 UNREAD_BLOCK = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
@@ -98,7 +98,7 @@ class KVCache:
         self._checkpoints: StateCheckpoints | None = None
         if state_kind is not None:
             self._checkpoints = StateCheckpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
-        self._block_copies: list[Move] = []
+        self._block_copies: list[BlockCopy] = []
         """Of the plan being made."""
         self.host_tier: HostTier | None = None
         if host_units:
@@ -110,7 +110,7 @@ class KVCache:
             if self.host_tier is None
             else HostLoadQueue(self.host_tier, self.tree, spec.block_sizes(), load_bytes_max)
         )
-        self._table_changes = 0
+        self._table_version = 0
         """Of all sequences."""
         self._planning_step = PendingStep()
         self._steps_in_flight: deque[PendingStep] = deque()
@@ -174,7 +174,7 @@ class KVCache:
     # ------------------------------------------------------------------ a sequence's blocks
 
     def admit(self, seq: Sequence, spare_blocks: int = 0) -> bool:
-        """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed`.
+        """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed_tokens`.
 
         False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
         Once it is admitted, its known tokens find their memory.
@@ -220,7 +220,7 @@ class KVCache:
         seq_blocks.nodes = nodes
         seq_blocks.committed_count = len(nodes)
         self._seq_blocks[seq] = seq_blocks
-        seq.computed = len(nodes) * self.block_size
+        seq.computed_tokens = len(nodes) * self.block_size
         if self._checkpoints is not None and self.enable_prefix_caching:
             keys = self._hasher.block_keys(seq, last_boundary := (len(seq.token_ids) - 1) // self.block_size)
             for stop in {len(matched_nodes), last_boundary} - {0}:
@@ -291,27 +291,27 @@ class KVCache:
         load_count = 0 if self.host_loads is None else len(self.host_loads.planned_loads)
         self._planning_step.finished_blocks.append((seq, named_count, len(seq_blocks.nodes), load_count))
         if self._checkpoints is not None and not seq_blocks.is_detached:
-            self._checkpoints.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed, end)
+            self._checkpoints.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = plan.chunks
-        plan.table_changes = self._table_changes
+        plan.table_version = self._table_version
         if self.host_tier is not None and self.host_loads is not None:
             self.host_tier.plan_copies(self.host_loads.unplanned_blocks)
-        plan.block_moves = self._block_copies.copy()
+        plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
         if self.host_tier is not None:
             step.host_stores, self.host_tier.planned_stores = self.host_tier.planned_stores, []
         if self.host_loads is not None:
             step.host_loads = self.host_loads.take_planned()
-        if isinstance(plan.chunks, FedChunks):
+        if isinstance(plan.chunks, LazyDecodeChunks):
             for seq in plan.chunks.sequences:
-                seq.computed += 1
+                seq.computed_tokens += 1
         else:
             for chunk in plan.chunks:
-                chunk.seq.computed = chunk.end
+                chunk.seq.computed_tokens = chunk.end
         if self._checkpoints is not None:
             self._checkpoints.fill_plan(plan)
         self._steps_in_flight.append(step)
@@ -385,7 +385,7 @@ class KVCache:
             self._eviction_order.end_turn(self._turns.pop(seq))
         seq_blocks.release(self.pool)
         seq.block_tables = []
-        seq.computed = 0
+        seq.computed_tokens = 0
 
     def invalidate_failed_copies(self) -> bool:
         """After a failed step: forget what its moves, or those planned after it, may or may not have copied.
@@ -486,8 +486,8 @@ class KVCache:
         return False
 
     def _count_table_change(self, seq: Sequence) -> None:
-        seq.table_changes += 1
-        self._table_changes += 1
+        seq.table_version += 1
+        self._table_version += 1
 
     def _allocate(self, kind: int) -> Block[Node] | None:
         """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""
@@ -497,7 +497,7 @@ class KVCache:
             if self.host_tier is not None:
                 self.host_tier.plan_all_copies()
             for group, moved_block, source in moved_blocks:
-                self._block_copies.append(Move(group, source, moved_block.id))
+                self._block_copies.append(BlockCopy(group, source, moved_block.id))
                 self._planning_step.moved_blocks.append(moved_block)
             for seq, seq_blocks in self._seq_blocks.items():
                 self._count_table_change(seq)

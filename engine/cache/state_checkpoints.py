@@ -103,7 +103,7 @@ class StateCheckpoints:
     def plan_checkpoint(self, seq: Sequence, blocks: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
         state = self._states[seq]
-        if blocks * self._block_size > seq.computed and blocks not in state.stop_hashes:
+        if blocks * self._block_size > seq.computed_tokens and blocks not in state.stop_hashes:
             state.planned_stops = sorted([*state.planned_stops, blocks])
             state.stop_hashes[blocks] = hash_
             self._stop_counts[blocks, hash_] += 1
@@ -127,7 +127,7 @@ class StateCheckpoints:
         if not stops:
             return end
         end = min(end, stops[0] * self._block_size)
-        return end if end - seq.computed < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
+        return end if end - seq.computed_tokens < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
@@ -279,7 +279,7 @@ class StateCheckpoints:
             assert state.block.node is None
             assert state.block.unit.index == seq.state_unit
             assert state.planned_stops == sorted(state.stop_hashes)
-            assert all(blocks * self._block_size > seq.computed for blocks in state.planned_stops)
+            assert all(blocks * self._block_size > seq.computed_tokens for blocks in state.planned_stops)
 
     def references(self) -> list[Block[Node]]:
         """Every reference that this class holds, one entry each."""

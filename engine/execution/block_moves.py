@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import CacheSpec
-from engine.types import BlockId, Move, Way
+from engine.types import BlockCopy, BlockId, CopyDirection
 
 STAGING_BYTES = 64 << 20
 """Of each of two pieces of a GPU's memory through which blocks go to the host; a block at least."""
@@ -47,26 +47,26 @@ class BlockMoves:
             self._staging = [torch.empty(size, dtype=torch.uint8, device=buffer.device) for _ in range(2)]
             self._carried: list[torch.cuda.Event | None] = [None, None]
 
-    def do(self, moves: Iterable[Move]) -> None:
+    def do(self, moves: Iterable[BlockCopy]) -> None:
         """All of them, in order. On a GPU: queue them on the current stream."""
-        for way, run in groupby(moves, lambda move: move.way):
-            if way is Way.TO_HOST and self._on_gpu:
+        for way, run in groupby(moves, lambda move: move.direction):
+            if way is CopyDirection.TO_HOST and self._on_gpu:
                 self._carry(run)
                 continue
-            if way is Way.FROM_HOST and self._on_gpu:
+            if way is CopyDirection.FROM_HOST and self._on_gpu:
                 torch.cuda.current_stream(self._device.device).wait_stream(self._carrier)
             if not self._on_gpu:
                 self._copy(way, run)
                 continue
-            of = self._host if way is Way.FROM_HOST else self._device
+            of = self._host if way is CopyDirection.FROM_HOST else self._device
             for kind, source, target, _ in run:
                 self._block(self._device, kind, target).copy_(self._block(of, kind, source), non_blocking=True)
 
-    def _copy(self, way: Way, moves: Iterable[Move]) -> None:
+    def _copy(self, way: CopyDirection, moves: Iterable[BlockCopy]) -> None:
         """On a CPU: by addresses, which cost less than an array's slices, and a fraction of a tensor's."""
         start_s = time.perf_counter()
-        to = self._host if way is Way.TO_HOST else self._device
-        of = self._host if way is Way.FROM_HOST else self._device
+        to = self._host if way is CopyDirection.TO_HOST else self._device
+        of = self._host if way is CopyDirection.FROM_HOST else self._device
         to_start, of_start = to.data_ptr(), of.data_ptr()
         ends = to.numel(), of.numel()
         for kind, source, target, _ in moves:
@@ -74,7 +74,7 @@ class BlockMoves:
             if min(there.start, here.start) < 0 or there.stop > ends[0] or here.stop > ends[1]:
                 raise AssertionError(f"{way}: block {source} or {target} of kind {kind} lies outside its memory")
             ctypes.memmove(to_start + there.start, of_start + here.start, there.stop - there.start)
-        if way is not Way.WITHIN:
+        if way is not CopyDirection.WITHIN:
             self.copy_s += time.perf_counter() - start_s
 
     def _place(self, kind: int, block: BlockId) -> slice:
@@ -85,7 +85,7 @@ class BlockMoves:
     def _block(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
         return memory[self._place(kind, block)]
 
-    def _carry(self, moves: Iterable[Move]) -> None:
+    def _carry(self, moves: Iterable[BlockCopy]) -> None:
         """To the host, by the carrier, from where nothing that the steps write overwrites it."""
         main = torch.cuda.current_stream(self._device.device)
         pieces: list[tuple[Tensor, Tensor]] = []

@@ -1,7 +1,7 @@
 """The block tables of running sequences where the kernels read them, kept from step to step.
 
 A sequence has a row (`Seats`) as long as it is in every step. What its table gained is written there when a step needs
-it, on the host and on the device; all of it where something else of it changed (`Sequence.table_changes`). So a step
+it, on the host and on the device; all of it where something else of it changed (`Sequence.table_version`). So a step
 costs what is new, however long the contexts are, and nobody is looked at one by one who has nothing new.
 """
 
@@ -70,7 +70,7 @@ class BlockTables:
         self._here = np.zeros((ROWS, blocks_max), np.int64)
         self._there = None if device is None else torch.zeros(blocks_max, ROWS, dtype=torch.int32, device=device)
         self._known = np.zeros((2, ROWS), np.int64)
-        """Of the sequence in each row when its table was written: its `table_changes`, its blocks."""
+        """Of the sequence in each row when its table was written: its `table_version`, its blocks."""
         self._changes: int | None = None
 
     def update(
@@ -91,7 +91,7 @@ class BlockTables:
             self._known[1, new] = 0
         lengths = self._known[1, rows]
         if new or changes is None or changes != self._changes:
-            now = np.array([chunk.seq.table_changes for chunk in chunks])
+            now = np.array([chunk.seq.table_version for chunk in chunks])
             lengths[self._known[0, rows] != now] = 0
             self._known[0, rows] = now
             self._changes = changes

@@ -1,7 +1,7 @@
 """Which tokens constrained rows may draw next: made on a thread beside the forward, applied before a draw.
 
 Of each constrained sequence in a row (see `Seats`) its matcher is kept, with how much of its answer it has read. A row
-whose answer is not constrained yet (`Constraint.after`), or not at all, costs nothing.
+whose answer is not constrained yet (`Constraint.reasoning_end_token`), or not at all, costs nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +122,13 @@ class Masks:
         assert constraint is not None
         follower = self._followers.get(row)
         if follower is None:
-            thinks = False if constraint.after is None else None if constraint.opens is not None else True
+            thinks = (
+                False
+                if constraint.reasoning_end_token is None
+                else None
+                if constraint.reasoning_start_token is not None
+                else True
+            )
             follower = self._followers[row] = _MatcherState(constraint, thinks=thinks)
         known = min(end, len(seq.token_ids))
         new = seq.token_ids[seq.prompt_len + follower.read : known]
@@ -171,8 +177,8 @@ class Masks:
                 continue
             if one.banned:
                 _ban(bits[at], one.banned)
-            if follower.thinks is None and follower.constraint.opens is not None:
-                _set(bits[at], follower.constraint.opens)
+            if follower.thinks is None and follower.constraint.reasoning_start_token is not None:
+                _set(bits[at], follower.constraint.reasoning_start_token)
         places = [one.place for one in masked]
         cpu = self._named.on_cpu(places, bits) if self._device.type == "cpu" else None
         return TokenMasks(places, bits, cpu, failed)
@@ -183,11 +189,11 @@ class Masks:
             return True
         constraint = follower.constraint
         if follower.thinks is None and new:
-            follower.thinks = constraint.opens is None or new[0] == constraint.opens
+            follower.thinks = constraint.reasoning_start_token is None or new[0] == constraint.reasoning_start_token
         if follower.thinks:
-            if constraint.after not in new:
+            if constraint.reasoning_end_token not in new:
                 return False
-            new = new[new.index(constraint.after) + 1 :]
+            new = new[new.index(constraint.reasoning_end_token) + 1 :]
             follower.thinks = False
         if follower.matcher is None:
             try:

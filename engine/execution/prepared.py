@@ -77,12 +77,12 @@ class PreparedStep:
 
 def wanted_rows(chunks: Items[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
     """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
-    if query_starts[-1] == len(chunks) and False not in [chunk.samples for chunk in chunks]:
+    if query_starts[-1] == len(chunks) and False not in [chunk.should_sample for chunk in chunks]:
         return None, query_starts  # a decode step
     begins, ends = query_starts[:-1].copy(), query_starts[1:]
     for i, chunk in enumerate(chunks):
         if i not in scored:
-            begins[i] = ends[i] - chunk.samples
+            begins[i] = ends[i] - chunk.should_sample
     if (begins == query_starts[:-1]).all():
         return None, query_starts
     rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])

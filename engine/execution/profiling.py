@@ -43,7 +43,7 @@ def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: 
         )  # fmt: skip
         request = Request(request_id=name, token_ids=tokens, params=params)
         seq = Sequence(request, tokens, length_max, 0.0, block_tables=tables, state_unit=state)
-        return Chunk(seq, length_max - count, length_max, samples=True)
+        return Chunk(seq, length_max - count, length_max, should_sample=True)
 
     chunks = [chunk(length, f"profile {i}") for i, length in enumerate(lengths)] + [chunk(1, "profile")] * rest
     return StepPlan(chunks, state_resets=[] if state is None else [state]), len(spec.groups) + (state is not None)

@@ -29,7 +29,7 @@ from engine.execution.sampler import Sampler
 from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.types import Chunk, RunnerLost, StepPlan, StepResult, UnitId
+from engine.types import Chunk, RunnerLostError, StepPlan, StepResult, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.interface import FixedPlans
 from kernels.transfer import to_device, to_host
@@ -152,14 +152,14 @@ class ModelRunner:
         self._buffer.untyped_storage().resize_(self._buffer.numel())
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLost where none can be done any more."""
+        """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLostError where no step can be done."""
         return self.submit(plan)()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin the step, behind those that were begun before; what is returned waits for its result.
 
-        Either may raise, RunnerLost too. The plan is not read after this returns.
+        Either may raise, RunnerLostError too. The plan is not read after this returns.
         """
         return self._guarded(partial(self._submit, plan))
 
@@ -183,7 +183,7 @@ class ModelRunner:
             try:
                 self._probe()
             except RuntimeError as fault:
-                raise RunnerLost(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
+                raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
             raise
 
     def _probe(self) -> None:
@@ -199,14 +199,14 @@ class ModelRunner:
         ends, rows = batch.context_lens, company.rows
         self._sampler.forget(new)
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new, self._seats.count, plan.table_changes)
+            tables.update(chunks, ends, rows, new, self._seats.count, plan.table_version)
         scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)] if company.scores else []
         token_ids, fed = self._inputs(chunks, batch.token_count, company, all_fed=follows is not None)
         wanted, starts = None, batch.query_starts
         drawn: Order = range(len(chunks))
         if follows is None:
             wanted, starts = wanted_rows(chunks, batch.query_starts, scored)
-            drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
+            drawn = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
         sequences, drawn_ends, drawn_rows = company.sequences, ends, company.row_list
         if len(drawn) < len(chunks):
             sequences, drawn_rows = [sequences[i] for i in drawn], [drawn_rows[i] for i in drawn]
@@ -246,7 +246,7 @@ class ModelRunner:
     def _following(self, plan: StepPlan) -> tuple[Items[Chunk], Order, Ragged] | None:
         """As `_in_order`, where every chunk is what the same chunk of the step before draws: nobody is looked at."""
         before, chunks = self._batch, plan.chunks
-        if before is None or not plan.follows:
+        if before is None or not plan.continues_previous:
             return None
         count, starts = len(chunks), before.context_lens
         assert (chunks[0].start, chunks[-1].start) == (starts[0], starts[-1])
@@ -259,10 +259,12 @@ class ModelRunner:
         """The tokens that are known, and `PreparedStep.fed`."""
         if all_fed:
             return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, company.there)
-        fed = [i for i, chunk in enumerate(chunks) if chunk.fed]  # alone, so these are places among the tokens too
+        fed = [
+            i for i, chunk in enumerate(chunks) if chunk.token_on_device
+        ]  # alone, so these are places among the tokens too
         tokens: list[int] = []
         for chunk in chunks:
-            tokens += (0,) if chunk.fed else chunk.seq.token_ids[chunk.start : chunk.end]
+            tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
         there = to_device(np.array(tokens, np.int64), self.device)
         if not fed:
             return there, None
@@ -273,8 +275,8 @@ class ModelRunner:
         plan = step.plan
         if step.draft is not None:
             self._sampler.begin(step.draft, self._before)
-        if plan.block_moves:
-            self.moves.do(plan.block_moves)
+        if plan.block_copies:
+            self.moves.do(plan.block_copies)
         self._prepare_states(plan)
         found: list[Tensor] = []
         if self._last is not None and (more := step.row_count - len(self._last)) > 0:
@@ -372,11 +374,11 @@ class ModelRunner:
         if step.draft is not None:
             tokens = found.pop(0)
             if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
-                result.sampled = tokens
+                result.sampled_tokens = tokens
             else:
                 for i, token in zip(step.drawn, tokens, strict=True):
-                    result.sampled[order[i]] = token
-            result.failed = {order[step.drawn[i]]: why for i, why in self._sampler.failed(step.draft).items()}
+                    result.sampled_tokens[order[i]] = token
+            result.failures = {order[step.drawn[i]]: why for i, why in self._sampler.failed(step.draft).items()}
             if rows := step.draft.batch.logprobs:
                 entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
                 result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}

@@ -36,7 +36,7 @@ from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
 from engine.http.response_store import StoredResponse
 from engine.http.state import ServerState, not_running, random_id
-from engine.process.client import EngineDead, OutputStream
+from engine.process.client import EngineDeadError, OutputStream
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
 
@@ -171,7 +171,7 @@ def _too_late(limit_s: float) -> RequestError:
 
 def _ended(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
     """Why a sequence ended with an error: the client's fault, or the engine's."""
-    if not output.refused:
+    if not output.is_client_error:
         return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
     param = None if constraint is None else constraint.param
     return RequestError(output.error or "the request cannot be answered", param=param, code="request_refused")
@@ -234,10 +234,10 @@ async def _stream(
         last = answer.format_end()
         _store(state, answer)  # a client may go on from it as soon as it has the end
         await writer.write(last)
-    except (RequestError, EngineDead) as error:
+    except (RequestError, EngineDeadError) as error:
         if not writer.started:
             raise
-        if isinstance(error, EngineDead):
+        if isinstance(error, EngineDeadError):
             error = not_running(error)
         state.metrics.count_refusal(error.status)
         await writer.write(answer.format_error(error))

@@ -43,7 +43,7 @@ from engine.http.routes import (
 )
 from engine.http.state import RETRY_AFTER_S, ServerState, not_running, unavailable
 from engine.messages import CoreInfo
-from engine.process.client import EngineClient, EngineDead
+from engine.process.client import EngineClient, EngineDeadError
 from options.system import raise_file_limit
 from options.tls import server_context
 from prompts import RequestError, Tokenizer, TokenizerError
@@ -117,7 +117,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if error.status < 400:
             raise
         return error_response(state, request, _http_error(request, error), allow=error.headers.get("Allow"))
-    except EngineDead as error:
+    except EngineDeadError as error:
         return error_response(state, request, not_running(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
@@ -266,7 +266,7 @@ class Server:
         try:
             info = ready.result()
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
-        except (EngineDead, TokenizerError) as error:
+        except (EngineDeadError, TokenizerError) as error:
             return _fail(str(error))
         state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)

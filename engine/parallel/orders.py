@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types import BlockId, Chunk, Move, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
 class TableChange(msgspec.Struct, array_like=True, frozen=True):
@@ -37,7 +37,7 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     state_restores: list[tuple[UnitId, UnitId]]
     state_resets: list[UnitId]
     state_checkpoints: list[tuple[UnitId, UnitId]]
-    block_moves: list[Move]
+    block_copies: list[BlockCopy]
 
 
 class PlanWriter:
@@ -45,7 +45,7 @@ class PlanWriter:
 
     def __init__(self) -> None:
         self._sent: dict[Sequence, tuple[int, int, list[int]]] = {}
-        """Sequence -> its chunk in the last plan, its `table_changes` then, and the lengths of its block tables."""
+        """Sequence -> its chunk in the last plan, its `table_version` then, and the lengths of its block tables."""
 
     def write(self, plan: StepPlan) -> Planned:
         """The message of the next plan."""
@@ -54,16 +54,16 @@ class PlanWriter:
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             previous, changed, lengths = sent.get(seq) or (None, None, [])
-            if changed != seq.table_changes:
+            if changed != seq.table_version:
                 lengths = [0] * len(seq.block_tables)
             changes = [TableChange(kept, table[kept:]) for kept, table in zip(lengths, seq.block_tables, strict=True)]
-            self._sent[seq] = (index, seq.table_changes, [len(table) for table in seq.block_tables])
+            self._sent[seq] = (index, seq.table_version, [len(table) for table in seq.block_tables])
             tokens = seq.token_ids[chunk.start : chunk.end]
             scored_len = None if seq.request.params.prompt_logprobs is None else seq.prompt_len
             chunks.append(
-                PlannedChunk(previous, chunk.start, tokens, changes, seq.state_unit, chunk.samples, scored_len)
+                PlannedChunk(previous, chunk.start, tokens, changes, seq.state_unit, chunk.should_sample, scored_len)
             )
-        return Planned(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_moves)
+        return Planned(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies)
 
 
 class PlanReader:
@@ -77,7 +77,7 @@ class PlanReader:
         chunks = [self._chunk(chunk) for chunk in message.chunks]
         self._last = [chunk.seq for chunk in chunks]
         return StepPlan(
-            chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_moves
+            chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_copies
         )
 
     def _chunk(self, chunk: PlannedChunk) -> Chunk:
@@ -92,10 +92,10 @@ class PlanReader:
         tokens += [0] * (chunk.start - len(tokens))
         tokens[chunk.start :] = chunk.token_ids
         for table, change in zip(seq.block_tables, chunk.tables, strict=True):
-            seq.table_changes += change.kept < len(table)
+            seq.table_version += change.kept < len(table)
             table[change.kept :] = change.blocks
         seq.state_unit = chunk.state_unit
-        return Chunk(seq, chunk.start, len(tokens), samples=chunk.samples)
+        return Chunk(seq, chunk.start, len(tokens), should_sample=chunk.samples)
 
 
 _REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())

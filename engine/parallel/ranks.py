@@ -5,7 +5,7 @@ as a small message over a socket, and computes the same plan itself; within a st
 where logits are put together.
 Block tables and units mean the same on all ranks, since every rank's cache has the same shape. Only the leader samples.
 
-A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLost`. A follower ends when its socket
+A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLostError`. A follower ends when its socket
 closes, whatever the reason. One machine; gloo between CPUs, NCCL between GPUs.
 """
 
@@ -35,7 +35,7 @@ from engine.core import Runner
 from engine.messages import FrameReader, frame
 from engine.models import Shard
 from engine.parallel.orders import Planned, PlanWriter
-from engine.types import RunnerLost, StepPlan, StepResult
+from engine.types import RunnerLostError, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -141,7 +141,7 @@ class _Follower:
         self._sock.sendall(data)
 
     def receive(self) -> Reply:
-        """Wait for its answer. Raises RunnerLost if it ends instead."""
+        """Wait for its answer. Raises RunnerLostError if it ends instead."""
         while True:
             try:
                 data = self._sock.recv(1 << 16)
@@ -150,7 +150,7 @@ class _Follower:
             if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(GRACE_S)
-                raise RunnerLost(self.epitaph())
+                raise RunnerLostError(self.epitaph())
             replies = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
             if replies:
                 assert len(replies) == 1, replies
@@ -201,7 +201,7 @@ class Leader:
         self.tell(Load(config, str(folder)))
 
     def await_loaded(self, device: torch.device) -> None:
-        """Wait for the followers and meet them. Raises RunnerLost, or ValueError with a follower's reason."""
+        """Wait for the followers and meet them. Raises RunnerLostError, or ValueError with a follower's reason."""
         for follower in self._followers:
             reply = follower.receive()
             if isinstance(reply, LoadFailed):
@@ -211,7 +211,7 @@ class Leader:
             self._joined = True
 
     def smallest(self, count: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers. Raises RunnerLost if one of them ends instead."""
+        """The smallest of the ranks' numbers. Raises RunnerLostError if one of them ends instead."""
         try:
             return smallest(count, device)
         except RuntimeError as error:
@@ -224,7 +224,7 @@ class Leader:
         return LeadingRunner(self, runner)
 
     def tell(self, order: Order) -> None:
-        """Send it to every follower. Raises RunnerLost."""
+        """Send it to every follower. Raises RunnerLostError."""
         data = frame(self._encoder.encode(order))
         for follower in self._followers:
             try:
@@ -233,7 +233,7 @@ class Leader:
                 raise self.lost(error) from error
 
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
-        """Have all ranks compute a plan; the result of rank 0. Raises RunnerLost if any of them fails."""
+        """Have all ranks compute a plan; the result of rank 0. Raises RunnerLostError if any of them fails."""
         with self._stepping:
             self.tell(self._plans.write(plan))
             try:
@@ -241,7 +241,7 @@ class Leader:
             except Exception as error:  # whatever it is, the ranks may now be at different places
                 raise self.lost(error) from error
 
-    def lost(self, error: Exception) -> RunnerLost:
+    def lost(self, error: Exception) -> RunnerLostError:
         """Why the ranks cannot go on: the end of one of them if that is what `error` comes from."""
         end_s = time.monotonic() + GRACE_S / 2
         while self._lost is None and time.monotonic() < end_s:
@@ -250,7 +250,7 @@ class Leader:
                 time.sleep(0.02)
         if self._lost is None:
             self._lost = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
-        return RunnerLost(self._lost)
+        return RunnerLostError(self._lost)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost`, from a thread, if a follower ends while no step notices it: idle, or blocked for good."""

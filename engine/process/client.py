@@ -49,7 +49,7 @@ _BOOTSTRAP = (
 log = logging.getLogger("engine.client")
 
 
-class EngineDead(RuntimeError):
+class EngineDeadError(RuntimeError):
     """The core process has ended or could not start; the message says why."""
 
 
@@ -142,7 +142,7 @@ def merge(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
         first.cached_tokens = second.cached_tokens
     first.finish_reason = second.finish_reason
     first.stop_token_id = second.stop_token_id
-    first.error, first.refused = second.error, second.refused
+    first.error, first.is_client_error = second.error, second.is_client_error
     return first
 
 
@@ -187,7 +187,7 @@ class EngineClient(asyncio.Protocol):
         return client
 
     async def ready(self) -> CoreInfo:
-        """Wait until the core can serve. Raises EngineDead with the reason if it cannot."""
+        """Wait until the core can serve. Raises EngineDeadError with the reason if it cannot."""
         return await asyncio.shield(self._ready)
 
     @property
@@ -196,9 +196,9 @@ class EngineClient(asyncio.Protocol):
         return len(self._streams)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Raises EngineDead, or RequestError where the prompts' logprobs are too many."""
+        """Raises EngineDeadError, or RequestError where the prompts' logprobs are too many."""
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise EngineDeadError(self.dead)
         self.logprobs.check_prompts(sum(map(_prompt_logprobs, requests)))
         payload = self._encoder.encode(Add(list(requests)))  # may refuse, so it comes before anything is registered
         stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprobs))
@@ -238,7 +238,7 @@ class EngineClient(asyncio.Protocol):
 
     async def _call(self, command: Callable[[int], Command]) -> str | None:
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise EngineDeadError(self.dead)
         self._calls += 1
         call_id = self._calls
         future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -310,7 +310,7 @@ class EngineClient(asyncio.Protocol):
             return
         status = self._child.poll()
         self.dead = reason if status is None else f"{reason} (exit status {status})"
-        error = EngineDead(self.dead)
+        error = EngineDeadError(self.dead)
         if not self._ready.done():
             self._ready.set_exception(error)
         for stream in set(self._streams.values()):

@@ -42,7 +42,7 @@ from engine.messages import (
     frame,
     split_output,
 )
-from engine.types import DecodedTokens, FinishReason, RunnerLost, SequenceOutput
+from engine.types import DecodedTokens, FinishReason, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
@@ -181,7 +181,7 @@ class CoreLoop:
                     self._core.add(request, time.monotonic())
                 except ValueError as error:  # a request the cache can never hold; the reason goes to its client
                     refusal = SequenceOutput(
-                        request_id=request.request_id, token_ids=[], error=str(error), refused=True
+                        request_id=request.request_id, token_ids=[], error=str(error), is_client_error=True
                     )
                     refusal.finish_reason = FinishReason.ERROR
                     self._refused.append(refusal)
@@ -230,7 +230,9 @@ def main(fd: int) -> int:
     try:
         assembled = assemble(config)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
-        if not isinstance(error, (ValueError, OSError, RunnerLost)):  # those say what to change; others are mistakes
+        if not isinstance(
+            error, (ValueError, OSError, RunnerLostError)
+        ):  # those say what to change; others are mistakes
             traceback.print_exc()
         link.last_words(f"cannot start: {error}")
         return 1
@@ -240,7 +242,7 @@ def main(fd: int) -> int:
         assembled.executor.watch(lambda reason: _end(link, reason))
         link.send(Ready(assembled.info))
         CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
-    except RunnerLost as error:
+    except RunnerLostError as error:
         link.last_words(str(error))
         return 1
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end

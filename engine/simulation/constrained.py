@@ -52,10 +52,12 @@ class ConstrainedAnswers:
         constraint = seq.request.params.constraint
         assert constraint is not None
         said = seq.token_ids[seq.prompt_len :]
-        if constraint.after is not None and constraint.opens is None:  # a thought has begun: end it
-            if constraint.after not in said:
-                return constraint.after
-            said = said[said.index(constraint.after) + 1 :]
+        if (
+            constraint.reasoning_end_token is not None and constraint.reasoning_start_token is None
+        ):  # a thought has begun: end it
+            if constraint.reasoning_end_token not in said:
+                return constraint.reasoning_end_token
+            said = said[said.index(constraint.reasoning_end_token) + 1 :]
         follower = self._follower(seq.request.request_id, constraint.lark, said)
         if follower.forced:
             return follower.forced[-1]

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from engine.core import Lateness
 from engine.simulation.constrained import ConstrainedAnswers
-from engine.types import Chunk, StepPlan, StepResult, TokenLogprobs, Way
+from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
 from engine.types import Sequence as Running
 from simulation.steps import StepTimes
 
@@ -38,7 +38,7 @@ def step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
             context += chunk.end
         else:
             prefill_s += times.prefill_s(chunk.end - chunk.start, chunk.start)
-    loads = sum(move.way is Way.FROM_HOST for move in plan.block_moves)
+    loads = sum(move.direction is CopyDirection.FROM_HOST for move in plan.block_copies)
     return times.decode_s(sequences, context) + prefill_s + times.load_s_per_token * block_size * loads
 
 
@@ -111,14 +111,14 @@ class SimulatedRunner:
     def _say(self, result: StepResult, index: int, chunk: Chunk) -> None:
         """Add the chunk's token to the result."""
         seq = chunk.seq
-        token: int | str | None = self._answers.next(seq) if chunk.samples else None
+        token: int | str | None = self._answers.next(seq) if chunk.should_sample else None
         if token is not None and seq.request.params.constraint is not None:
             assert self._constrained is not None, "a constraint without grammars"
             token = self._constrained.next(seq, self._answers.next)
         if isinstance(token, str):
-            result.failed[index] = token
+            result.failures[index] = token
             token = 0
-        result.sampled.append(token)
+        result.sampled_tokens.append(token)
 
     def close(self) -> None:
         if self._all.steps:
@@ -154,7 +154,7 @@ def _tell(when: str, late: Lateness) -> None:
 def _add_logprobs(result: StepResult, index: int, chunk: Chunk) -> None:
     """Certainty, for those who ask."""
     params, token_ids = chunk.seq.request.params, chunk.seq.token_ids
-    token = result.sampled[index]
+    token = result.sampled_tokens[index]
     if params.logprobs is not None and token is not None:
         result.logprobs[index] = TokenLogprobs(token, 0.0, 1, [(token, 0.0)] * min(params.logprobs, 1))
     if params.prompt_logprobs is not None:

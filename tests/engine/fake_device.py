@@ -21,7 +21,16 @@ from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs, Way
+from engine.types import (
+    Chunk,
+    CopyDirection,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 VOCABULARY = 5
@@ -102,13 +111,13 @@ class FakeDevice:
         return self.submit(plan)()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        if plan.follows:
-            assert all(chunk.fed for chunk in plan.chunks)
+        if plan.continues_previous:
+            assert all(chunk.token_on_device for chunk in plan.chunks)
             assert self._seats.hold(plan.chunks)
         rows, new = self._seats.of(plan.chunks)
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_changes)
+            table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_version)
             tables.append(table.array(ends, rows).tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
@@ -135,12 +144,12 @@ class FakeDevice:
         plan, size = sent.plan, self.block_size
         self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in sent.chunks])
         self.computed_tokens += sum(c.end - c.start for c, _, _, _ in sent.chunks)
-        for kind, source, destination, way in plan.block_moves:
-            places = (self.host_slots if way is Way.FROM_HOST else self.slots), (
-                self.host_slots if way is Way.TO_HOST else self.slots)  # fmt: skip
+        for kind, source, destination, way in plan.block_copies:
+            places = (self.host_slots if way is CopyDirection.FROM_HOST else self.slots), (
+                self.host_slots if way is CopyDirection.TO_HOST else self.slots)  # fmt: skip
             if kind == len(self.windows):
-                states = (self.host_states if way is Way.FROM_HOST else self.states), (
-                    self.host_states if way is Way.TO_HOST else self.states)  # fmt: skip
+                states = (self.host_states if way is CopyDirection.FROM_HOST else self.states), (
+                    self.host_states if way is CopyDirection.TO_HOST else self.states)  # fmt: skip
                 states[1][destination] = states[0][source]
             else:
                 places[1][kind, destination] = list(places[0].get((kind, source), [None] * size))
@@ -151,8 +160,8 @@ class FakeDevice:
         known = []
         for chunk, tokens, _, _ in sent.chunks:
             request = chunk.seq.request
-            assert chunk.fed == (len(tokens) == chunk.start)
-            fed = [self._last[request.request_id]] if chunk.fed else []
+            assert chunk.token_on_device == (len(tokens) == chunk.start)
+            fed = [self._last[request.request_id]] if chunk.token_on_device else []
             known.append(digests(tokens + fed, request.cache_salt, request.lora_name))
         for (chunk, _, tables, state), prefix in zip(sent.chunks, known):
             for group in range(len(self.windows)):
@@ -163,7 +172,7 @@ class FakeDevice:
                 before = (chunk.start, prefix[chunk.start]) if chunk.start else None
                 assert self.states[state] == before, "the state is not that of the prefix"
                 self.states[state] = (chunk.end, prefix[chunk.end])
-        result = StepResult(sampled=[])
+        result = StepResult(sampled_tokens=[])
         for index, ((chunk, _, tables, _), prefix) in enumerate(zip(sent.chunks, known)):
             request = chunk.seq.request
             for group, window in enumerate(self.windows):
@@ -172,18 +181,18 @@ class FakeDevice:
                     assert held == prefix[position + 1], (
                         f"{request.request_id}: position {position} of group {group} reads foreign content"
                     )
-            token = next_token(prefix[chunk.end]) if chunk.samples else None
+            token = next_token(prefix[chunk.end]) if chunk.should_sample else None
             if token is not None:
                 self._last[request.request_id] = token
-            result.sampled.append(token)
-            self._logprobs(result, index, request, chunk.start, chunk.end, chunk.samples)
+            result.sampled_tokens.append(token)
+            self._logprobs(result, index, request, chunk.start, chunk.end, chunk.should_sample)
         for source, destination in plan.state_checkpoints:
             self.states[destination] = self.states[source]
         return result
 
     def _logprobs(self, result: StepResult, index: int, request: Request, start: int, end: int, samples: bool) -> None:
         if request.params.logprobs is not None and samples:
-            token = result.sampled[index]
+            token = result.sampled_tokens[index]
             assert token is not None
             result.logprobs[index] = TokenLogprobs(token, -1.0, 1, [])
         if request.params.prompt_logprobs is not None:

@@ -95,12 +95,12 @@ class Driver:
         chunks = []
         for seq, end in parts:
             self.grow(seq, end)
-            chunks.append(Chunk(seq, seq.computed, end, samples=end == len(seq.token_ids)))
+            chunks.append(Chunk(seq, seq.computed_tokens, end, should_sample=end == len(seq.token_ids)))
         resets = [c.seq.state_unit for c in chunks if c.seq.state_unit is not None and c.start == 0]
         result = self.runner.execute(StepPlan(chunks, state_resets=resets, **copies))
-        for chunk, token in zip(chunks, result.sampled, strict=True):
-            chunk.seq.computed = chunk.end
-            assert (token is not None) == chunk.samples
+        for chunk, token in zip(chunks, result.sampled_tokens, strict=True):
+            chunk.seq.computed_tokens = chunk.end
+            assert (token is not None) == chunk.should_sample
             if token is not None:
                 chunk.seq.token_ids.append(token)
         return result
@@ -114,9 +114,9 @@ class Driver:
         """Prefill in chunks that end at `cuts`, then decode; logits of every position computed."""
         parts = []
         end = seq.prompt_len + output_tokens - 1
-        while seq.computed < end:
+        while seq.computed_tokens < end:
             until = next(cuts, len(seq.token_ids)) if cuts is not None else len(seq.token_ids)
-            until = min(max(until, seq.computed + 1), len(seq.token_ids))
+            until = min(max(until, seq.computed_tokens + 1), len(seq.token_ids))
             self.step((seq, until))
             parts.append(self.logits_of(seq))
         return torch.cat(parts)

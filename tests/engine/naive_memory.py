@@ -10,7 +10,7 @@ from collections import Counter
 from engine.cache.kv_cache import KVCache
 from engine.cache.nodes import Node
 from engine.cache.spec import CacheSpec
-from engine.types import Sequence, StepPlan, Way
+from engine.types import CopyDirection, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
 
@@ -66,9 +66,9 @@ class NaiveCache:
     def execute(self, plan: StepPlan) -> None:
         """Do what a device would: moves, restores, resets; then write all chunks; then copy checkpoints."""
         state = self.state_kind
-        memories = {Way.WITHIN: (self.memory,) * 2, Way.TO_HOST: (self.memory, self.host),
-                    Way.FROM_HOST: (self.host, self.memory)}  # fmt: skip
-        for kind, source, destination, way in plan.block_moves:
+        memories = {CopyDirection.WITHIN: (self.memory,) * 2, CopyDirection.TO_HOST: (self.memory, self.host),
+                    CopyDirection.FROM_HOST: (self.host, self.memory)}  # fmt: skip
+        for kind, source, destination, way in plan.block_copies:
             read, written = memories[way]
             written.write(kind, destination, read.read(kind, source))
         for source, destination in plan.state_restores:
@@ -169,7 +169,7 @@ class NaiveCache:
         for seq in self.cache._seq_blocks:
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
-                first = 0 if window is None else max(0, seq.computed - window + 1) // size
+                first = 0 if window is None else max(0, seq.computed_tokens - window + 1) // size
                 held[group].update(table[first:])
             if seq.state_unit is not None:
                 held[self.state_kind].add(seq.state_unit)
@@ -204,7 +204,7 @@ class NaiveCache:
             size = self.spec.block_size
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
-                first = 0 if window is None else max(0, seq.computed - window + 1) // size
+                first = 0 if window is None else max(0, seq.computed_tokens - window + 1) // size
                 for block in table[first:]:
                     references[group, block] += 1
             if seq.state_unit is not None:

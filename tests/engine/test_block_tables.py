@@ -46,11 +46,11 @@ def test_tables_are_those_of_this_step() -> None:
             elif what < 0.3:
                 table = rng.choice(seq.block_tables)
                 table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
-                seq.table_changes += 1
+                seq.table_version += 1
                 changes += 1
             elif what < 0.35:
                 seq.block_tables = [blocks(rng, 5) for _ in range(2)]
-                seq.table_changes += 1
+                seq.table_version += 1
                 changes += 1
         if rng.random() < 0.2:  # gone, and its memory with it
             seqs[rng.randrange(len(seqs))] = sequence(rng)
@@ -58,7 +58,7 @@ def test_tables_are_those_of_this_step() -> None:
             seats.clear()
         chosen = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
         ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in chosen]
-        chunks = [Chunk(seq, end - 1, end, samples=True) for seq, end in zip(chosen, ends)]
+        chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(chosen, ends)]
         rows, new = seats.of(chunks)
         assert len(set(rows.tolist())) == len(chunks)
         told = rng.random() < 0.8
@@ -85,13 +85,13 @@ def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) ->
         if step == 3:
             seqs[1].block_tables[0].append(BlockId(7))
         ends = np.array([20, 20 + (step == 4), 20, 20])
-        chunks = [Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends.tolist())]
+        chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends.tolist())]
         rows, new = seats.of(chunks)
         tables.update(chunks, ends, rows, new, seats.count)
     assert sent == [20, 1]
 
 
 def test_too_few_blocks() -> None:
-    chunk = Chunk(sequence(random.Random(0)), 20, 21, samples=True)
+    chunk = Chunk(sequence(random.Random(0)), 20, 21, should_sample=True)
     with pytest.raises(AssertionError, match="r: fewer blocks than tokens"):
         BlockTables(0, POOL, 80, None).update([chunk], np.array([21]), np.array([0]), [0], ROWS)

@@ -8,7 +8,7 @@ from fake_device import EOS, Bench, EventChecker, continuation
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.types import FinishReason, RunnerLost, StepPlan
+from engine.types import FinishReason, RunnerLostError, StepPlan
 from events import AllBlocksCleared, BlockRemoved, BlockStored
 from events.hashing import unpack_token_ids
 
@@ -430,5 +430,5 @@ def test_steps_that_all_fail_end_the_engine() -> None:
         bench.add(f"s{number}", [number])
         bench.step()
     bench.add("last", [1])
-    with pytest.raises(RunnerLost, match=r"^10 steps failed in a row, .* left on device$"):
+    with pytest.raises(RunnerLostError, match=r"^10 steps failed in a row, .* left on device$"):
         bench.step()

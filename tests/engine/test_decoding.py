@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.decoding import Decoders, RequestEntry
 from engine.messages import Outputs
-from engine.types import Chunk, DecodedTokens, FedChunks, Request, SamplingParams, Sequence, SequenceOutput
+from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Request, SamplingParams, Sequence, SequenceOutput
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6)
 
@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1
 def entry_of(index: int, length: int, left: int, block_size: int) -> RequestEntry:
     """A request that has decoded its last known token, and may get `left` more."""
     request = Request(request_id=str(index), token_ids=[7] * length, params=SamplingParams())
-    seq = Sequence(request, [7] * (length + 1), length, 0.0, computed=length)
+    seq = Sequence(request, [7] * (length + 1), length, 0.0, computed_tokens=length)
     entry = RequestEntry(seq, request.request_id, (0, 0.0, index), frozenset({99}), length + 1 + left)
     entry.decodes(length - 1, block_size)
     return entry
@@ -27,18 +27,18 @@ def test_who_is_looked_at(lengths: list[tuple[int, int]], block_size: int, fed: 
     entries = [entry_of(i, length, left, block_size) for i, (length, left) in enumerate(lengths)]
     decoders = Decoders(entries)
     for _ in range(min(left for _, left in lengths) - 1):
-        starts = [entry.seq.computed for entry in entries]
-        assert decoders.growing == [e for e in entries if e.seq.computed % block_size == 0]
+        starts = [entry.seq.computed_tokens for entry in entries]
+        assert decoders.growing == [e for e in entries if e.seq.computed_tokens % block_size == 0]
         for entry in decoders.growing:
-            entry.decodes(entry.seq.computed, block_size)
-        full = [e for e in entries if (e.seq.computed + 1) % block_size == 0]
+            entry.decodes(entry.seq.computed_tokens, block_size)
+        full = [e for e in entries if (e.seq.computed_tokens + 1) % block_size == 0]
         assert sorted(decoders.grown()) == full
         chunks = decoders.chunks(fed=fed)
         assert list(chunks) == [Chunk(e.seq, start, start + 1, True, fed) for e, start in zip(entries, starts)]
         assert [chunks[-1], *chunks[1:]] == [list(chunks)[-1], *list(chunks)[1:]]
-        assert isinstance(chunks, FedChunks) == fed
+        assert isinstance(chunks, LazyDecodeChunks) == fed
         for entry in entries:
-            entry.seq.computed += 1
+            entry.seq.computed_tokens += 1
         tokens = list(range(len(entries)))
         outputs = decoders.outputs(tokens)
         assert outputs is not None

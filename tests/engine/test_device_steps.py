@@ -25,7 +25,7 @@ from engine.execution import runner as runner_module
 from engine.execution.runner import ModelRunner
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Chunk, Move, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 from kernels.transfer import to_device, upload
 from kernels.triton.backend import TritonKernels
 
@@ -224,27 +224,30 @@ class Hand:
         return seq
 
     def step(self, *parts: tuple[Sequence, int], **copies: Any) -> None:
-        chunks = [Chunk(seq, seq.computed, end, samples=end == len(seq.token_ids)) for seq, end in parts]
+        chunks = [Chunk(seq, seq.computed_tokens, end, should_sample=end == len(seq.token_ids)) for seq, end in parts]
         resets = [c.seq.state_unit for c in chunks if c.seq.state_unit is not None and c.start == 0]
         # Inference mode would hand composite operations to the guard whole, and show it nothing of what they do.
         submit = inspect.unwrap(ModelRunner.submit)
         result = submit(self.runner, StepPlan(chunks, state_resets=resets, **copies))()
-        for chunk, token in zip(chunks, result.sampled, strict=True):
-            chunk.seq.computed = chunk.end
-            assert (token is not None) == (chunk.samples and self.runner.model.samples)
-            if chunk.samples:
+        for chunk, token in zip(chunks, result.sampled_tokens, strict=True):
+            chunk.seq.computed_tokens = chunk.end
+            assert (token is not None) == (chunk.should_sample and self.runner.model.samples)
+            if chunk.should_sample:
                 chunk.seq.token_ids.append(1)
 
     def overlapped(self, seqs: list[Sequence], count: int) -> None:
         """Steps that each decode all of them, begun before the result of the one before is read."""
         submit, reads = inspect.unwrap(ModelRunner.submit), []
         for i in range(count):
-            chunks = [Chunk(seq, seq.computed, seq.computed + 1, samples=True, fed=i > 0) for seq in seqs]
+            chunks = [
+                Chunk(seq, seq.computed_tokens, seq.computed_tokens + 1, should_sample=True, token_on_device=i > 0)
+                for seq in seqs
+            ]
             reads.append(submit(self.runner, StepPlan(chunks)))
             for chunk in chunks:
-                chunk.seq.computed = chunk.end
+                chunk.seq.computed_tokens = chunk.end
         for read in reads:
-            assert read().sampled == [1] * len(seqs)
+            assert read().sampled_tokens == [1] * len(seqs)
             for seq in seqs:
                 seq.token_ids.append(1)
 
@@ -294,7 +297,7 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
             hand.step(*((seq, len(seq.token_ids)) for seq in members))
         if runner._last is not None:
             hand.overlapped(seqs, 3)
-        copies: dict[str, Any] = {"block_moves": [Move(0, BlockId(0), BlockId(1))]}
+        copies: dict[str, Any] = {"block_copies": [BlockCopy(0, BlockId(0), BlockId(1))]}
         if runner.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)

@@ -17,7 +17,7 @@ from engine.execution.sizing import count_host_units
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Move, Request, SamplingParams, Way
+from engine.types import BlockCopy, BlockId, CopyDirection, Request, SamplingParams
 from options import ConfigError
 
 RECIPES = {
@@ -55,7 +55,7 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
                     assert output.error is None
                     said.setdefault(output.request_id, []).extend(output.token_ids)
                 core.check_invariants()
-                assert set(events.resident_set) == resident_in(cached)
+                assert set(events.resident) == resident_in(cached)
             for name, text in zip(names, texts[first : first + 3], strict=True):
                 text += said[name] + [rng.randrange(2048) for _ in range(12)]
     return said, core
@@ -102,17 +102,22 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
     size = spec.block_bytes(0)
     for value in (7, 9):
         runner._buffer[:size] = value
-        runner.moves.do([Move(0, BlockId(0), BlockId(1), Way.TO_HOST), Move(0, BlockId(1), BlockId(2), Way.FROM_HOST)])
-        runner.moves.do([Move(0, BlockId(2), BlockId(3))])
+        runner.moves.do(
+            [
+                BlockCopy(0, BlockId(0), BlockId(1), CopyDirection.TO_HOST),
+                BlockCopy(0, BlockId(1), BlockId(2), CopyDirection.FROM_HOST),
+            ]
+        )
+        runner.moves.do([BlockCopy(0, BlockId(2), BlockId(3))])
         assert (runner.moves._block(runner._buffer, 0, BlockId(3)) == value).all()
         runner.free_pool()
         assert runner._buffer.untyped_storage().nbytes() == 0
         runner.take_pool()
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", CopyDirection)
 @pytest.mark.parametrize(("source", "target"), [(-1, 0), (0, -1), (16, 0), (0, 16), (1 << 40, 0)])
-def test_a_move_beyond_the_memory_is_not_done(way: Way, source: int, target: int) -> None:
+def test_a_move_beyond_the_memory_is_not_done(way: CopyDirection, source: int, target: int) -> None:
     """Copies go by addresses, which nothing else bounds; four units hold fewer than sixteen blocks."""
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.cache_spec(4, dtype)
@@ -122,5 +127,5 @@ def test_a_move_beyond_the_memory_is_not_done(way: Way, source: int, target: int
     assert 4 * spec.blocks_per_unit(0) <= 16
     before = runner._buffer.clone()
     with pytest.raises(AssertionError, match="lies outside its memory"):
-        runner.moves.do([Move(0, BlockId(source), BlockId(target), way)])
+        runner.moves.do([BlockCopy(0, BlockId(source), BlockId(target), way)])
     assert torch.equal(runner._buffer, before)

@@ -68,7 +68,7 @@ def masks(grammars: Grammars) -> Iterator[Masks]:
 
 
 def sequence(lark: str | None, answer: list[int] | None = None, name: str = "s", **params: Any) -> Sequence:
-    thought = {key: params.pop(key) for key in ("opens", "after") if key in params}
+    thought = {key: params.pop(key) for key in ("reasoning_start_token", "reasoning_end_token") if key in params}
     constraint = None if lark is None else Constraint(lark, "structured_outputs.grammar", **thought)
     prompt = [1, 2, 3]
     request = Request(request_id=name, token_ids=prompt, params=SamplingParams(constraint=constraint, **params))
@@ -146,7 +146,7 @@ def test_min_tokens_bans_the_end_unless_nothing_else_is_left(masks: Masks) -> No
 def test_a_thought_is_free(masks: Masks) -> None:
     end = TOKENIZER.token_to_id("</think>")
     assert end is not None
-    seq = sequence(LARKS["choice"], TOKENIZER.encode("I think"), after=end)
+    seq = sequence(LARKS["choice"], TOKENIZER.encode("I think"), reasoning_end_token=end)
     assert allowed(masks, seq) == set(range(VOCAB))
     assert allowed(masks, seq, banned=list(ENDS)) == set(range(VOCAB)) - ENDS
     seq.token_ids += [end]
@@ -155,7 +155,7 @@ def test_a_thought_is_free(masks: Masks) -> None:
     assert first < set(range(VOCAB))
     seq.token_ids += TOKENIZER.encode("no")
     assert allowed(masks, seq) == ENDS
-    again = sequence(LARKS["choice"], seq.token_ids[3:], after=end)
+    again = sequence(LARKS["choice"], seq.token_ids[3:], reasoning_end_token=end)
     assert allowed(masks, again, row=1) == ENDS
 
 
@@ -164,11 +164,11 @@ def test_a_thought_need_not_come(masks: Masks) -> None:
     assert begin is not None
     first = allowed(masks, sequence(LARKS["choice"]), row=9)
     assert begin not in first
-    seq = sequence(LARKS["choice"], opens=begin, after=end)
+    seq = sequence(LARKS["choice"], reasoning_start_token=begin, reasoning_end_token=end)
     assert allowed(masks, seq) == first | {begin}
     seq.token_ids += TOKENIZER.encode("no")
     assert allowed(masks, seq) == ENDS
-    seq = sequence(LARKS["choice"], [begin], opens=begin, after=end)
+    seq = sequence(LARKS["choice"], [begin], reasoning_start_token=begin, reasoning_end_token=end)
     assert allowed(masks, seq, row=1) == set(range(VOCAB))
     seq.token_ids += [5, 6, end or 0]
     assert allowed(masks, seq, row=1) == first
@@ -325,7 +325,7 @@ def test_an_answer_goes_on_where_another_engine_left_it() -> None:
     prompt, params = request.token_ids, request.params
     whole = answers([request], num_gpu_blocks_override=64)[0]["1"]
     for cut in (1, len(whole) // 2, len(whole) - 1):
-        later = Request(request_id="1", token_ids=[*prompt, *whole[:cut]], params=params, answered=cut)
+        later = Request(request_id="1", token_ids=[*prompt, *whole[:cut]], params=params, resumed_output_len=cut)
         rest = answers([later], num_gpu_blocks_override=64)[0]["1"]
         assert_valid({"1": whole[:cut] + rest})
 
@@ -333,7 +333,7 @@ def test_an_answer_goes_on_where_another_engine_left_it() -> None:
 def test_an_answer_that_was_begun_otherwise_ends_with_an_error() -> None:
     right, wrong = requests(4)[1::2]
     wrong = Request(
-        request_id="3", token_ids=[*wrong.token_ids, *TOKENIZER.encode("No")], params=wrong.params, answered=1
+        request_id="3", token_ids=[*wrong.token_ids, *TOKENIZER.encode("No")], params=wrong.params, resumed_output_len=1
     )
     tokens, errors, _ = answers([right, wrong], num_gpu_blocks_override=64)
     assert errors["1"] is None

@@ -24,7 +24,7 @@ from engine.execution.sizing import overlaps
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import FinishReason, Request, RunnerLost, SamplingParams, StepPlan
+from engine.types import FinishReason, Request, RunnerLostError, SamplingParams, StepPlan
 from events import AllBlocksCleared, BlockStored, Event
 from kernels import select
 
@@ -217,7 +217,7 @@ def test_a_step_is_begun_before_the_result_of_the_one_before_is_asked_for() -> N
     order: list[tuple[int, bool]] = []
     bench.drain()
     assert order == [(2, False), (3, False), (4, False), (5, False), (5, True)]
-    assert [chunk.fed for plan in sent for chunk in plan.chunks] == [False, True, True, True, True]
+    assert [chunk.token_on_device for plan in sent for chunk in plan.chunks] == [False, True, True, True, True]
     assert bench.device.plans[-1] == [("a", 6, 7)]  # the length is known ahead: nothing is computed in vain
 
 
@@ -338,7 +338,7 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     runner._forward = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     runner._probe = _lost  # type: ignore[method-assign]
     assert core.step(0.0) == []
-    with pytest.raises(RunnerLost, match="cpu computes nothing any more"):
+    with pytest.raises(RunnerLostError, match="cpu computes nothing any more"):
         core.step(0.0)
     runner.close()
 

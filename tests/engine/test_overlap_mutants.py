@@ -43,7 +43,7 @@ def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
 
     def merge_duplicates(self: KVCache, seq: Any, seq_blocks: Any, merges: Any) -> None:
         real(self, seq, seq_blocks, merges)
-        seq.table_changes -= 1
+        seq.table_version -= 1
 
     patch.setattr(KVCache, "_merge_duplicates", merge_duplicates)
 

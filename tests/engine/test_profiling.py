@@ -28,6 +28,6 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     owners["state"] = set(plan.state_resets)
     assert sum(map(len, owners.values())) == len(set().union(*owners.values())) == units  # no unit serves two groups
     runner = ModelRunner(model, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=128)
-    for token in runner.execute(plan).sampled:
+    for token in runner.execute(plan).sampled_tokens:
         assert token is not None
         assert 0 <= token < model.config.vocab_size

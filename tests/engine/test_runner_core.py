@@ -15,7 +15,7 @@ from engine.execution.runner import ModelRunner
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import FinishReason, Request, RunnerLost, SamplingParams
+from engine.types import FinishReason, Request, RunnerLostError, SamplingParams
 
 RECIPES = {
     "qwen3": Recipe(),
@@ -110,8 +110,8 @@ def test_rows_that_no_token_is_drawn_from_end_at_the_last_mixer(family):
     results = []
     for driver in (d, whole):
         a, b = driver.sequence(first, name="a"), driver.sequence(second, name="b")
-        results.append([driver.step((a, 30), (b, 12)).sampled, driver.step((b, 16)).sampled])
-        results[-1].append(driver.step((a, 31), (b, 20)).sampled)
+        results.append([driver.step((a, 30), (b, 12)).sampled_tokens, driver.step((b, 16)).sampled_tokens])
+        results[-1].append(driver.step((a, 31), (b, 20)).sampled_tokens)
     assert results[0] == results[1]
     assert results[0][1] == [None]
     assert seen == [1] * watched_layers + [2] * watched_layers
@@ -140,7 +140,7 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
     monkeypatch.setattr(runner, "_forward", broken)
     with pytest.raises(RuntimeError, match="illegal") as passing:
         runner.execute(plan)
-    assert not isinstance(passing.value, RunnerLost)
+    assert not isinstance(passing.value, RunnerLostError)
     monkeypatch.setattr(runner, "_probe", broken)
-    with pytest.raises(RunnerLost, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
+    with pytest.raises(RunnerLostError, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
         runner.execute(plan)

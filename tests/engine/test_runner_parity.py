@@ -18,7 +18,7 @@ from hand_driver import Driver, Oracle, random_cuts
 from safetensors.torch import load_file, save_file
 
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Move
+from engine.types import BlockCopy, BlockId
 from kernels.reference.backend import ReferenceKernels
 
 LLAMA3 = {
@@ -157,7 +157,7 @@ def test_mixed_batch(driver, oracle, rng):
     logits = {seq: [] for seq in seqs}
     while active := [seq for seq in seqs if seq.output_len < 6]:
         chosen = rng.sample(active, rng.randint(1, len(active)))
-        d.step(*((seq, min(len(seq.token_ids), seq.computed + rng.choice((1, 7, 33)))) for seq in chosen))
+        d.step(*((seq, min(len(seq.token_ids), seq.computed_tokens + rng.choice((1, 7, 33)))) for seq in chosen))
         for seq in chosen:
             logits[seq].append(d.logits_of(seq))
     for seq in seqs:
@@ -178,7 +178,7 @@ def test_prefix_hit(driver, oracle, rng):
         d.run(first, 3)
     for table, source in zip(second.block_tables, first.block_tables, strict=True):
         table.extend(source[:3])
-    second.computed = 48
+    second.computed_tokens = 48
     if d.spec.state is not None:
         d.grow(second, 50)
         d.step((second, 50), state_restores=[(checkpoint_unit, second.state_unit)])
@@ -198,7 +198,7 @@ def test_sharers_in_one_step(driver, oracle, rng):
     d.grow(owner, len(owner.token_ids))
     for table, source in zip(sharer.block_tables, owner.block_tables, strict=True):
         table.extend(source[:3])
-    sharer.computed = 48
+    sharer.computed_tokens = 48
     d.step((owner, 52), (sharer, 51))
     oracle.check(sharer, d.logits_of(sharer), first=48)
     oracle.check(owner, d.logits_of(owner))
@@ -208,7 +208,7 @@ def test_preempted_and_recomputed(driver, oracle, rng):
     d = driver()
     seq, other = d.sequence(prompt(rng, 30)), d.sequence(prompt(rng, 20))
     d.run(seq, 5)
-    seq.computed = 0
+    seq.computed_tokens = 0
     seq.block_tables = [[] for _ in d.spec.groups]
     d.step((other, 20), (seq, 13))
     logits = torch.cat((d.logits_of(seq), d.run(seq, 12)))
@@ -223,7 +223,7 @@ def test_moved_blocks(driver, oracle, rng):
     for group, table in enumerate(seq.block_tables):
         fresh = d.sequence([1])
         d.grow(fresh, len(table) * d.spec.block_size)
-        moves += [Move(group, old, new) for old, new in zip(table, fresh.block_tables[group], strict=False)]
+        moves += [BlockCopy(group, old, new) for old, new in zip(table, fresh.block_tables[group], strict=False)]
         seq.block_tables[group] = [BlockId(b) for b in fresh.block_tables[group][: len(table)]]
-    d.step((seq, 41), block_moves=moves)
+    d.step((seq, 41), block_copies=moves)
     oracle.check(seq, d.logits_of(seq), first=40)

@@ -33,7 +33,7 @@ class Drawing:
     def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """(the next token of each row, row -> logprobs where asked for)."""
         ends = [len(seq.token_ids) for seq in seqs]
-        rows, new = self.seats.of([Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends)])
+        rows, new = self.seats.of([Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends)])
         self.sampler.forget(new)
         draft = self.sampler.draft(seqs, np.array(ends), rows.tolist(), self.seats.count)
         tokens, found = self.sampler.sample(logits.clone(), draft)

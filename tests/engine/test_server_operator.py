@@ -184,7 +184,7 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, statu
         generation,
         SimpleNamespace(),  # type: ignore[arg-type]
     )
-    output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", refused=refused)
+    output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", is_client_error=refused)
     output.finish_reason = FinishReason.ERROR
     with pytest.raises(RequestError, match="too complex") as caught:
         follower._take(output, 0.0)

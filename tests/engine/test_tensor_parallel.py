@@ -32,17 +32,17 @@ from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import (
+    BlockCopy,
     BlockId,
     Chunk,
-    Move,
+    CopyDirection,
     Request,
-    RunnerLost,
+    RunnerLostError,
     SamplingParams,
     Sequence,
     StepPlan,
     TokenLogprobs,
     UnitId,
-    Way,
 )
 from options import ConfigError
 
@@ -292,18 +292,21 @@ def test_plans_survive_their_messages() -> None:
             state_restores=[(UnitId(1), UnitId(2))],
             state_resets=[UnitId(4)],
             state_checkpoints=[(UnitId(3), UnitId(6))],
-            block_moves=[Move(1, BlockId(8), BlockId(9)), Move(0, BlockId(2), BlockId(3), Way.TO_HOST)],
+            block_copies=[
+                BlockCopy(1, BlockId(8), BlockId(9)),
+                BlockCopy(0, BlockId(2), BlockId(3), CopyDirection.TO_HOST),
+            ],
         )
         again = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(plan)), type=Planned))
         for found, chunk in zip(again.chunks, chunks, strict=True):
-            assert (found.start, found.end, found.samples) == (chunk.start, chunk.end, chunk.samples)
+            assert (found.start, found.end, found.should_sample) == (chunk.start, chunk.end, chunk.should_sample)
             assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]
             assert found.seq.block_tables == chunk.seq.block_tables
             assert found.seq.state_unit == chunk.seq.state_unit
             scored = found.seq.request.params.prompt_logprobs is not None
             assert scored == (chunk.seq.request.params.prompt_logprobs is not None)
             assert not scored or found.seq.prompt_len == chunk.seq.prompt_len
-        for name in ("state_restores", "state_resets", "state_checkpoints", "block_moves"):
+        for name in ("state_restores", "state_resets", "state_checkpoints", "block_copies"):
             assert getattr(again, name) == getattr(plan, name)
 
 
@@ -311,7 +314,9 @@ def random_sequence(rng: random.Random) -> Sequence:
     params = SamplingParams(prompt_logprobs=rng.choice((None, 0, 3)))
     request = Request(request_id="r", token_ids=[], params=params)
     tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
-    return Sequence(request, tokens, len(tokens), 0.0, computed=rng.randrange(len(tokens)), block_tables=[[], []])
+    return Sequence(
+        request, tokens, len(tokens), 0.0, computed_tokens=rng.randrange(len(tokens)), block_tables=[[], []]
+    )
 
 
 def random_chunk(rng: random.Random, seq: Sequence) -> Chunk:
@@ -319,17 +324,17 @@ def random_chunk(rng: random.Random, seq: Sequence) -> Chunk:
     for table in seq.block_tables:
         if rng.random() < 0.2:
             del table[rng.randrange(len(table) + 1) :]
-            seq.table_changes += 1
+            seq.table_version += 1
         if table and rng.random() < 0.2:
             table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
-            seq.table_changes += 1
+            seq.table_version += 1
         table += [BlockId(rng.randrange(99)) for _ in range(rng.randrange(3))]
-    if seq.computed == len(seq.token_ids):
+    if seq.computed_tokens == len(seq.token_ids):
         seq.token_ids.append(rng.randrange(1000))
-    start = rng.randrange(seq.computed + 1) if rng.random() < 0.1 else seq.computed
+    start = rng.randrange(seq.computed_tokens + 1) if rng.random() < 0.1 else seq.computed_tokens
     end = rng.randrange(start, len(seq.token_ids)) + 1
-    seq.computed, seq.state_unit = end, UnitId(rng.randrange(9))
-    return Chunk(seq, start, end, samples=end == len(seq.token_ids))
+    seq.computed_tokens, seq.state_unit = end, UnitId(rng.randrange(9))
+    return Chunk(seq, start, end, should_sample=end == len(seq.token_ids))
 
 
 def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
@@ -343,7 +348,7 @@ def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
     core.add(Request(request_id="late", token_ids=[1, 2, 3], params=SamplingParams()), now=0.0)
     os.kill(pid, signal.SIGSTOP)  # it cannot answer, but takes the plan
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
+    with pytest.raises(RunnerLostError, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
         core.step(0.0)
     assert told == []  # the step has said it
 

@@ -81,7 +81,7 @@ def step(runner: ModelRunner, spans: list[tuple[int, int]]) -> None:
         seq = Sequence(Request(request_id="", token_ids=tokens, params=SamplingParams()), tokens, end, 0.0, start)
         seq.block_tables = [[BlockId(0)] * (end // 16 + 1) for _ in runner.spec.groups]
         seq.state_unit = None if runner.spec.state is None else UnitId(0)
-        chunks.append(Chunk(seq, start, end, samples=True))
+        chunks.append(Chunk(seq, start, end, should_sample=True))
     runner.submit(StepPlan(chunks))
 
 

@@ -95,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.naive.check_cached()
         self.naive.check_kept()
         for seq in self.running:
-            self.naive.check_readable(seq, seq.computed, seq.computed)
+            self.naive.check_readable(seq, seq.computed_tokens, seq.computed_tokens)
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -108,13 +108,13 @@ class PoolMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ one step's parts
 
     def _continue(self, seq: Sequence, rng: random.Random, chunks: list[Chunk]) -> None:
-        if seq.computed == len(seq.token_ids):
+        if seq.computed_tokens == len(seq.token_ids):
             seq.token_ids.append(rng.randrange(2))
         end = self.cache.clip_chunk_end(
-            seq, rng.randint(seq.computed + 1, min(len(seq.token_ids), seq.computed + STEP_TOKENS_MAX))
+            seq, rng.randint(seq.computed_tokens + 1, min(len(seq.token_ids), seq.computed_tokens + STEP_TOKENS_MAX))
         )
         if self._grow(seq, end):
-            chunks.append(Chunk(seq, seq.computed, end, False))
+            chunks.append(Chunk(seq, seq.computed_tokens, end, False))
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         wanted = -(-end // self.cache.block_size) - len(seq.block_tables[0])
@@ -143,12 +143,12 @@ class PoolMachine(RuleBasedStateMachine):
                 twin = Sequence(request=request, token_ids=list(other), prompt_len=len(other), arrival_s=0.0)
                 self.cache.plan_shared_prefix(seq, twin)
                 self.cache.discard_keys(twin)
-        end = self.cache.clip_chunk_end(seq, min(len(text), seq.computed + STEP_TOKENS_MAX))
+        end = self.cache.clip_chunk_end(seq, min(len(text), seq.computed_tokens + STEP_TOKENS_MAX))
         if not self.cache.grow(seq, end):
             self._release(seq)
             return
         self.running.append(seq)
-        chunks.append(Chunk(seq, seq.computed, end, False))
+        chunks.append(Chunk(seq, seq.computed_tokens, end, False))
         self._reserve(seq, end)
 
     def _reserve(self, seq: Sequence, end: int) -> None:

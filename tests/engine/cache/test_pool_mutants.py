@@ -107,7 +107,7 @@ def compaction_that_copies_nothing(patch: Patch) -> None:
 
     def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
-        plan.block_moves = []
+        plan.block_copies = []
 
     patch.setattr(KVCache, "fill_plan", fill_plan)
 
@@ -251,7 +251,7 @@ def host_moves_after_all_others(patch: Patch) -> None:
 
     def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
-        plan.block_moves.sort(key=lambda move: move.way)
+        plan.block_copies.sort(key=lambda move: move.direction)
 
     patch.setattr(KVCache, "fill_plan", fill_plan)
 
@@ -261,7 +261,7 @@ def host_reads_before_writes(patch: Patch) -> None:
 
     def fill_plan(self: KVCache, plan: Any) -> None:
         real(self, plan)
-        plan.block_moves.sort(key=lambda move: -move.way)
+        plan.block_copies.sort(key=lambda move: -move.direction)
 
     patch.setattr(KVCache, "fill_plan", fill_plan)
 
