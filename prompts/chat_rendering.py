@@ -47,39 +47,46 @@ class ChatPrompt(Protocol):
 def render_chat(
     template: ChatTemplate,
     request: ChatPrompt,
-    behind: int = 0,
-    told: bytes | None = None,
-    sent: list[Message] | None = None,
+    suffix_start: int = 0,
+    variables_digest: bytes | None = None,
+    sent_messages: list[Message] | None = None,
 ) -> str:
-    """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. `told`: a digest of what
-    else than messages the request tells the template. `sent`: messages instead of its own. Raises RequestError where
-    the template cannot render it."""
+    """The prompt's text, cut at the first media part. `suffix_start`: as ChatTemplate.render has it.
+    `variables_digest`: a digest of the template's variables other than messages. `sent_messages`: messages instead of
+    the request's own. Raises RequestError where the template cannot render it."""
     continues = bool(request.continue_final_message)
-    generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    if told is None and not (request.tools is not None or request.documents is not None
+    add_generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    if variables_digest is None and not (request.tools is not None or request.documents is not None
                              or request.chat_template_kwargs or request.reasoning_effort is not None):  # fmt: skip
-        told = b""
-    skeletons = None
-    if told is not None and request.chat_template is None and not continues:
-        skeletons = template.skeletons(has_tools=request.tools is not None)
-    if sent is None:
-        sent = request.messages or []
-    context = (told, generation, behind)
-    if skeletons is not None and not _are_billed(sent):
-        known = skeletons.known(sent, context)
-        if known is not None:
-            return known.partition(MEDIA_MARKER)[0]
-    tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
-    form = template.content_format(request.chat_template, has_tools=tools is not None)
+        variables_digest = b""
+    text_cache = None
+    if variables_digest is not None and request.chat_template is None and not continues:
+        text_cache = template.rendered_text_cache(has_tools=request.tools is not None)
+    if sent_messages is None:
+        sent_messages = request.messages or []
+    context = (variables_digest, add_generation_prompt, suffix_start)
+    if text_cache is not None and not _have_billing_line(sent_messages):
+        cached_text = text_cache.cached_text(sent_messages, context)
+        if cached_text is not None:
+            return cached_text.partition(MEDIA_MARKER)[0]
+    tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
+    content_format = template.content_format(request.chat_template, has_tools=tools is not None)
     # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
     documents = variables.pop("documents", None)
-    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "behind"):
+    for name in (
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "suffix_start",
+    ):
         variables.pop(name, None)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    messages = [_message(message, form) for message in sent]
+    messages = [_convert_message(message, content_format) for message in sent_messages]
     if "developer" in [message["role"] for message in messages]:
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
@@ -93,18 +100,18 @@ def render_chat(
             tools=tools,
             documents=documents,
             chat_template=request.chat_template,
-            add_generation_prompt=generation,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continues,
-            behind=behind,
+            suffix_start=suffix_start,
             **variables,
         )
 
-    key = None if skeletons is None or not messages else skeletons.key(messages, context)
-    text = render(messages) if skeletons is None or key is None else skeletons.text(key, messages, render)
+    key = None if text_cache is None or not messages else text_cache.cache_key(messages, context)
+    text = render(messages) if text_cache is None or key is None else text_cache.render_cached(key, messages, render)
     return text.partition(MEDIA_MARKER)[0]
 
 
-def _are_billed(messages: list[Message]) -> bool:
+def _have_billing_line(messages: list[Message]) -> bool:
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and content.startswith(BILLING_LINE):
@@ -112,50 +119,55 @@ def _are_billed(messages: list[Message]) -> bool:
     return False
 
 
-def _message(message: Message, form: ContentFormat) -> Message:
+def _convert_message(message: Message, content_format: ContentFormat) -> Message:
     content = message.get("content")
-    two = len(message) == 2 and form == "string" and next(iter(message)) == "role"
-    if two and type(content) is str and not content.startswith(BILLING_LINE):
+    is_plain = len(message) == 2 and content_format == "string" and next(iter(message)) == "role"
+    if is_plain and type(content) is str and not content.startswith(BILLING_LINE):
         return message  # as most are: it would be made again as it is
     role = message.get("role", "user")
     if role == "system":
         content = _without_billing_line(content)
     elif (
         role == "tool"
-        and form == "parts"
+        and content_format == "parts"
         and isinstance(content, list)
-        and not any(_is_other(part) for part in content)
+        and not any(_is_not_text(part) for part in content)
     ):
         content = "\n".join(_part_text(part) for part in content)
-        form = "string"  # also where the template loops over parts: most handle a tool's text only
-    made: Message = {"role": role, "content": _content(content, form)}
+        content_format = "string"  # also where the template loops over parts: most handle a tool's text only
+    converted: Message = {"role": role, "content": _convert_content(content, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
-            made["tool_calls"] = [_tool_call(call) for call in calls]
+            converted["tool_calls"] = [_convert_tool_call(call) for call in calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
-                made[name] = message[name]
+                converted[name] = message[name]
     elif role == "tool" and "tool_call_id" in message:
-        made["tool_call_id"] = message["tool_call_id"]
+        converted["tool_call_id"] = message["tool_call_id"]
     elif role == "developer" and message.get("tools") is not None:
-        made["tools"] = message["tools"]
+        converted["tools"] = message["tools"]
     for name in ("name", "task"):
         if isinstance(message.get(name), str):
-            made[name] = message[name]
-    return made
+            converted[name] = message[name]
+    return converted
 
 
 def _developer_as_system(messages: list[Message]) -> list[Message]:
     """For a template that does not name the role: developers speak as the system, and all system texts become the first
     message."""
-    spoken = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-    others = [m for m in spoken if m["role"] != "system"]
-    systems = [m["content"] for m in spoken if m["role"] == "system"]
-    if len(systems) == 1 and spoken[0]["role"] == "system":
-        return [{k: v for k, v in m.items() if k != "tools"} if m["role"] == "system" else m for m in spoken]
+    renamed_messages = [
+        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+    ]
+    other_messages = [message for message in renamed_messages if message["role"] != "system"]
+    systems = [message["content"] for message in renamed_messages if message["role"] == "system"]
+    if len(systems) == 1 and renamed_messages[0]["role"] == "system":
+        return [
+            {k: v for k, v in message.items() if k != "tools"} if message["role"] == "system" else message
+            for message in renamed_messages
+        ]
     texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in systems]
-    return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
+    return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *other_messages]
 
 
 def _without_billing_line(content: Any) -> Any:
@@ -163,38 +175,38 @@ def _without_billing_line(content: Any) -> Any:
         return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
     if not isinstance(content, list):
         return content
-    kept = []
+    parts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if isinstance(text, str) and text.startswith(BILLING_LINE):
-            rest = text.partition("\n")[2]
-            if rest:
-                kept.append({**part, "text": rest} if isinstance(part, dict) else rest)
+            remaining_text = text.partition("\n")[2]
+            if remaining_text:
+                parts.append({**part, "text": remaining_text} if isinstance(part, dict) else remaining_text)
         else:
-            kept.append(part)
-    return kept
+            parts.append(part)
+    return parts
 
 
-def _is_other(part: Any) -> bool:
+def _is_not_text(part: Any) -> bool:
     """Not plain text."""
     if isinstance(part, dict):
-        return str(part.get("type", "text")) not in TEXT_PARTS or _names_tool(part)
+        return str(part.get("type", "text")) not in TEXT_PARTS or _is_tool_reference(part)
     return not isinstance(part, str)
 
 
-def _content(content: Any, form: ContentFormat) -> str | list[Message]:
+def _convert_content(content: Any, content_format: ContentFormat) -> str | list[Message]:
     if isinstance(content, str):
-        return content if form == "string" else [{"type": "text", "text": content}]
+        return content if content_format == "string" else [{"type": "text", "text": content}]
     texts = [_part_text(part) for part in content] if isinstance(content, list) else []
-    if form == "parts":
+    if content_format == "parts":
         return [
-            {"type": "tool_reference", "name": text} if _names_tool(part) else {"type": "text", "text": text}
+            {"type": "tool_reference", "name": text} if _is_tool_reference(part) else {"type": "text", "text": text}
             for part, text in zip(content if texts else (), texts)
         ]
     return "\n".join(text for text in texts if text)
 
 
-def _names_tool(part: Any) -> bool:
+def _is_tool_reference(part: Any) -> bool:
     """A template that knows tools loaded later looks it up."""
     return isinstance(part, dict) and part.get("type") == "tool_reference"
 
@@ -208,7 +220,7 @@ def _part_text(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _tool_call(call: Any) -> Any:
+def _convert_tool_call(call: Any) -> Any:
     """The call with its arguments as an object: templates write them with `tojson`. What is no object becomes an empty
     one, or a conversation that holds it could never go on."""
     function = call.get("function") if isinstance(call, dict) else None
@@ -225,15 +237,18 @@ def _tool_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tool(tool: Message) -> Message:
+def _convert_tool(tool: Message) -> Message:
     """A tool with vLLM's field order and explicit nulls, which templates that print it show."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
-    named = {name: function.get(name) for name in ("name", "description", "parameters")}
-    made = {"type": tool.get("type", "function"), "function": {**named, **_without(function, named)}}
-    return {**made, **_without(tool, made)}
+    ordered_fields = {name: function.get(name) for name in ("name", "description", "parameters")}
+    converted = {
+        "type": tool.get("type", "function"),
+        "function": {**ordered_fields, **_without_names(function, ordered_fields)},
+    }
+    return {**converted, **_without_names(tool, converted)}
 
 
-def _without(values: Message, names: Message) -> Message:
+def _without_names(values: Message, names: Message) -> Message:
     return {key: value for key, value in values.items() if key not in names}

@@ -129,11 +129,11 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         super().visit_EvalContextModifier(node, frame)
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
-        of = node.node
-        if isinstance(of, jinja2.nodes.Name) and of.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
-            self._short(of, frame, f".{node.attr}", "type({of}) is LoopContext")
-        elif isinstance(of, jinja2.nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
-            self._item(of, frame, node.attr)
+        owner = node.node
+        if isinstance(owner, jinja2.nodes.Name) and owner.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
+            self._write_fast_path(owner, frame, f".{node.attr}", "type({of}) is LoopContext")
+        elif isinstance(owner, jinja2.nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
+            self._write_item_lookup(owner, frame, node.attr)
         else:
             super().visit_Getattr(node, frame)
             return
@@ -141,27 +141,29 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         self.write(")")
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
-        of, key = node.node, node.arg
+        owner, key = node.node, node.arg
         name = key.value if isinstance(key, jinja2.nodes.Const) else None
-        if not isinstance(of, jinja2.nodes.Name) or type(name) is not str or name in _DICT_ATTRIBUTES:
+        if not isinstance(owner, jinja2.nodes.Name) or type(name) is not str or name in _DICT_ATTRIBUTES:
             super().visit_Getitem(node, frame)
             return
-        self._item(of, frame, name)
+        self._write_item_lookup(owner, frame, name)
         super().visit_Getitem(node, frame)
         self.write(")")
 
-    def _item(self, of: jinja2.nodes.Name, frame: jinja2.compiler.Frame, name: str) -> None:
+    def _write_item_lookup(self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, name: str) -> None:
         """The item of a dictionary, or that it has none; the general way and a bracket follow."""
         is_dict = "type({of}) is dict"
-        self._short(of, frame, f"[{name!r}]", f"{is_dict} and {name!r} in {{of}}")
-        reference = frame.symbols.ref(of.name)
+        self._write_fast_path(owner, frame, f"[{name!r}]", f"{is_dict} and {name!r} in {{of}}")
+        reference = frame.symbols.ref(owner.name)
         self.write(f"undefined(obj={reference}, name={name!r}) if {is_dict.replace('{of}', reference)} else ")
 
-    def _short(self, of: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item: str, condition: str) -> None:
+    def _write_fast_path(
+        self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item: str, condition: str
+    ) -> None:
         """Write `(of<item> if <condition> else `; the general way and a bracket follow."""
-        reference = frame.symbols.ref(of.name)
+        reference = frame.symbols.ref(owner.name)
         self.write("(")
-        self.visit(of, frame)
+        self.visit(owner, frame)
         self.write(f"{item} if {condition.replace('{of}', reference)} else ")
 
 
@@ -169,7 +171,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
 
 
-def _environment() -> _Environment:
+def _make_environment() -> _Environment:
     env = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -189,7 +191,7 @@ class _CompiledTemplate:
     """One template's source, compiled, and the form in which it wants `content`."""
 
     def __init__(self, source: str) -> None:
-        env = _environment()
+        env = _make_environment()
         if len(source) > SOURCE_CHARS_MAX:
             raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {SOURCE_CHARS_MAX}")
         try:
@@ -203,34 +205,34 @@ class _CompiledTemplate:
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)
-        self.copies = find_copy_conditions(tree, parts=self.content_format == "parts")
+        self.copy_conditions = find_copy_conditions(tree, content_is_parts=self.content_format == "parts")
         """What texts must be like to be copied; None where the template may do more with them."""
-        rest = suffix_template(tree)
-        self.rest = None if rest is None else env.from_string(rest)
+        suffix = suffix_template(tree)
+        self.suffix = None if suffix is None else env.from_string(suffix)
         """What follows a conversation's known beginning."""
 
     @cached_property
-    def bounded(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
-        """The template and its rest as they are rendered in bounded time; None where that is not proven."""
-        env = _environment()
+    def bounded_templates(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
+        """The template and its suffix as they are rendered in bounded time; None where that is not proven."""
+        env = _make_environment()
         template_limits.equip(env)
-        tree, rest = template_limits.add_limits(env.parse(self.source)), None
-        if tree is not None and self.rest is not None:
-            rest = suffix_template(env.parse(self.source))
-            rest = None if rest is None else template_limits.add_limits(rest)
-        if tree is None or (rest is None and self.rest is not None):
+        tree, suffix = template_limits.add_limits(env.parse(self.source)), None
+        if tree is not None and self.suffix is not None:
+            suffix = suffix_template(env.parse(self.source))
+            suffix = None if suffix is None else template_limits.add_limits(suffix)
+        if tree is None or (suffix is None and self.suffix is not None):
             return None
-        return env.from_string(tree), None if rest is None else env.from_string(rest)
+        return env.from_string(tree), None if suffix is None else env.from_string(suffix)
 
     def render(self, values: dict[str, Any], seconds_max: float | None = None) -> str:
         """As `template.render`, without copying the globals through two mappings for every request. `seconds_max`: CPU
-        time, for a template that is `bounded`."""
-        template, rest = self.template, self.rest
+        time, for a template with `bounded_templates`."""
+        template, suffix = self.template, self.suffix
         if seconds_max is not None:
-            assert self.bounded is not None
-            template, rest = self.bounded
-        if rest is not None and UNRENDERED_MESSAGES in values:
-            template = rest
+            assert self.bounded_templates is not None
+            template, suffix = self.bounded_templates
+        if suffix is not None and UNRENDERED_MESSAGES in values:
+            template = suffix
         context = template.new_context({**self._globals, **values}, shared=True)
         if seconds_max is not None:
             context.limit(seconds_max)  # type: ignore[attr-defined]
@@ -242,12 +244,14 @@ def _compile(source: str) -> _CompiledTemplate:
     return _CompiledTemplate(source)
 
 
-def _skeletons(compiled: _CompiledTemplate) -> RenderedTextCache | None:
-    copies = compiled.copies
+def _make_rendered_text_cache(template: _CompiledTemplate) -> RenderedTextCache | None:
+    conditions = template.copy_conditions
     return (
         None
-        if copies is None
-        else RenderedTextCache(copies.lacks, copies.edges, parts=compiled.content_format == "parts")
+        if conditions is None
+        else RenderedTextCache(
+            conditions.forbidden_texts, conditions.forbidden_edges, content_is_parts=template.content_format == "parts"
+        )
     )
 
 
@@ -279,11 +283,13 @@ class ChatTemplate:
 
     def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
         self._templates = {"default": templates} if isinstance(templates, str) else dict(templates)
-        self._named = not isinstance(templates, str)
+        self._has_named_templates = not isinstance(templates, str)
         self._variables = dict(variables or {})
-        self.as_sent = False
+        self.keeps_messages_as_sent = False
         """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
-        self._skeletons = {source: _skeletons(_compile(source)) for source in self._templates.values()}
+        self._rendered_text_caches = {
+            source: _make_rendered_text_cache(_compile(source)) for source in self._templates.values()
+        }
         self._seconds_max: float | None = None
         self.is_bounded = True
         """Every rendering ends soon: there is a limit where others wait for it, or nobody waits."""
@@ -292,12 +298,12 @@ class ChatTemplate:
         """Let no rendering take more CPU time than this: others wait for it. Where that cannot be promised, or was seen
         not to do, `is_bounded` says so, and nothing is rendered here."""
         self._seconds_max = seconds_max
-        self.is_bounded = all(_compile(source).bounded is not None for source in self._templates.values())
+        self.is_bounded = all(_compile(source).bounded_templates is not None for source in self._templates.values())
 
     def source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
         if override is not None:
-            return self._templates.get(override, override) if self._named else override
+            return self._templates.get(override, override) if self._has_named_templates else override
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -309,15 +315,15 @@ class ChatTemplate:
 
     def content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
-        return self._compiled(self.source(override, has_tools=has_tools)).content_format
+        return self._compile_for_request(self.source(override, has_tools=has_tools)).content_format
 
-    def skeletons(self, *, has_tools: bool) -> RenderedTextCache | None:
+    def rendered_text_cache(self, *, has_tools: bool) -> RenderedTextCache | None:
         """Of what is written around messages, where nothing else is done with them."""
-        return self._skeletons[self.source(has_tools=has_tools)]
+        return self._rendered_text_caches[self.source(has_tools=has_tools)]
 
-    def has_rest(self, *, has_tools: bool) -> bool:
+    def has_suffix_template(self, *, has_tools: bool) -> bool:
         """Whether what follows a known beginning can be rendered by itself."""
-        return self._compiled(self.source(has_tools=has_tools)).rest is not None
+        return self._compile_for_request(self.source(has_tools=has_tools)).suffix is not None
 
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
@@ -340,12 +346,12 @@ class ChatTemplate:
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
-        behind: int = 0,
+        suffix_start: int = 0,
         **variables: Any,
     ) -> str:
-        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`. `behind`: only of what
-        follows so many messages, which stand for a known beginning (prompts/template_suffix.py); for a template with
-        `rest`.
+        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
+        `suffix_start`: only of what follows so many messages, which stand for a cached prefix
+        (prompts/template_suffix.py); for a template with `suffix`.
 
         Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
         """
@@ -356,11 +362,11 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         self._check_bounded()
-        compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
-        if self._seconds_max is not None and compiled.bounded is None:  # a client's own
+        template = self._compile_for_request(self.source(chat_template, has_tools=tools is not None))
+        if self._seconds_max is not None and template.bounded_templates is None:  # a client's own
             raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
         chat = list(messages)
-        if not self.as_sent:
+        if not self.keeps_messages_as_sent:
             for i, message in enumerate(chat):
                 if len(message) != 2 or message.get("content") is None or message.get("role") is None:
                     chat[i] = _with_reasoning(_without_nulls(message))
@@ -371,7 +377,7 @@ class ChatTemplate:
             if chat[-1].get("tool_calls") and field == "content":
                 whole_chat = list(chat)
                 chat[-1] = {**_without_calls(chat[-1]), "content": chat[-1].get("content") or ""}
-            final_text = _tag_final_message(chat, field, compiled.source)
+            final_text = _tag_final_message(chat, field, template.source)
         context = {
             **self._variables,
             **variables,
@@ -380,20 +386,20 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        if behind:
-            context[UNRENDERED_MESSAGES] = chat[:behind]
+        if suffix_start:
+            context[UNRENDERED_MESSAGES] = chat[:suffix_start]
         else:
             context.pop(UNRENDERED_MESSAGES, None)  # a client's own variable
-        text = self._render(compiled, context)
+        text = self._render(template, context)
         if final_text is None:
             return text
         if whole_chat is None:
             return _cut_at_tag(text, final_text)
-        return _cut_ending(self._render(compiled, {**context, "messages": whole_chat}), _behind_tag(text))
+        return _cut_ending(self._render(template, {**context, "messages": whole_chat}), _text_after_tag(text))
 
-    def _render(self, compiled: _CompiledTemplate, context: dict[str, Any]) -> str:
+    def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
-            return compiled.render(context, self._seconds_max)
+            return template.render(context, self._seconds_max)
         except template_limits.RenderLimitError as error:
             self.is_bounded = False
             raise RequestError(str(error), param="messages") from error
@@ -405,7 +411,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
 
     @staticmethod
-    def _compiled(source: str) -> _CompiledTemplate:
+    def _compile_for_request(source: str) -> _CompiledTemplate:
         try:
             return _compile(source)
         except ChatTemplateError as error:
@@ -449,28 +455,28 @@ def _tag_final_message(chat: list[Message], field: str, source: str) -> str:
         for index in range(len(final) - 1, -1, -1):
             part = final[index]
             if isinstance(part, dict) and isinstance(part.get("text"), str):
-                tagged = {**part, "text": part["text"] + _CONTINUE_TAG}
-                chat[-1] = {**chat[-1], field: [*final[:index], tagged, *final[index + 1 :]]}
+                tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
+                chat[-1] = {**chat[-1], field: [*final[:index], tagged_part, *final[index + 1 :]]}
                 return str(part["text"])
     raise RequestError(f"{param}: the last message has no text to continue", param=param)
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
     """Drop the tag and all that the template wrote after it; where the template trimmed the message, trim too."""
-    bare = _CONTINUE_TAG.strip()
-    if final_text.strip() not in text or bare not in text:
+    stripped_tag = _CONTINUE_TAG.strip()
+    if final_text.strip() not in text or stripped_tag not in text:
         raise RequestError(
             "continue_final_message: the chat template does not show the last message as it was sent",
             param="continue_final_message",
         )
-    at = text.rindex(bare)
-    return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
+    position = text.rindex(stripped_tag)
+    return text[:position] if text.startswith(_CONTINUE_TAG, position) else text[:position].rstrip()
 
 
-def _behind_tag(text: str) -> str:
+def _text_after_tag(text: str) -> str:
     """What the template writes behind a message without calls: the end of a turn."""
-    _, found, ending = text.rpartition(_CONTINUE_TAG)
-    return ending if found else text.rpartition(_CONTINUE_TAG.strip())[2]
+    _, tag, ending = text.rpartition(_CONTINUE_TAG)
+    return ending if tag else text.rpartition(_CONTINUE_TAG.strip())[2]
 
 
 def _cut_ending(text: str, ending: str) -> str:
@@ -502,7 +508,9 @@ def _detect_content_format(tree: jinja2.nodes.Template) -> ContentFormat:
         if isinstance(node, jinja2.nodes.Name):
             return node.name in content_names
         owner = _key_owner(node, "content")
-        return (isinstance(owner, jinja2.nodes.Name) and owner.name in message_names) or _indexes(owner, messages_names)
+        return (isinstance(owner, jinja2.nodes.Name) and owner.name in message_names) or _is_index_of(
+            owner, messages_names
+        )
 
     for _ in range(3):  # names may be used in a block that stands before the one that assigns them
         for loop in tree.find_all(jinja2.nodes.For):
@@ -537,7 +545,7 @@ def _key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | 
     return None
 
 
-def _indexes(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
+def _is_index_of(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
     """`messages[0]`, `messages[loop.index0]` ..."""
     return (
         isinstance(node, jinja2.nodes.Getitem)

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_ANTHROPIC = {**_TYPES, 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    **_OPENAI_TYPES,
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class RequestError(Exception):
@@ -37,9 +43,9 @@ class RequestError(Exception):
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON body, in the form of the API that `path` belongs to."""
         if _is_anthropic(path):
-            kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -48,29 +54,30 @@ def _is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
-def context_overflow(path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, counted: bool = True) -> str:
+def context_overflow(path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, is_exact: bool = True) -> str:
     """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
-    `answer_tokens`: of the answer that was asked for, where that is what has no room. `counted`: `tokens` is the exact
+    `answer_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
     number; else the prompt has more."""
-    more = "" if counted else "more than "
+    qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):
         # A prompt that fills the context leaves no room for the first token of an answer.
         return (
-            f"prompt is too long: {more}{max(tokens + answer_tokens, context_max + 1)} tokens > {context_max} maximum"
+            f"prompt is too long: {qualifier}{max(tokens + answer_tokens, context_max + 1)} tokens > "
+            f"{context_max} maximum"
         )
     parts = f"{tokens} in the prompt, {answer_tokens or 'at least 1'} in the answer"
     return (
-        f"This model's maximum context length is {context_max} tokens. However, you requested {more}"
+        f"This model's maximum context length is {context_max} tokens. However, you requested {qualifier}"
         f"{tokens + answer_tokens} tokens ({parts}). Please reduce the length of the prompt."
     )
 
 
 def bad_value(param: str, value: object, expectation: str) -> RequestError:
     """The usual error: a field, the value it had, what would have been right."""
-    return RequestError(f"{param}: got {show(value)}, expected {expectation}", param=param)
+    return RequestError(f"{param}: got {format_value(value)}, expected {expectation}", param=param)
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as an error message may show it: JSON-like, short."""
     names = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.inspect import ListType, LiteralType, StructType, UnionType, type_info
 
-from prompts.errors import RequestError, bad_value, show
+from prompts.errors import RequestError, bad_value, format_value
 
 Json = Any
 Message = dict[str, Any]
@@ -293,7 +293,7 @@ def _field_error(message: str, data: bytes, body: Any) -> RequestError:
     if is_key:
         return RequestError(f"{field}: a key is wrong: {_lower(expectation.replace('`', ''))}", param=field)
     found = _value_at(data, field)
-    shown = "" if found is UNSET else f"got {show(found)}, "
+    shown = "" if found is UNSET else f"got {format_value(found)}, "
     if expectation.startswith("Invalid enum value"):
         expectation = f"expected one of {', '.join(_choices(type_info(body), _INDEX.sub('', field).split('.')))}"
     # "Expected `int`, got `str`": the value says the second half better.

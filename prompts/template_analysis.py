@@ -42,9 +42,9 @@ _STEPS_MAX = 50_000
 class CopyConditions(NamedTuple):
     """What a text must be like where a template copies it."""
 
-    lacks: tuple[str, ...]
+    forbidden_texts: tuple[str, ...]
     """Texts that it must not have."""
-    edges: str
+    forbidden_edges: str
     """Characters with which it must neither begin nor end."""
 
 
@@ -52,10 +52,10 @@ class _UnsupportedTemplate(Exception):
     """The template is not of the kind."""
 
 
-def find_copy_conditions(tree: nodes.Template, *, parts: bool = False) -> CopyConditions | None:
-    """The texts that the template copies, if there is no blank one among them; None where it may not copy. `parts`: it
-    is given contents as lists, each of one part."""
-    run = _AbstractInterpreter(_PARTS if parts else _TEXT)
+def find_copy_conditions(tree: nodes.Template, *, content_is_parts: bool = False) -> CopyConditions | None:
+    """The texts that the template copies, if there is no blank one among them; None where it may not copy.
+    `content_is_parts`: it is given contents as lists, each of one part."""
+    run = _AbstractInterpreter(_PARTS if content_is_parts else _TEXT)
     try:
         run.all(tree.body, {"messages": frozenset((_LIST,))})
     except (_UnsupportedTemplate, RecursionError):

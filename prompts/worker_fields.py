@@ -34,34 +34,36 @@ WORKER_HEADERS: Final = frozenset((
 ))
 # fmt: on
 """Headers that say the same."""
-CONTAINERS: Final = ("vllm_xargs", "nvext", "extra_body", "extra_args", "sampling_params", "agent_context")
+CONTAINER_FIELDS: Final = ("vllm_xargs", "nvext", "extra_body", "extra_args", "sampling_params", "agent_context")
 """Objects in a body in which such fields may stand too."""
-_PREFIX: Final = "bootstrap_"
-_ADDRESSES: Final = (b"_addr_",)
+_WORKER_FIELD_PREFIX: Final = "bootstrap_"
+_ADDRESS_MARKERS: Final = (b"_addr_",)
 
 
 def is_worker_field(name: str) -> bool:
     """Whether a field is one of these."""
-    return name in WORKER_FIELDS or name.startswith(_PREFIX)
+    return name in WORKER_FIELDS or name.startswith(_WORKER_FIELD_PREFIX)
 
 
 def may_have_worker_fields(names: Iterable[str]) -> bool:
     """Whether a body with these top-level fields has to be looked into."""
-    return any(name in WORKER_FIELDS or name in CONTAINERS or name.startswith(_PREFIX) for name in names)
+    return any(
+        name in WORKER_FIELDS or name in CONTAINER_FIELDS or name.startswith(_WORKER_FIELD_PREFIX) for name in names
+    )
 
 
-def without_worker_fields(value: Any, passed: Collection[str]) -> Any:
-    """Return a JSON value without these fields, wherever they stand in it, but for those that are `passed`."""
+def without_worker_fields(value: Any, allowed_fields: Collection[str]) -> Any:
+    """Return a JSON value without these fields, wherever they stand in it, but for `allowed_fields`."""
     if isinstance(value, dict):
         return {
-            name: without_worker_fields(item, passed)
+            name: without_worker_fields(item, allowed_fields)
             for name, item in value.items()
-            if name in passed or not is_worker_field(name)
+            if name in allowed_fields or not is_worker_field(name)
         }
-    return [without_worker_fields(item, passed) for item in value] if isinstance(value, list) else value
+    return [without_worker_fields(item, allowed_fields) for item in value] if isinstance(value, list) else value
 
 
-def names_worker(request_id: bytes) -> bool:
+def has_worker_address(request_id: bytes) -> bool:
     """Whether a request's id tells its worker where KV lies, as vLLM's P2P connector reads it
     (`___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`)."""
-    return any(part in request_id for part in _ADDRESSES)
+    return any(part in request_id for part in _ADDRESS_MARKERS)

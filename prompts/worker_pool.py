@@ -30,7 +30,7 @@ T = TypeVar("T")
 Setup = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a module and its arguments: called in each process, once, for what all work there is given first."""
 
-BEGINNING_BYTES = 2048
+AFFINITY_BYTES = 2048
 NICE = 5
 """Who waits for a large body waits a little longer than everybody else."""
 _BOOTSTRAP = (
@@ -48,72 +48,72 @@ class WorkerProcess:
 
     def __init__(self, setup: Setup, memory_bytes: int, threads: ThreadPoolExecutor) -> None:
         self.is_busy = False
-        self.used_s = 0.0
-        self.fit = False
+        self.last_used_s = 0.0
+        self.is_reusable = False
         """For another body: it does not hold so much memory that a fresh one had better take over."""
         self.child: subprocess.Popen[bytes] | None = None
         self._setup = (memory_bytes, setup)
         self._threads = threads
         self._stream: Any = None
-        self._ended: list[subprocess.Popen[bytes]] = []
+        self._killed_children: list[subprocess.Popen[bytes]] = []
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """What `work(set up, *arguments)` comes to there; `work` is a function of a module. Nobody waits here: what is
         large goes to the process and comes back in a thread. Raises RequestError that it raised, or
         WorkerProcessError."""
         loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(self._threads, self._call, (work, arguments))
+        future = loop.run_in_executor(self._threads, self._call, (work, arguments))
         try:
-            refused, found, self.fit = await asyncio.wait_for(asked, seconds_max)
+            rejection, result, self.is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
             raise WorkerProcessError(f"not done within {seconds_max:g} s") from None
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerProcessError(f"{type(error).__name__}: {error}") from None
-        if refused is not None:
-            raise RequestError(**refused)
-        return found
+        if rejection is not None:
+            raise RequestError(**rejection)
+        return result
 
-    def _call(self, order: object) -> Any:
+    def _call(self, task: object) -> Any:
         if self.child is None or self.child.poll() is not None:
             self._start()
         stream = self._stream
-        pickle.dump(order, stream)
+        pickle.dump(task, stream)
         stream.flush()
         return pickle.load(stream)
 
     def _start(self) -> None:
-        self._hang_up()
-        ours, theirs = socket.socketpair()
-        with theirs, ours:
+        self._close_stream()
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket, parent_socket:
             self.child = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(child_socket.fileno())],
+                pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-            self._stream = ours.makefile("rwb")
+            self._stream = parent_socket.makefile("rwb")
         pickle.dump(self._setup, self._stream)
 
-    def _hang_up(self) -> None:
+    def _close_stream(self) -> None:
         """Close the socket to a process that has ended; whoever reads from it has come to its end."""
         if self._stream is not None:
             with contextlib.suppress(OSError):  # an order that was never sent on
                 self._stream.close()
             self._stream = None
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill it; it is reaped later, as taking back gigabytes takes time."""
-        self._ended = [child for child in self._ended if child.poll() is None]
+        self._killed_children = [child for child in self._killed_children if child.poll() is None]
         if self.child is not None:
             self.child.kill()
-            self._ended.append(self.child)
+            self._killed_children.append(self.child)
             self.child = None
 
     def reap(self) -> None:
         """End it and wait for that."""
-        self.end()
-        for child in self._ended:
+        self.kill()
+        for child in self._killed_children:
             child.wait()
-        self._hang_up()
+        self._close_stream()
 
 
 class WorkerPool:
@@ -121,101 +121,101 @@ class WorkerPool:
 
     def __init__(self, setup: Setup, count: int, memory_bytes: int) -> None:
         """`memory_bytes`: of one process."""
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="apart")
-        self.all = [WorkerProcess(setup, memory_bytes, self._threads) for _ in range(count)]
-        self._waiting: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
-        """Who waits for a process, by party, the next one first."""
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker-pool")
+        self.processes = [WorkerProcess(setup, memory_bytes, self._threads) for _ in range(count)]
+        self._waiters: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
+        """Calls that wait for a process, by tenant, the next one first."""
 
-    async def use(self, beginning: bytes, work: Callable[[WorkerProcess], Awaitable[T]], party: str = "") -> T:
+    async def run(self, body_prefix: bytes, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
         """What `work` comes to with the process that read others with the same beginning, where that one is free: it
-        has their text encoded. `party`: for whom; parties take turns. Where work raises what is no RequestError, or is
+        has their text encoded. `tenant`: for whom; tenants take turns. Where work raises what is no RequestError, or is
         cancelled, the process ends."""
-        process = await self._take(beginning, party)
-        fit = False
+        process = await self._acquire(body_prefix, tenant)
+        is_reusable = False
         try:
-            found = await work(process)
-            fit = process.fit
-            return found
+            result = await work(process)
+            is_reusable = process.is_reusable
+            return result
         except RequestError:
-            fit = process.fit
+            is_reusable = process.is_reusable
             raise
         finally:
-            process.used_s = time.monotonic()
-            if not fit:
-                process.end()
-            self._give(process)
+            process.last_used_s = time.monotonic()
+            if not is_reusable:
+                process.kill()
+            self._release(process)
 
-    async def _take(self, beginning: bytes, party: str) -> WorkerProcess:
-        usual = self.all[zlib.crc32(beginning[:BEGINNING_BYTES]) % len(self.all)]
-        for process in (usual, *self.all):
+    async def _acquire(self, body_prefix: bytes, tenant: str) -> WorkerProcess:
+        preferred = self.processes[zlib.crc32(body_prefix[:AFFINITY_BYTES]) % len(self.processes)]
+        for process in (preferred, *self.processes):
             if not process.is_busy:
                 process.is_busy = True
                 return process
         waiter: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(party, deque()).append(waiter)
+        self._waiters.setdefault(tenant, deque()).append(waiter)
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self._give(waiter.result())
+                self._release(waiter.result())
             raise
 
-    def _give(self, process: WorkerProcess) -> None:
-        """Hand a process to who waits next: parties take turns."""
-        while self._waiting:
-            party = next(iter(self._waiting))
-            queue = self._waiting.pop(party)
+    def _release(self, process: WorkerProcess) -> None:
+        """Hand a process to the next call that waits: tenants take turns."""
+        while self._waiters:
+            tenant = next(iter(self._waiters))
+            queue = self._waiters.pop(tenant)
             waiter = queue.popleft()
             if queue:
-                self._waiting[party] = queue
+                self._waiters[tenant] = queue
             if not waiter.done():
                 waiter.set_result(process)
                 return
         process.is_busy = False
 
-    def close_idle(self, used_s: float) -> None:
-        """End those that had nothing to do since `used_s` (of `time.monotonic`), and give their memory back."""
-        for process in self.all:
-            if not process.is_busy and process.used_s < used_s:
-                process.end()
+    def close_idle(self, idle_since_s: float) -> None:
+        """End those that had nothing to do since `idle_since_s` (of `time.monotonic`), and give their memory back."""
+        for process in self.processes:
+            if not process.is_busy and process.last_used_s < idle_since_s:
+                process.kill()
 
     def close(self) -> None:
-        for process in self.all:
+        for process in self.processes:
             process.reap()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def main(fd: int) -> int:
     """The process's whole life: do what it is told until the socket closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the server's affair
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)  # they are the server's affair
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:
         try:
-            memory_bytes, (setup, given) = pickle.load(stream)
+            memory_bytes, (setup, setup_arguments) = pickle.load(stream)
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            state = setup(*given)
+            state = setup(*setup_arguments)
             while True:
-                _obey(stream, state, memory_bytes)
+                _serve_task(stream, state, memory_bytes)
         except (EOFError, OSError):
             return 0
         except MemoryError:
             return 1
 
 
-def _obey(stream: Any, state: Any, memory_bytes: int) -> None:
+def _serve_task(stream: Any, state: Any, memory_bytes: int) -> None:
     work, arguments = pickle.load(stream)
-    refused, found = None, None
+    rejection, result = None, None
     try:
-        found = work(state, *arguments)
+        result = work(state, *arguments)
     except RequestError as error:
-        refused = vars(error)
+        rejection = vars(error)
     del arguments
-    pickle.dump((refused, found, _held_bytes() < memory_bytes // 2), stream)
+    pickle.dump((rejection, result, _resident_bytes() < memory_bytes // 2), stream)
     stream.flush()
 
 
-def _held_bytes() -> int:
+def _resident_bytes() -> int:
     """Memory that this process has now; 0 where the system does not tell."""
     try:
         with open("/proc/self/statm") as file:

@@ -78,7 +78,7 @@ class BodyReader:
 
     async def _read_apart(self, work: BodyParser[T], data: bytes) -> T:
         try:
-            return await self._processes.use(data, lambda process: process.call(READ_S_MAX, _read, work, data))
+            return await self._processes.run(data, lambda process: process.call(READ_S_MAX, _read, work, data))
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
@@ -101,7 +101,7 @@ class BodyReader:
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
-            checked: Constraint = await self._compilers.use(
+            checked: Constraint = await self._compilers.run(
                 b"", lambda process: process.call(GRAMMAR_S_MAX, _check, constraint)
             )
         except WorkerProcessError as error:

@@ -26,7 +26,7 @@ from engine.messages import CoreInfo
 from engine.process.client import EngineClient, OutputStream
 from engine.types import Request
 from prompts import RequestError, Tokenizer, bad_value
-from prompts.errors import show
+from prompts.errors import format_value
 
 RETRY_AFTER_S = 1
 ASLEEP = "the engine sleeps, or is given other weights"
@@ -170,7 +170,7 @@ class ServerState:
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() not in ("", "identity"):
-            raise RequestError(f"Content-Encoding: got {show(encoding)}, expected none", param=None, status=415)
+            raise RequestError(f"Content-Encoding: got {format_value(encoding)}, expected none", param=None, status=415)
         if not request.can_read_body or request.content.is_eof():
             return await request.read()
         try:

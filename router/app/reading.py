@@ -20,7 +20,7 @@ from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
-from prompts.worker_fields import CONTAINERS, is_worker_field, without_worker_fields
+from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
@@ -205,7 +205,7 @@ class RequestReading:
             asked.spans = find_fields(request.body)
         spans, passed = asked.spans, self.passed_fields
         dropped = [name for name in spans.values if is_worker_field(name) and name not in passed]
-        for name in CONTAINERS:
+        for name in CONTAINER_FIELDS:
             if name in spans.values and name not in passed:
                 kept = _strip(request.body[slice(*spans.values[name])], passed)
                 if kept is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
 from prompts.paths import unknown_path
-from prompts.worker_fields import names_worker
+from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer
 from router.app.reading import TOKENIZE, Asked, RequestReading, is_for_workers
 from router.app.tenants import Tenants, name_of
@@ -300,7 +300,7 @@ class RouterApp:
 
     def _trace_id(self, request: HttpRequest) -> bytes:
         given = request.header(b"x-request-id")
-        if given is not None and names_worker(given):
+        if given is not None and has_worker_address(given):
             given = None
         if given is not None and 0 < len(given) <= TRACE_ID_BYTES_MAX and given.isascii() and given.isalnum():
             return given

@@ -200,4 +200,4 @@ def _words(refusal: Refuse, exchange: Exchange) -> str:
     if refusal.context_max is None or route is None:
         return refusal.message
     tokens = route.longest_prompt_tokens or route.prompt_tokens
-    return context_overflow(exchange.request.path, tokens, refusal.context_max, counted=route.is_counted)
+    return context_overflow(exchange.request.path, tokens, refusal.context_max, is_exact=route.is_counted)

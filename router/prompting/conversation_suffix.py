@@ -247,7 +247,7 @@ def cache_conversation(
         token_ids,
         close,
         bare_request,
-        tokenizer.chat_template.as_sent,
+        tokenizer.chat_template.keeps_messages_as_sent,
     )
 
 
@@ -359,7 +359,7 @@ def _read_new_messages(
     )
     messages_end = len(body) - len(cached_body) + cached_end
     template = tokenizer.chat_template
-    if bare_request is None or template is None or template.as_sent != conversation.as_sent:
+    if bare_request is None or template is None or template.keeps_messages_as_sent != conversation.as_sent:
         return None
     if not new_start <= messages_end <= new_start + SUFFIX_BYTES_MAX or body[messages_end:] != cached_body[cached_end:]:
         return None
@@ -414,11 +414,11 @@ def _read_suffix(kind: Kind, start: int, end: int, body: bytes, tokenizer: Token
         return None
     if _has_developer_message(messages):
         return None
-    if not template.has_rest(has_tools=chat.tools is not None):
+    if not template.has_suffix_template(has_tools=chat.tools is not None):
         return None
     template_inputs = msgspec.json.encode(
         (chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
-         template.as_sent)
+         template.keeps_messages_as_sent)
     )  # fmt: skip
     return SuffixBody(
         request, data, chat, system_messages, blake2b(template_inputs, digest_size=16).digest(), system_messages + 1
@@ -435,9 +435,9 @@ def _render_suffix(
     return render_chat(
         template,
         suffix.chat,
-        behind=fillers + 1,
-        told=suffix.template_digest,
-        sent=[*[first_message] * fillers, *messages],
+        suffix_start=fillers + 1,
+        variables_digest=suffix.template_digest,
+        sent_messages=[*[first_message] * fillers, *messages],
     )
 
 

@@ -10,7 +10,7 @@ from email.message import Message
 
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, read_form_fields
-from prompts.worker_fields import CONTAINERS, is_worker_field
+from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
 from router.prompting.fields import FormSpans, field_twice
 
 PARTS_MAX = 1000
@@ -40,7 +40,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
                 f"the form has a part without an end of its headers in {HEAD_BYTES_MAX} bytes", param=None
             )
         name = _field_name(head)
-        if name is None or not (name in FIELDS or is_worker_field(name) or name in CONTAINERS):
+        if name is None or not (name in FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
             continue
         if name in spans:
             raise field_twice(name)

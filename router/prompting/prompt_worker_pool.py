@@ -58,7 +58,7 @@ class ReadTask(msgspec.Struct):
     remote_model: str | None = None
     """The model whose engine tokenises the prompt: the result is the body of that request instead of ids."""
     as_sent: bool = False
-    """ChatTemplate.as_sent"""
+    """ChatTemplate.keeps_messages_as_sent"""
     seconds_max: float | None = None
     """Time for reading the body, where that is less than `seconds_max` of the pool."""
     is_cached: bool = False
@@ -122,7 +122,7 @@ class PromptWorkerPool:
         result = ReadResult()
         self._add_waiting(tenant, size)
         try:
-            result = await self.processes.use(body[0], work, tenant)
+            result = await self.processes.run(body[0], work, tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
@@ -156,7 +156,7 @@ class PromptWorkerPool:
     async def outline_body(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
         """Outline a whole chat that was read before; None where that fails."""
         try:
-            outline: Outline | None = await self.processes.use(
+            outline: Outline | None = await self.processes.run(
                 body[0], lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
             )
         except (WorkerProcessError, RequestError):
@@ -250,7 +250,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         raise RequestError("more values than are read here", param=None)
     request = read_routing(task.kind, body)
     if tokenizer is not None and tokenizer.chat_template is not None:
-        tokenizer.chat_template.as_sent = task.as_sent
+        tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
     prompt = read_prompt(request, tokenizer, task.tokens_max)
     ids, further = truncate_prompt(prompt.token_ids, request, task.tokens_max), count_further_tokens(request, tokenizer)
     if not ids:

@@ -162,12 +162,12 @@ class PromptReader:
             return
         worker_ids = await self.remote.of(worker.url, tokenize_request, keyed=worker.keyed)
         as_sent = next((mode for mode, ids in ids_by_mode.items() if list(ids) == worker_ids), None)
-        if worker_ids is None or as_sent == template.as_sent:
+        if worker_ids is None or as_sent == template.keeps_messages_as_sent:
             return
         if as_sent is None or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
-        template.as_sent = as_sent
+        template.keeps_messages_as_sent = as_sent
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
@@ -180,7 +180,7 @@ class PromptReader:
             task.as_sent = as_sent
             return (await self.read_in_worker((_PROBE_CHAT,), model, task)).token_ids
         template_copy = copy.copy(template)
-        template_copy.as_sent = as_sent
+        template_copy.keeps_messages_as_sent = as_sent
         try:
             return tokenizer.encode(
                 render_chat(template_copy, parse_routing("/v1/chat/completions", _PROBE_CHAT)), add_special_tokens=False
@@ -345,7 +345,7 @@ class PromptReader:
         remote_model = model if self.uses_remote_tokenizer(model) else None
         tokenizer = self._tokenizers.get(model)
         template = tokenizer.chat_template if tokenizer is not None else None
-        as_sent = template is not None and template.as_sent
+        as_sent = template is not None and template.keeps_messages_as_sent
         folder = self._folders.get(model)
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None

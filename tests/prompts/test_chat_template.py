@@ -16,7 +16,7 @@ from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
-from prompts.chat_template import _environment, _with_reasoning, _without_nulls
+from prompts.chat_template import _make_environment, _with_reasoning, _without_nulls
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
 chat_templates = importlib.util.module_from_spec(_spec)
@@ -302,7 +302,7 @@ def test_a_number_of_thousands_of_digits_does_not_compile() -> None:
 )
 def test_what_is_written_short_means_the_same(source):
     def rendered(generator):
-        environment = _environment()
+        environment = _make_environment()
         environment.code_generator_class = generator
         messages = [{"role": "user", "first": "F", "items": 3}, {"role": "tool", "keys": None, "length": 9}]
         try:
@@ -311,6 +311,6 @@ def test_what_is_written_short_means_the_same(source):
         except jinja2.TemplateError as error:
             return type(error), str(error)
 
-    short = type(_environment()).code_generator_class
+    short = type(_make_environment()).code_generator_class
     assert short is not CodeGenerator
     assert rendered(short) == rendered(CodeGenerator)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from engine.tiny.tokenizer import CHAT_TEMPLATE
 from prompts import ChatTemplate, parse_routing
 from prompts.chat_rendering import BILLING_LINE, render_chat
-from prompts.chat_template import _environment
+from prompts.chat_template import _make_environment
 from prompts.errors import RequestError
-from prompts.rendered_text_cache import _KEPT_MAX, MESSAGES_MAX, RenderedTextCache
+from prompts.rendered_text_cache import MESSAGES_MAX, SKELETONS_MAX, RenderedTextCache
 from prompts.template_analysis import find_copy_conditions
 from tests.prompts import chat_templates
 
@@ -131,7 +131,7 @@ def test_a_billing_line_is_dropped_where_the_skeleton_is_kept() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
-    made = template.skeletons(has_tools=False)
+    made = template.rendered_text_cache(has_tools=False)
     assert made is not None
     chat = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
     rendered(template, chat, True, plain=False)
@@ -143,7 +143,7 @@ def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("body", OTHERWISE)
 def test_what_else_is_done_with_a_text_is_a_doubt(body: str) -> None:
-    assert find_copy_conditions(_environment().parse(BODY.replace("BODY", body))) is None
+    assert find_copy_conditions(_make_environment().parse(BODY.replace("BODY", body))) is None
 
 
 def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
@@ -155,9 +155,9 @@ def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
     made = RenderedTextCache((), "")
     for text in ("odd", "even"):
         chat = [{"role": "user", "content": text}]
-        key = made.key(chat)
+        key = made.cache_key(chat)
         assert key is not None
-        assert made.text(key, chat, render) == render(chat)
+        assert made.render_cached(key, chat, render) == render(chat)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -167,16 +167,16 @@ def test_what_is_kept_is_bounded() -> None:
         calls.append(len(messages))
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
-    for number in range(3 * _KEPT_MAX):
+    for number in range(3 * SKELETONS_MAX):
         chat = [{"role": f"r{number}", "content": "text"}]
-        key = made.key(chat, number)
+        key = made.cache_key(chat, number)
         assert key is not None
-        assert made.text(key, chat, render) == f"<r{number}>text"
-        assert 0 < len(made._kept) <= _KEPT_MAX
+        assert made.render_cached(key, chat, render) == f"<r{number}>text"
+        assert 0 < len(made._skeletons) <= SKELETONS_MAX
     before = len(calls)
-    made.text(key, chat, render)
+    made.render_cached(key, chat, render)
     assert len(calls) == before
     many = [{"role": "user", "content": "text"}] * (MESSAGES_MAX + 1)
-    assert made.key(many) is None
-    assert made.key([{"role": "x" * 99, "content": "text"}]) is None
-    assert made.key([{"role": "user", "content": "text", "name": "a"}]) is None
+    assert made.cache_key(many) is None
+    assert made.cache_key([{"role": "x" * 99, "content": "text"}]) is None
+    assert made.cache_key([{"role": "user", "content": "text", "name": "a"}]) is None

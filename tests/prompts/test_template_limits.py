@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.chat_template import SOURCE_CHARS_MAX, ChatTemplate, ChatTemplateError, _environment
+from prompts.chat_template import SOURCE_CHARS_MAX, ChatTemplate, ChatTemplateError, _make_environment
 from prompts.errors import RequestError
 from prompts.template_limits import TEXT_CHARS_MAX, add_limits
 from tests.prompts.chat_templates import ALL
@@ -109,7 +109,7 @@ def test_what_grows_is_refused_before_it_is_large(step: str) -> None:
     ],
 )
 def test_what_is_not_proven_is_not_rendered_here(source: str) -> None:
-    assert add_limits(_environment().parse(source)) is None
+    assert add_limits(_make_environment().parse(source)) is None
     template = limited(source)
     assert not template.is_bounded
     with pytest.raises(RequestError, match="too long"):
@@ -143,4 +143,4 @@ def test_macros_that_call_each_other_are_analysed_in_time() -> None:
         f"{{% macro m{i}(x) %}}" + f"{{{{ m{i + 1}(x) }}}}" * 50 + "{% endmacro %}" for i in reversed(range(8))
     )
     template = limited("{% macro m8(x) %}{{ x }}{% endmacro %}" + macros + "{{ m0(messages[0].content) }}")
-    assert template.skeletons(has_tools=False) is None
+    assert template.rendered_text_cache(has_tools=False) is None

@@ -142,7 +142,7 @@ def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
     if kind == "chat" and rng.random() < 0.2:
         fields |= rng.choice(
             ({"add_generation_prompt": False}, {"continue_final_message": True}, {"reasoning_effort": "low"},
-             {"chat_template_kwargs": {"blockcast_unrendered": [], "behind": 3}}, {"truncate_prompt_tokens": 9})
+             {"chat_template_kwargs": {"blockcast_unrendered": [], "suffix_start": 3}}, {"truncate_prompt_tokens": 9})
         )  # fmt: skip
     return fields
 
@@ -285,7 +285,7 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
 
 def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
     whole = "{% for message in messages %}{{ message.content }}BODY{% endfor %}END"
-    has: Any = lambda template: ChatTemplate(template).has_rest(has_tools=False)  # noqa: E731
+    has: Any = lambda template: ChatTemplate(template).has_suffix_template(has_tools=False)  # noqa: E731
     assert has(whole)
     assert has("{% set all = messages[1:] if false else messages %}" + whole) is False
     for body in (

@@ -138,7 +138,7 @@ def test_a_helper_that_dies_is_replaced() -> None:
         for _ in range(3):
             parsed, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
             assert (parsed.model, len(made.result or ())) == ("m", 1000)
-            process = worker_pool.processes.all[0].child
+            process = worker_pool.processes.processes[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
@@ -148,17 +148,17 @@ def test_a_helper_that_dies_is_replaced() -> None:
 
 def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
-        (helper,) = worker_pool.processes.all
+        (helper,) = worker_pool.processes.processes
         for _ in range(2):
             _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
             assert len(made.result or ()) == 1000
-            worker_pool.close_idle(helper.used_s + 59.9)
+            worker_pool.close_idle(helper.last_used_s + 59.9)
             assert helper.child is not None
             helper.is_busy = True
-            worker_pool.close_idle(helper.used_s + 60.1)
+            worker_pool.close_idle(helper.last_used_s + 60.1)
             helper.is_busy = False
             assert helper.child is not None, "it has a body"
-            worker_pool.close_idle(helper.used_s + 60.1)
+            worker_pool.close_idle(helper.last_used_s + 60.1)
             assert helper.child is None
 
     run(PromptWorkerConfig(count=1), work)
@@ -169,7 +169,7 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
 
     async def work(worker_pool: PromptWorkerPool) -> None:
         def stops(parsed: RoutingRequest) -> ReadTask:
-            process = worker_pool.processes.all[0].child
+            process = worker_pool.processes.processes[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
             monkeypatch.setattr(prompt_worker_pool, "START_S_MAX", 0.05)

@@ -138,9 +138,9 @@ def test_keys_take_turns_at_the_helpers() -> None:
             async def note(process: WorkerProcess) -> None:
                 order.append(party)
 
-            await worker_pool.processes.use(b"", note, party)
+            await worker_pool.processes.run(b"", note, party)
 
-        holding = [asyncio.create_task(worker_pool.processes.use(b"", hold, "a")) for _ in range(2)]
+        holding = [asyncio.create_task(worker_pool.processes.run(b"", hold, "a")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(take("a")) for _ in range(24)]
         await asyncio.sleep(0)
@@ -151,7 +151,7 @@ def test_keys_take_turns_at_the_helpers() -> None:
         await asyncio.gather(*holding, *waiting, return_exceptions=True)
         assert order.count("a") == 23
         assert max(order.index("b"), order.index("c")) <= 4
-        assert not any(process.is_busy for process in worker_pool.processes.all)
+        assert not any(process.is_busy for process in worker_pool.processes.processes)
 
     run(PromptWorkerConfig(count=2), work)
 
