@@ -39,7 +39,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.miss_reasons.config import MissReasonsConfig
-from router.prompting.turn import digest_beginning
+from router.prompting.conversation_turn import digest_first_user_message
 
 CHUNKS = 64
 STREAMS = 64
@@ -99,7 +99,7 @@ class Gateway:
 def is_reasoned(messages: list[Message]) -> bool:
     """Whether a router as it is by default compares the turns of this conversation to say why they miss."""
     parsed = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
-    return digest_beginning(parsed) < MissReasonsConfig().share * 2**32
+    return digest_first_user_message(parsed) < MissReasonsConfig().share * 2**32
 
 
 def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:

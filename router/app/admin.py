@@ -21,7 +21,7 @@ from prompts.errors import RequestError, bad_value
 from prompts.routing import KINDS
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import Report, families, render
-from router.app.reading import RequestReading
+from router.app.request_reader import RequestReader
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
@@ -72,7 +72,7 @@ class Admin:
         core: RouterCore,
         fleet: Fleet,
         prompts: PromptReader,
-        reading: RequestReading,
+        request_reader: RequestReader,
         metrics: Metrics,
         *,
         now: Callable[[], float],
@@ -92,7 +92,7 @@ class Admin:
         self._core = core
         self._fleet = fleet
         self._prompts = prompts
-        self._reading = reading
+        self._request_reader = request_reader
         self._metrics = metrics
         self._now = now
         self._feed_totals = feed_totals
@@ -224,10 +224,14 @@ class Admin:
         self._metrics.fold()
         segments = self._prompts.cache_stats()
         return Report(
-            tokenize_cpu_s=self._prompts.cpu_s + self._reading.worker_pool.cpu_s,
-            conversation_cache=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
-            large_bodies=dict(self._reading.worker_pool.counts),
-            waiting_bytes=self._reading.worker_pool.waiting_bytes,
+            tokenize_cpu_s=self._prompts.cpu_s + self._request_reader.worker_pool.cpu_s,
+            conversation_cache=(
+                self._request_reader.conversations.hits,
+                self._request_reader.conversations.misses,
+                self._request_reader.conversations.used_bytes,
+            ),
+            large_bodies=dict(self._request_reader.worker_pool.counts),
+            waiting_bytes=self._request_reader.worker_pool.waiting_bytes,
             event_faults=self._event_faults(),
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
@@ -319,8 +323,8 @@ class Admin:
         if path and not path[0].startswith("/v1/"):
             message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(KINDS)}"
             raise RequestError(message, param="path")
-        asked, prompt = await self._reading.read(request, path[0] if path else None)
-        route = self._reading.route_request(asked, prompt, "explained", self._now())
+        asked, prompt = await self._request_reader.read(request, path[0] if path else None)
+        route = self._request_reader.build_route_request(asked, prompt, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)

@@ -33,7 +33,7 @@ from router.app.admin import Admin
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, anybody
-from router.app.reading import RequestReading
+from router.app.request_reader import RequestReader
 from router.app.server import PASSED, TICK_S, RouterApp
 from router.app.system import (
     Heap,
@@ -132,11 +132,11 @@ class RouterProcess:
         self._prompts.worker_pool = self._worker_pool
         session_names = SessionNames(config.edge.session_headers)
         known = ConversationCache(config.conversation_cache_mb << 20)
-        self._reading = RequestReading(self._core, self._prompts, self._worker_pool, session_names, known)
-        self._proxy.on_end.append(self._reading.stored.ended)
+        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, known)
+        self._proxy.on_end.append(self._request_reader.stored_responses.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         names = ModelNames(config.sharing)
-        self._reading.names = names if names.renames else None
+        self._request_reader.model_names = names if names.renames else None
         self._feed = IndexFeed(
             self._index,
             on_connection=self._stream_changed,
@@ -231,7 +231,7 @@ class RouterProcess:
             self._core,
             self._fleet,
             self._prompts,
-            self._reading,
+            self._request_reader,
             self._metrics,
             now=self._now,
             version=self._version,
@@ -243,7 +243,7 @@ class RouterProcess:
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
-            aliases=self._reading.names.aliases if self._reading.names is not None else {},
+            aliases=self._request_reader.model_names.aliases if self._request_reader.model_names is not None else {},
             passed=() if isinstance(config, EppConfig) else [*PASSED, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
@@ -271,7 +271,7 @@ class RouterProcess:
         from router.picker.pick import Pick, Picking
         from router.picker.server import PickerServer
 
-        self._reading.model_header = REWRITE
+        self._request_reader.model_header = REWRITE
         picking = Picking(config.picker, Endpoints(self._core.workers))
         picker = PickerServer(self._app(anybody, kind=Pick), picking, ready=self._admin.not_ready)
         tls = None
@@ -296,7 +296,7 @@ class RouterProcess:
     def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return RouterApp(
             self._proxy,
-            self._reading,
+            self._request_reader,
             self._tenants,
             self._metrics,
             self._config.edge,

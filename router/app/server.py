@@ -17,7 +17,7 @@ from prompts.errors import RequestError
 from prompts.paths import unknown_path
 from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer
-from router.app.reading import TOKENIZE, Asked, RequestReading, is_for_workers
+from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
 from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.answer_filter import key_pattern
@@ -48,7 +48,7 @@ PASSED = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *TOKENIZE,
+        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", *TOKENIZE_PATHS,
     ), ("POST",)),
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
@@ -57,7 +57,7 @@ TICK_S: Final = 0.02
 """How often the core's pending work is looked at."""
 
 
-async def _with(asked: Asked, read: asyncio.Future[TokenizedPrompt]) -> tuple[Asked, TokenizedPrompt]:
+async def _with(asked: RequestIntent, read: asyncio.Future[TokenizedPrompt]) -> tuple[RequestIntent, TokenizedPrompt]:
     return asked, await read
 
 
@@ -67,7 +67,7 @@ class RouterApp:
     def __init__(
         self,
         proxy: Proxy,
-        reading: RequestReading,
+        request_reader: RequestReader,
         tenants: Tenants,
         metrics: Metrics,
         config: EdgeConfig,
@@ -89,12 +89,12 @@ class RouterApp:
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.now = proxy.now
         self._proxy = proxy
-        self._reading = reading
+        self._request_reader = request_reader
         self._tenants = tenants
         self._metrics = metrics
         self._keys = [key.encode() for key in config.api_keys]
         self._own = routes
-        reading.passed_fields = proxy.passed_fields = frozenset(config.passed_fields)
+        request_reader.allowed_fields = proxy.passed_fields = frozenset(config.passed_fields)
         proxy.hidden_keys = key_pattern(proxy.passed_fields)
         self._guard = guard
         self._reasons = reasons
@@ -105,7 +105,7 @@ class RouterApp:
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
-        self._pending: set[asyncio.Task[tuple[Asked, TokenizedPrompt]]] = set()
+        self._pending: set[asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class RouterApp:
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
         path = request.path
-        if not is_for_workers(path):
+        if not is_worker_path(path):
             if not self._own.methods_of(path):
                 raise unknown_path(path, self._served())
             if not self._own.is_public(request):
@@ -135,7 +135,7 @@ class RouterApp:
     def cors_headers(self, request: HttpRequest) -> bytes:
         """Lines of whatever answer a request under `/v1/` gets: admin routes are for no page but their own."""
         path = request.path
-        if self._cors is None or not is_for_workers(path):
+        if self._cors is None or not is_worker_path(path):
             return b""
         return self._cors.headers(request, self._methods_of(path) or ())
 
@@ -168,10 +168,10 @@ class RouterApp:
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
         path = request.path
-        if request.method == "OPTIONS" and is_for_workers(path):
+        if request.method == "OPTIONS" and is_worker_path(path):
             allowed = ", ".join(sorted(["OPTIONS", *(self._methods_of(path) or ())]))
             connection.respond(200, b"", headers=[(b"allow", allowed.encode())])
-        elif is_for_workers(path) and path != "/v1/models" and not path.startswith(MODEL):
+        elif is_worker_path(path) and path != "/v1/models" and not path.startswith(MODEL):
             self._serve(connection, request)
         else:
             self._own.handle(connection, request)
@@ -191,26 +191,28 @@ class RouterApp:
 
     def _serve(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
-        reading, path, tenant = self._reading, request.path, connection.party
-        found = reading.recognise(request, path)
+        reader, path, tenant = self._request_reader, request.path, connection.party
+        found = reader.find_conversation(request, path)
         if found is not None:
             if request.body_bytes - found[1].body_end > INLINE_BYTES_MAX:
                 exchange = self._open(connection, request, tenant)
                 self._later(
-                    exchange, tenant, reading.go_on_later(request, path, found, lambda: not exchange.done, tenant)
+                    exchange,
+                    tenant,
+                    reader.read_suffix_in_thread(request, path, found, lambda: not exchange.done, tenant),
                 )
                 return
-            went_on = reading.go_on(request, found)
+            went_on = reader.read_suffix(request, found)
             if went_on is not None:
                 self._place(self._open(connection, request, tenant), tenant, went_on[0], went_on[1])
                 return
-        if not reading.is_light(request, path):
+        if not reader.is_light(request, path):
             exchange = self._open(connection, request, tenant)
-            self._later(exchange, tenant, reading.read(request, path, lambda: not exchange.done, tenant))
+            self._later(exchange, tenant, reader.read(request, path, lambda: not exchange.done, tenant))
             return
-        asked = reading.asked(request, path)
+        asked = reader.read_intent(request, path)
         exchange = self._open(connection, request, tenant)
-        read = reading.tokens(asked, request, lambda: not exchange.done, tenant)
+        read = reader.tokenize(asked, request, lambda: not exchange.done, tenant)
         if isinstance(read, TokenizedPrompt):
             self._place(exchange, tenant, asked, read)
         else:
@@ -220,7 +222,7 @@ class RouterApp:
         self,
         exchange: Exchange,
         tenant: str,
-        reading: Coroutine[Any, Any, tuple[Asked, TokenizedPrompt]],
+        reading: Coroutine[Any, Any, tuple[RequestIntent, TokenizedPrompt]],
         *,
         looked: bool = False,
     ) -> None:
@@ -228,7 +230,7 @@ class RouterApp:
         task = asyncio.get_running_loop().create_task(reading)
         self._pending.add(task)
 
-        def done(task: asyncio.Task[tuple[Asked, TokenizedPrompt]]) -> None:
+        def done(task: asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]) -> None:
             self._pending.discard(task)
             if task.cancelled():
                 return
@@ -249,18 +251,18 @@ class RouterApp:
         self._metrics.http_errors[str(error.status)] += 1
         exchange.reject(error)
 
-    async def _look_again(self, exchange: Exchange, model: str) -> tuple[Asked, TokenizedPrompt]:
+    async def _look_again(self, exchange: Exchange, model: str) -> tuple[RequestIntent, TokenizedPrompt]:
         """Read a request anew after the workers were asked for its model."""
         assert self._look_for is not None
         await self._look_for(model)
         request = exchange.request
-        return await self._reading.read(request, request.path, lambda: not exchange.done, exchange.client.party)
+        return await self._request_reader.read(request, request.path, lambda: not exchange.done, exchange.client.party)
 
     def _place(
-        self, exchange: Exchange, tenant: str, asked: Asked, read: TokenizedPrompt, *, looked: bool = False
+        self, exchange: Exchange, tenant: str, asked: RequestIntent, read: TokenizedPrompt, *, looked: bool = False
     ) -> None:
         """Hand a request whose prompt was read to the core. `looked`: workers were asked for its model already."""
-        unknown = asked.parsed.model is not None and not self._proxy.core.registry.is_known(asked.model)
+        unknown = asked.body_request.model is not None and not self._proxy.core.registry.is_known(asked.model)
         if unknown and not looked and self._look_for is not None and not exchange.done:
             self._later(exchange, tenant, self._look_again(exchange, asked.model), looked=True)
             return
@@ -268,13 +270,13 @@ class RouterApp:
         if asked.is_renamed:
             fields["model"] = asked.model
         try:
-            self._reading.amend(exchange.request, asked, fields)
+            self._request_reader.rewrite_body(exchange.request, asked, fields)
         except RequestError as error:
             self._reject(exchange, error)
             return
-        if asked.parsed.kind != "other":
+        if asked.body_request.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
-        route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
+        route = self._request_reader.build_route_request(asked, read, exchange.request_id, exchange.started_s)
         try:
             self._tenants.weigh(exchange.request_id, route.prompt_tokens)
         except RequestError as error:
@@ -284,7 +286,7 @@ class RouterApp:
             if self._tenants.shares:
                 route.share = self._tenants.shares.get(tenant, 1.0)
             self._proxy.route(exchange, route)
-            self._reading.keep(asked, read, route)
+            self._request_reader.store_conversation(asked, read, route)
             if self._reasons is not None and not exchange.done:
                 self._reasons.enter(exchange, asked)
 

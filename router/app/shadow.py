@@ -26,7 +26,7 @@ from router.app.config import ShadowProcessConfig
 from router.app.dashboard import HTML, protection
 from router.app.guard import Guard
 from router.app.process import RouterProcess, run_process
-from router.app.reading import Asked, is_for_workers
+from router.app.request_reader import RequestIntent, is_worker_path
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
 from router.edge.exchange import Exchange
@@ -52,10 +52,10 @@ class ShadowApp(RouterApp):
     """Takes copies of whatever the balancer may know what to do with."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        return connection.peer if is_for_workers(request.path) else super().admit(connection, request)
+        return connection.peer if is_worker_path(request.path) else super().admit(connection, request)
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        if not is_for_workers(request.path):
+        if not is_worker_path(request.path):
             self._own.handle(connection, request)
             return
         if request.path in KINDS and request.method == "POST":
@@ -70,13 +70,13 @@ class ShadowApp(RouterApp):
         exchange.answer()
 
     def _place(
-        self, exchange: Exchange, tenant: str, asked: Asked, read: TokenizedPrompt, *, looked: bool = False
+        self, exchange: Exchange, tenant: str, asked: RequestIntent, read: TokenizedPrompt, *, looked: bool = False
     ) -> None:
         assert isinstance(exchange, Mirrored)
         self._metrics.tokenize_s.observe(read.seconds)
-        route = self._reading.route_request(asked, read, exchange.request_id, exchange.started_s)
+        route = self._request_reader.build_route_request(asked, read, exchange.request_id, exchange.started_s)
         exchange.price(asked, route)
-        self._reading.keep(asked, read, route)
+        self._request_reader.store_conversation(asked, read, route)
         exchange.answer()
 
     def _reject(self, exchange: Exchange, error: RequestError) -> None:
@@ -120,7 +120,7 @@ class ShadowProcess(RouterProcess):
 
     def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return ShadowApp(
-            self._proxy, self._reading, self._tenants, self._metrics, self._config.edge, self._admin.routes,
+            self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
             guard=guard, reasons=self._reasons, kind=Mirrored,
         )  # fmt: skip
 
@@ -144,11 +144,11 @@ class ShadowProcess(RouterProcess):
             with file.open("rb") as lines:
                 for line, request in read(lines, str(file)):
                     try:
-                        asked, ids = await self._reading.read(request, request.path)
+                        asked, ids = await self._request_reader.read(request, request.path)
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
-                    route = self._reading.route_request(asked, ids, "", 0.0)
+                    route = self._request_reader.build_route_request(asked, ids, "", 0.0)
                     if line.worker is not None:
                         worker = self._named(line.worker) or ""
                     else:

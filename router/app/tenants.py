@@ -12,7 +12,7 @@ import hmac
 from collections import Counter
 
 from prompts.errors import RequestError
-from router.app.reading import Asked
+from router.app.request_reader import RequestIntent
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 
@@ -72,22 +72,22 @@ class Tenants:
             if not sums[tenant]:
                 del sums[tenant]
 
-    def apply(self, tenant: str, path: str, asked: Asked) -> dict[str, object]:
+    def apply(self, tenant: str, path: str, asked: RequestIntent) -> dict[str, object]:
         """Give a request its key's name of its session, its key's salt, and no more priority than its key may ask for.
         Return the fields of its body that say so to the worker."""
         if self._are_keys:
             asked.session = asked.session.of_tenant(tenant)
         floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
-        if salt is None and asked.priority >= floor and asked.parsed.priority >= floor:
+        if salt is None and asked.priority >= floor and asked.body_request.priority >= floor:
             return {}
         fields: dict[str, object] = {}
-        if asked.parsed.priority < floor:
+        if asked.body_request.priority < floor:
             fields["priority"] = floor
         asked.priority = max(asked.priority, floor)
         if salt is not None and path in _SALTED:
-            given = asked.parsed.cache_salt
+            given = asked.body_request.cache_salt
             fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
-            asked.parsed = asked.parsed.replaced(cache_salt=salt)
+            asked.body_request = asked.body_request.replaced(cache_salt=salt)
         return fields
 
     def check_invariants(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from router.decide.messages import ReportedUsage
-from router.prompting.turn import ReadTurn
+from router.prompting.conversation_turn import ConversationTurn
 
 
 class Sampling(NamedTuple):
@@ -23,13 +23,13 @@ class Comparison:
 
     __slots__ = ("begins", "ended", "has_begun", "outline", "pieces", "sampling")
 
-    def __init__(self, read: ReadTurn, sampling: Sampling) -> None:
+    def __init__(self, read: ConversationTurn, sampling: Sampling) -> None:
         self.sampling = sampling
         self.outline = read.outline()
-        self.pieces = None if read.pieces is None else (read.pieces, read.parsed.kind)
+        self.pieces = None if read.pieces is None else (read.pieces, read.body_request.kind)
         """The body, and its kind, where its outline is made by another process."""
         is_named = read.session.name is not None
-        self.begins = None if is_named or read.parsed.kind != "chat" else read.beginning()
+        self.begins = None if is_named or read.body_request.kind != "chat" else read.digest_first_message()
         self.has_begun = False
         """Its first byte came, and its outline is being made."""
         self.ended: tuple[ReportedUsage | None, int, float, bool] | None = None

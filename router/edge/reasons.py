@@ -31,10 +31,10 @@ from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_m
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.watched_conversations import WatchedConversations
+from router.prompting.conversation_turn import ConversationTurn, digest_name
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import bounded
-from router.prompting.turn import ReadTurn, digest
 
 log = logging.getLogger("router")
 
@@ -74,25 +74,25 @@ class Reasons:
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""
-        self._by_operator.add(digest(bounded(session)))
+        self._by_operator.add(digest_name(bounded(session)))
 
     @property
     def watched(self) -> int:
         """Number of sessions that are watched."""
         return len(self._by_operator)
 
-    def enter(self, exchange: Exchange, read: ReadTurn) -> None:
+    def enter(self, exchange: Exchange, read: ConversationTurn) -> None:
         """A request was placed, or waits for that. Whoever is to be compared is outlined now, while its messages are
         at hand."""
-        if not self.enabled or read.parsed.kind == "other":
+        if not self.enabled or read.body_request.kind == "other":
             return
         try:
-            if read.explains:
-                self._by_header.add(read.conversations()[-1])
+            if read.wants_explanation:
+                self._by_header.add(read.conversation_keys()[-1])
             sampling = self._sampling(read)
             if sampling.is_compared:
                 exchange.looked = Comparison(read, sampling)
-                for key in read.conversations():
+                for key in read.conversation_keys():
                     self._by_header.record_prompt(key, self._proxy.now())
                     self._by_operator.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
@@ -103,7 +103,7 @@ class Reasons:
         return self.analyzer.get(name)
 
     async def explain(
-        self, read: ReadTurn, route: RouteRequest, decision: Decision, now: float
+        self, read: ConversationTurn, route: RouteRequest, decision: Decision, now: float
     ) -> dict[str, Any] | None:
         """Why a request would miss that is not sent."""
         if not self.enabled or route.token_ids is None:
@@ -114,7 +114,7 @@ class Reasons:
         block = self._block(decision)
         return shown(self.analyzer.explain(prompt, decision, block, gone, self._facts, now, time.time()))
 
-    def note(self, name: str, read: ReadTurn, route: RouteRequest, decision: Decision) -> None:
+    def note(self, name: str, read: ConversationTurn, route: RouteRequest, decision: Decision) -> None:
         """A request that went elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
@@ -123,9 +123,9 @@ class Reasons:
         comparison.ended = None, 0, self._proxy.now(), False
         self._compare(None, comparison, name, route, decision, gone)
 
-    def _sampling(self, read: ReadTurn) -> Sampling:
+    def _sampling(self, read: ConversationTurn) -> Sampling:
         """Decide whether a request is compared. All requests of a conversation are, or none."""
-        keys = read.conversations()
+        keys = read.conversation_keys()
         if keys[0] < self._drawn_below:
             return Sampling(is_compared=True, is_sampled=True, unknown_before=False)
         if not self._by_header and not self._by_operator:

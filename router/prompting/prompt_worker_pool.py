@@ -27,6 +27,7 @@ from router.prompting.chat_outline import Outline
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_suffix import cache_conversation, is_cacheable
+from router.prompting.conversation_turn import digest_first_user_message
 from router.prompting.encode import (
     PromptSize,
     build_tokenize_request,
@@ -40,7 +41,6 @@ from router.prompting.encode import (
 from router.prompting.fields import FieldSpans, find_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
-from router.prompting.turn import digest_beginning
 
 log = logging.getLogger("router")
 
@@ -71,7 +71,7 @@ class ReadResult(NamedTuple):
     result: array[int] | bytes | None = None
     """Token ids, or the body of a `/tokenize` request."""
     first_message_digest: int | None = None
-    """Digest of what its user said first (router/prompting/turn.py)."""
+    """Digest of what its user said first (router/prompting/conversation_turn.py)."""
     conversation: CachedConversation | None = None
     """The conversation to be cached, without its body and ids, which this process has."""
     size: PromptSize | None = None
@@ -256,7 +256,10 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     if not ids:
         tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
         return ReadResult(
-            tokenize_request, digest_beginning(request), further_tokens=further, media=read_media(request, body)
+            tokenize_request,
+            digest_first_user_message(request),
+            further_tokens=further,
+            media=read_media(request, body),
         )
     size = measure_prompts(prompt.token_ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
     is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.token_ids
@@ -265,4 +268,4 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         conversation.body, conversation.token_ids = b"", array(ID_TYPE)
     media = read_media(request, body)
     token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
-    return ReadResult(token_ids, digest_beginning(request), conversation, size, further, media)
+    return ReadResult(token_ids, digest_first_user_message(request), conversation, size, further, media)

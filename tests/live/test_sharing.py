@@ -218,7 +218,7 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         config: ProcessConfig = SCHEMA.build({})
         process = RouterProcess(config, "test")
-        assert process._reading.names is None
+        assert process._reading.model_names is None
         assert not process._tenants.shares
         core = process._core
         assert not core._queues_when_busy

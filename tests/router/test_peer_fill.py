@@ -120,7 +120,7 @@ def test_only_the_ranks_that_lack_something_and_can_confirm_it_are_asked_for() -
     assert ask([told(0)], [SNAPSHOTS, SILENT], {0: 4, 1: 4}) == {}
 
 
-class Asked:
+class RequestIntent:
     """A feed that lacks something until it is given a snapshot, and peers that count how often they are asked."""
 
     any = True
@@ -149,7 +149,7 @@ class Asked:
 def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) -> None:
     async def run() -> None:
         now = [0.0]
-        parts = Asked(answer)
+        parts = RequestIntent(answer)
         config = FleetConfig(peers_s=10.0, peers_s_max=40.0)
         nothing = cast(Any, None)
         fleet = Fleet(

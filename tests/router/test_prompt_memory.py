@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
-from router.app.reading import RequestReading
+from router.app.request_reader import RequestReader
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
@@ -86,7 +86,7 @@ def test_a_known_beginning_is_kept_with_it() -> None:
     """Counted with the beginning's bytes; its ids once, where they are the beginning's own."""
     core = RouterCore(make_index(), CoreConfig())
     core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
-    reading = RequestReading(core, cast(Any, None), cast(Any, None), known=ConversationCache(1 << 20))
+    reading = RequestReader(core, cast(Any, None), cast(Any, None), conversations=ConversationCache(1 << 20))
     for number, borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
@@ -96,11 +96,11 @@ def test_a_known_beginning_is_kept_with_it() -> None:
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = known.memory_bytes
-        asked = SimpleNamespace(base="m", beginning=lambda: 7)
-        reading.keep(cast(Any, asked), TokenizedPrompt(ids, 0.0, known), route)
+        asked = SimpleNamespace(base_model="m", digest_first_message=lambda: 7)
+        reading.store_conversation(cast(Any, asked), TokenizedPrompt(ids, 0.0, known), route)
         assert (known.model, known.first_message_digest, known.is_memory_exact) == ("m", 7, borrowed)
         assert known.prompt_memory is not None
         keys = len(LONG) // 16 + 1
         assert known.memory_bytes - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
-        assert reading.known.find_longest_prefix("chat", body) == (known, known.checkpoints[0])
-        reading.known.check_invariants()
+        assert reading.conversations.find_longest_prefix("chat", body) == (known, known.checkpoints[0])
+        reading.conversations.check_invariants()

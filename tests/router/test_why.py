@@ -32,8 +32,8 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
 from router.prompting.chat_outline import HAS_THOUGHTS, Outline
+from router.prompting.conversation_turn import digest_first_user_message
 from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
-from router.prompting.turn import digest_beginning
 
 BLOCK = 16
 CHUNK = CoreConfig().working_set.chunk_tokens
@@ -132,7 +132,7 @@ class Fleet:
         return Prompt(
             route.request_id, ids, route.scope, outline_chat(parsed), route.session, route.parent, keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_beginning(parsed) if route.session is None else None, route.is_final,
+            digest_first_user_message(parsed) if route.session is None else None, route.is_final,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:

@@ -16,7 +16,7 @@ from reference.tally import NaiveTally
 from options import Schema, load
 from router.app.admin import Admin
 from router.app.guard import Guard, anybody
-from router.app.reading import RequestReading
+from router.app.request_reader import RequestReader
 from router.app.server import RouterApp
 from router.app.tenants import Tenants
 from router.counters import Metrics
@@ -302,13 +302,13 @@ class Edge:
         )
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None, cache_bytes=1 << 20)
         self.prompts.worker_pool = self.worker_pool
-        reading = RequestReading(self.core, self.prompts, self.worker_pool)
+        reading = RequestReader(self.core, self.prompts, self.worker_pool)
         self.fleet = NoFleet(self.core, self.now)
         self.admin = Admin(self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test")
         self.proxy.tells_cache = config.cache_headers
         self.tenants = Tenants(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
-        self.proxy.on_end.append(reading.stored.ended)
+        self.proxy.on_end.append(reading.stored_responses.ended)
         self.app = RouterApp(
             self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or anybody
         )

@@ -102,8 +102,16 @@ async def picker(
     given = {key: value for key, value in settings.items() if key == "api_keys"}
     if "limits" in settings:
         given["limits"] = settings["limits"]
-    app = RouterApp(edge.proxy, edge.app._reading, edge.tenants, edge.metrics, EdgeConfig(**given), edge.admin.routes,
-                    guard=lambda *_: None, kind=Pick)  # fmt: skip
+    app = RouterApp(
+        edge.proxy,
+        edge.app._request_reader,
+        edge.tenants,
+        edge.metrics,
+        EdgeConfig(**given),
+        edge.admin.routes,
+        guard=lambda *_: None,
+        kind=Pick,
+    )
     server = PickerServer(app, picking, ready=edge.admin.not_ready)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
     port = server.bind("127.0.0.1", 0, 0, certificate)
@@ -311,7 +319,7 @@ def test_a_gateway_s_model_counts_instead_of_the_body_s(edge: Any) -> None:
 
     async def scenario() -> None:
         async with picker(edge) as envoy:
-            edge.app._reading.model_header = REWRITE
+            edge.app._request_reader.model_header = REWRITE
             for body in ({"model": "other", "prompt": [1]}, {"prompt": [1]}, {"prompt": [1], "text": "x" * 100_000}):
                 _, answer = await envoy.ask(json.dumps(body).encode(), x_gateway_model_name_rewrite="tiny")
                 sent = json.loads(answer.request_body.response.body_mutation.body)

@@ -23,8 +23,8 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
 from router.prompting.conversation_cache import ConversationCache
+from router.prompting.conversation_turn import ConversationTurn
 from router.prompting.sessions import Session
-from router.prompting.turn import ReadTurn
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
 ANSWER = "It is so."
@@ -365,7 +365,7 @@ def test_what_is_followed_is_bounded() -> None:
 
 def test_conversations_without_a_name_are_told_apart_by_what_was_said_first() -> None:
     def key(path: str, body: dict[str, Any]) -> tuple[int, ...]:
-        return ReadTurn(parse_routing(path, json.dumps(body).encode()), Session()).conversations()
+        return ConversationTurn(parse_routing(path, json.dumps(body).encode()), Session()).conversation_keys()
 
     marked = [{"type": "text", "text": "Hello.", "cache_control": {"type": "ephemeral"}}]
     for path, field in (
@@ -443,7 +443,7 @@ def test_a_body_that_returns_is_explained_like_another(
     async def scenario() -> None:
         reasons, told = await router(), []
         for known in (ConversationCache(0), ConversationCache(8 << 20)):
-            edge.app._reading.known, reasons.analyzer = (
+            edge.app._request_reader.conversations, reasons.analyzer = (
                 known,
                 MissAnalyzer(MissReasonsConfig(share=1.0), edge.core.index.shared),
             )

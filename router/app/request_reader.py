@@ -1,0 +1,548 @@
+"""Read a client's request for the core: the same for requests that are routed and for those that `/route` explains.
+
+Owns what path, headers and body mean for routing. Refuses to know who asks and what becomes of the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, cast
+
+import msgspec
+
+from prompts.anthropic import CountRequest
+from prompts.errors import bad_value
+from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer
+from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
+from router.decide.core import RouterCore
+from router.decide.messages import RouteRequest
+from router.edge.stored import StoredResponses
+from router.http.request import HttpRequest
+from router.index.protocol import PromptMemory, Scope
+from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
+from router.prompting.conversation_suffix import SuffixResult, has_enough_messages, is_cacheable
+from router.prompting.conversation_turn import ConversationTurn
+from router.prompting.encode import (
+    CHARS_PER_TOKEN,
+    NAME_BYTES_MAX,
+    PromptSize,
+    is_light,
+    measure_prompts,
+    truncate_prompt,
+)
+from router.prompting.fields import FieldSpans, find_fields, splice
+from router.prompting.forms import is_form, read_form
+from router.prompting.media import MediaPrompt, read_media
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
+from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, TokenizedPrompt
+from router.prompting.sessions import Names, Session, SessionNames
+from router.tenancy.names import ModelNames
+
+TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
+"""Routes of vLLM outside of /v1 that clients ask workers."""
+COUNTING_PATHS: Final = ("/v1/messages/count_tokens", *TOKENIZE_PATHS)
+"""Routes whose prompts no model reads."""
+JSON_PATHS: Final = frozenset(
+    (
+        *COUNTING_PATHS,
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/classify",
+        "/v1/moderations",
+        "/v1/audio/speech",
+        "/v1/images/generations",
+    )
+)
+"""Routes besides those of prompts whose bodies are JSON, and nothing else."""
+OPENING_ITEMS: Final = 256
+"""Characters, or ids, of a prompt that tell it from others."""
+ESTIMATE_MAX: Final = 131_072
+"""Tokens, of a prompt for a model that does not tell how many it takes."""
+_IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
+"""An object in any encoding of JSON that a worker may read."""
+_UNREAD_REQUEST, _ANY_CHAT = RoutingRequest(kind="other"), RoutingRequest(kind="chat")
+
+
+def is_worker_path(path: str) -> bool:
+    """Whether a path is a client's to a worker, and none of the router's own (but for the list of models)."""
+    return path.startswith("/v1/") or path in TOKENIZE_PATHS
+
+
+class RoutingHeaders:
+    """What the headers of a request ask for."""
+
+    __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
+
+    def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
+        """Raises RequestError naming the header that cannot be read."""
+        model = None if model_header is None else request.header(model_header)
+        self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
+        self.priority = _integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        self.deadline_ms = _integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.ttft_ms = _integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        self.worker = _decode_header(request.header(b"x-blockcast-worker"))
+        self.role = _decode_header(request.header(b"x-blockcast-role"))
+        self.wants_explanation = _integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+        self.session: Names = names.told(request.headers)
+
+
+class RequestIntent(ConversationTurn):
+    """What a request asks for."""
+
+    __slots__ = (
+        "base_model",
+        "body_bytes",
+        "common_tokens",
+        "deadline_ms",
+        "field_spans",
+        "is_renamed",
+        "lora",
+        "media",
+        "model",
+        "priority",
+        "role",
+        "similar_prompt",
+        "tokens_max",
+        "ttft_ms",
+        "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: HttpRequest, body_request: RoutingRequest, headers: RoutingHeaders, holding_worker: str | None,
+        model: str, base: str, lora: str | None, tokens_max: int | None,
+    ) -> None:  # fmt: skip
+        """`holding_worker`: the worker that alone can answer."""
+        super().__init__(body_request, SessionNames.of(headers.session, body_request))
+        self.wants_explanation = headers.wants_explanation
+        self.similar_prompt: PromptMemory | None = None
+        """The index's memory of an earlier prompt with the same cached prefix."""
+        self.common_tokens: int | None = None
+        """Number of tokens with which both prompts begin."""
+        self.media: MediaPrompt | None = None
+        """Its conversation and size, where it has images or other media."""
+        self.field_spans: FieldSpans | None = None
+        """Spans of its body's fields, once they were located."""
+        self.model = model
+        self.is_renamed = model != body_request.model and bool(headers.model or body_request.model)
+        """The body names another model, or none where a gateway names one."""
+        self.base_model = base
+        self.lora = lora
+        self.tokens_max = tokens_max
+        """What the model takes, where that is known."""
+        self.body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes
+        """Of what a model reads."""
+        self.priority = body_request.priority if headers.priority is None else headers.priority
+        self.deadline_ms = headers.deadline_ms
+        """How long the router may hold the request."""
+        self.ttft_ms = headers.ttft_ms
+        """By when its first token must be predicted."""
+        self.worker = holding_worker or headers.worker
+        self.role = headers.role
+
+
+class RequestReader:
+    """Reads HTTP requests in two steps: what is asked for, then the prompt's tokens."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        prompts: PromptReader,
+        worker_pool: PromptWorkerPool,
+        names: SessionNames | None = None,
+        conversations: ConversationCache | None = None,
+    ) -> None:
+        self._core = core
+        self._prompts = prompts
+        self.worker_pool = worker_pool
+        self._session_names = names or SessionNames()
+        self.conversations = ConversationCache(0) if conversations is None else conversations
+        self.stored_responses = StoredResponses()
+        self.model_names: ModelNames | None = None
+        """What models' names stand for, where any stands for another one."""
+        self.allowed_fields: frozenset[str] = frozenset()
+        """Fields of prompts/worker_fields.py that clients may set."""
+        self.model_header: bytes | None = None
+        """A header whose model counts instead of the body's: a gateway's."""
+        self._scopes: dict[tuple[str, str | None], Scope] = {}
+
+    def is_light(self, request: HttpRequest, path: str | None) -> bool:
+        """Whether a request can be read here, by `read_intent` and `tokenize`. If not, `read` has it read elsewhere."""
+        format = _format_of(request, path)
+        return format is None or (len(request.pieces) == 1 and (format == "form" or is_light(request.body)))
+
+    def read_intent(self, request: HttpRequest, path: str | None = None) -> RequestIntent:
+        """Read what a request sent to `path` (None: its body decides) asks for. Raises RequestError."""
+        kind, format = _kind_of(request, path), _format_of(request, path)
+        if format == "form":
+            return self._form_intent(request, *_read_form(request))
+        body_request = read_routing(kind or "other", request.body) if format == "json" else _UNREAD_REQUEST
+        if kind is None:
+            body_request = body_request.replaced(kind="completion" if body_request.messages is None else "chat")
+        intent = self._make_intent(request, body_request)
+        if body_request.kind != "other":
+            intent.media = read_media(body_request, request.body)
+        return intent
+
+    def _form_intent(self, request: HttpRequest, body_request: RoutingRequest, spans: FieldSpans) -> RequestIntent:
+        intent = self._make_intent(request, body_request)
+        intent.field_spans = spans
+        return intent
+
+    def rewrite_body(self, request: HttpRequest, intent: RequestIntent, fields: dict[str, object]) -> None:
+        """Give fields of the body other values, and take out those that are not the client's to set. What is neither
+        JSON nor a form stays. Raises RequestError where the body holds a field twice."""
+        if intent.field_spans is None:
+            if not (fields or intent.body_request.has_worker_fields) or _IS_JSON.match(request.pieces[0]) is None:
+                return
+            intent.field_spans = find_fields(request.body)
+        spans, allowed = intent.field_spans, self.allowed_fields
+        removed = [name for name in spans.values if is_worker_field(name) and name not in allowed]
+        for name in CONTAINER_FIELDS:
+            if name in spans.values and name not in allowed:
+                stripped = _strip_worker_fields(request.body[slice(*spans.values[name])], allowed)
+                if stripped is not None:
+                    fields[name] = stripped
+        if fields or removed:
+            request.pieces = splice(request.pieces, spans.edits(fields, removed))
+
+    def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
+        holding_worker = self.stored_responses.holder(request, body_request.stored)
+        headers = RoutingHeaders(request, self._session_names, self.model_header)
+        name = headers.model or body_request.model
+        if self.model_names is not None and name is not None:
+            name = self._resolve_alias(self.model_names, name, body_request, headers, holding_worker)
+        model, base, lora, tokens_max = self._resolve_model(name)
+        return RequestIntent(request, body_request, headers, holding_worker, model, base, lora, tokens_max)
+
+    def _resolve_alias(
+        self,
+        names: ModelNames,
+        name: str,
+        body_request: RoutingRequest,
+        headers: RoutingHeaders,
+        holding_worker: str | None,
+    ) -> str:
+        worker, registry = holding_worker or headers.worker, self._core.registry
+        return names.resolve(
+            name, lambda: conversation_name(SessionNames.of(headers.session, body_request), body_request),
+            lambda model: registry.serves(model, worker),
+        )  # fmt: skip
+
+    def tokenize(
+        self,
+        intent: RequestIntent,
+        request: HttpRequest,
+        is_wanted: Callable[[], bool] = lambda: True,
+        tenant: str = "",
+    ) -> TokenizedPrompt | asyncio.Future[TokenizedPrompt]:
+        """Tokenise a request's prompt: at once where that is quick, else later."""
+        prompts, base = self._prompts, intent.base_model
+        if intent.body_request.kind == "other":
+            return TokenizedPrompt(None, 0.0)
+        if prompts.uses_remote_tokenizer(base):
+            return asyncio.ensure_future(prompts.read_remotely(intent.body_request, base, intent.tokens_max))
+        tokenizer, tokens_max = prompts.tokenizer_of(base), intent.tokens_max
+        if prompts.needs_worker_process(base, intent.body_request):
+            task = prompts.make_task(base, intent.body_request.kind, tokens_max)
+            return asyncio.ensure_future(prompts.read_in_worker(request.pieces, base, task, is_wanted, tenant))
+        if tokenizer is None or intent.body_bytes <= INLINE_BYTES_MAX:
+            body = request.body if self._is_worth_caching(request, intent.body_request) else b""
+            return prompts.read(intent.body_request, tokenizer, tokens_max, body)
+        body = request.body if self.conversations.max_bytes else b""
+        return prompts.run_in_thread(lambda: prompts.read(intent.body_request, tokenizer, tokens_max, body))
+
+    async def read(
+        self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
+    ) -> tuple[RequestIntent, TokenizedPrompt]:
+        """Read what a request asks for and its tokens, wherever that is best done. Raises RequestError."""
+        if self.is_light(request, path):
+            intent = self.read_intent(request, path)
+            tokens = self.tokenize(intent, request, is_wanted, tenant)
+            return intent, tokens if isinstance(tokens, TokenizedPrompt) else await tokens
+        if _format_of(request, path) == "form":
+            form = await self._prompts.run_in_thread(partial(_read_form, request))
+            return self._form_intent(request, *form), TokenizedPrompt(None, 0.0)
+
+        def make_task(body_request: RoutingRequest) -> ReadTask:
+            intent = self._make_intent(request, body_request)
+            base_model, tokens_max = intent.base_model, intent.tokens_max
+            task = self._prompts.make_task(base_model, body_request.kind, tokens_max)
+            task.is_cached = self.conversations.max_bytes > 0 and not self._prompts.needs_worker_process(
+                base_model, body_request
+            )
+            return task
+
+        started_s = time.perf_counter()
+        body_request, spans, result = await self.worker_pool.read(
+            request.pieces, _kind_of(request, path), make_task, is_wanted, tenant
+        )
+        intent = self._make_intent(request, body_request)
+        intent.field_spans, intent.media = spans, result.media
+        intent.pieces, intent.first_message_digest = request.pieces, result.first_message_digest
+        ids: Sequence[int] | None
+        if isinstance(result.result, bytes):
+            remote = self._prompts.remote
+            ids = None if remote is None else (await remote.put(result.result, intent.base_model))[0]
+            size = measure_prompts(ids, body_request, intent.tokens_max, result.further_tokens)
+            ids = truncate_prompt(ids, body_request, intent.tokens_max)
+        else:
+            ids, size = result.result, result.size
+        if result.conversation is not None and ids is not None:
+            result.conversation.body, result.conversation.token_ids = (
+                request.body,
+                array(ID_TYPE, ids[: result.conversation.checkpoints[-1].token_count_max]),
+            )
+        return intent, TokenizedPrompt(ids, time.perf_counter() - started_s, result.conversation, size=size)
+
+    # Conversations that return ----------------------------------------------------------------------------------------
+
+    def find_conversation(self, request: HttpRequest, path: str | None) -> tuple[CachedConversation, Checkpoint] | None:
+        """Find the cached conversation that its body continues."""
+        if request.body_bytes < BODY_BYTES_MIN or not self.conversations.max_bytes:
+            return None
+        kind = _kind_of(request, path)
+        return (
+            self.conversations.find_longest_prefix(kind, request.body)
+            if kind and is_cacheable(kind, request.body_bytes)
+            else None
+        )
+
+    def _is_worth_caching(self, request: HttpRequest, body_request: RoutingRequest) -> bool:
+        """Whether a short body that is not cached is worth caching: a short one costs little to read again."""
+        size = request.body_bytes
+        if not self.conversations.max_bytes or size > INLINE_BYTES_MAX or not is_cacheable(body_request.kind, size):
+            return False
+        return self.conversations.is_recurring(request.body) and has_enough_messages(body_request)
+
+    def read_suffix(
+        self, request: HttpRequest, match: tuple[CachedConversation, Checkpoint]
+    ) -> tuple[RequestIntent, TokenizedPrompt] | None:
+        """Read a request with this cached prefix. None where the whole body must be read. Raises RequestError."""
+        conversation, checkpoint = match
+        tokenizer_limits = self._tokenizer_of(conversation)
+        if tokenizer_limits is None:
+            return None
+        return self._suffix_intent(
+            request,
+            conversation,
+            self._prompts.read_suffix(conversation, checkpoint, request.body, tokenizer_limits[0], tokenizer_limits[1]),
+        )
+
+    async def read_suffix_in_thread(
+        self,
+        request: HttpRequest,
+        path: str,
+        match: tuple[CachedConversation, Checkpoint],
+        is_wanted: Callable[[], bool],
+        tenant: str = "",
+    ) -> tuple[RequestIntent, TokenizedPrompt]:
+        """Read a request with this cached prefix in a thread; or as any other body."""
+        conversation, checkpoint = match
+        tokenizer_limits, outcome = self._tokenizer_of(conversation), None
+        if tokenizer_limits is not None:
+            work = partial(
+                self._prompts.read_suffix,
+                conversation,
+                checkpoint,
+                request.body,
+                tokenizer_limits[0],
+                tokenizer_limits[1],
+            )
+            outcome = self._suffix_intent(request, conversation, await self._prompts.run_in_thread(work))
+        return outcome or await self.read(request, path, is_wanted, tenant)
+
+    def _tokenizer_of(self, conversation: CachedConversation) -> tuple[Tokenizer, int | None] | None:
+        """Return the tokenizer of its model, and the tokens that the model takes; None where no worker serves it."""
+        tokenizer, model = self._prompts.tokenizer_of(conversation.model), self._core.resolve_model(conversation.model)
+        if tokenizer is None or model is None or self._prompts.needs_worker_process(conversation.model, _ANY_CHAT):
+            return None
+        return tokenizer, model.max_model_len
+
+    def _suffix_intent(
+        self,
+        request: HttpRequest,
+        conversation: CachedConversation,
+        suffix: tuple[SuffixResult, TokenizedPrompt] | None,
+    ) -> tuple[RequestIntent, TokenizedPrompt] | None:
+        if suffix is None:
+            return None
+        suffix_result, tokens = suffix
+        if self.model_names is not None and self.model_names.splits:
+            return None  # which conversation it is may stand in what was not read
+        intent = self._make_intent(request, suffix_result.request)
+        model = self._core.resolve_model(conversation.model)
+        if intent.base_model != conversation.model or model is None or intent.tokens_max != model.max_model_len:
+            return None
+        intent.fingerprinter = suffix_result.outline
+        intent.cached_conversation = conversation
+        if tokens.token_ids is suffix_result.token_ids:
+            intent.common_tokens = suffix_result.reused_tokens if conversation.is_memory_exact else None
+        intent.similar_prompt = cast("PromptMemory | None", conversation.prompt_memory)
+        return intent, tokens
+
+    def store_conversation(self, intent: RequestIntent, tokens: TokenizedPrompt, route: RouteRequest) -> None:
+        """Cache the conversation of a prompt that was read and routed."""
+        conversation = tokens.conversation
+        if conversation is None:
+            return
+        conversation.model, conversation.first_message_digest = intent.base_model, intent.digest_first_message()
+        is_own = route.token_ids is conversation.token_ids
+        prompt = self._core.cache_state.query_of(route.request_id)
+        memory = None if prompt is None else self._core.index.remember(prompt.ids)
+        if memory is not None:
+            shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if is_own else 0
+            conversation.prompt_memory, conversation.prompt_memory_bytes, conversation.is_memory_exact = (
+                memory,
+                memory.nbytes - shared_bytes,
+                is_own,
+            )
+        self.conversations.store(conversation, tokens.predecessor)
+
+    def build_route_request(
+        self, intent: RequestIntent, tokens: TokenizedPrompt, request_id: str, started_s: float
+    ) -> RouteRequest:
+        """Build the core's request."""
+        body_request, token_ids, size = intent.body_request, tokens.token_ids, tokens.size
+        if body_request.echoes_chat and not self._core.registry.is_ours(intent.model):
+            token_ids = None  # nothing of it will be reused
+        if token_ids is None or size is None:
+            estimate = self._estimate_tokens(intent)
+            size = PromptSize(estimate, estimate)
+        media_conversation = None
+        if intent.media is not None:
+            media_conversation = intent.media.conversation
+            counted_tokens = 0 if token_ids is None else size.tokens
+            size = _size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
+        output_room = (
+            body_request.output_min if intent.tokens_max is None else max(intent.tokens_max - size.longest_tokens, 0)
+        )
+        return RouteRequest(
+            request_id=request_id,
+            model=intent.model,
+            scope=self._scope_of(intent.base_model, body_request.cache_salt, intent.lora),
+            token_ids=token_ids,
+            prompt_tokens=size.tokens,
+            prompt_count=size.prompt_count,
+            longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
+            is_counted=size.is_exact,
+            media_conversation=media_conversation,
+            similar_prompt=intent.similar_prompt,
+            common_tokens=intent.common_tokens,
+            output_tokens_max=1
+            if body_request.kind == "other"
+            else size.prompt_count * body_request.output_max,  # of others, what is computed is the prompt
+            output_tokens_min=size.prompt_count * min(body_request.output_min, output_room),
+            stream=body_request.stream,
+            priority=intent.priority,
+            worker=intent.worker,
+            session=intent.session.name,
+            parent=intent.session.parent,
+            is_final=intent.session.final,
+            role=intent.role,
+            deadline_s=None if intent.deadline_ms is None else started_s + intent.deadline_ms / 1000.0,
+            ttft_s_max=None if intent.ttft_ms is None else intent.ttft_ms / 1000.0,
+        )
+
+    def _estimate_tokens(self, intent: RequestIntent) -> int:
+        """Estimate the tokens of a prompt that was not tokenised: at most what its model takes, or an image in a body
+        would price its worker out."""
+        return min(max(1, intent.body_bytes // CHARS_PER_TOKEN), intent.tokens_max or ESTIMATE_MAX)
+
+    def _resolve_model(self, name: str | None) -> tuple[str, str, str | None, int | None]:
+        """Return (name, base model, LoRA, tokens that it takes) of a model; without a name, of the first there is."""
+        if name is None:
+            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
+        served_model = self._core.resolve_model(name)
+        return (
+            (name, name, None, None)
+            if served_model is None
+            else (name, served_model.base, served_model.lora, served_model.max_model_len)
+        )
+
+    def _scope_of(self, base: str, salt: str | None, lora: str | None) -> Scope:
+        """Return the scope of a prompt. Without a salt it is one object for all requests of a model that is served."""
+        if salt is not None:
+            return Scope(base, salt, lora)
+        scope = self._scopes.get((base, lora))
+        if scope is None:
+            scope = Scope(base, None, lora)
+            if self._core.resolve_model(lora or base) is not None:
+                self._scopes[base, lora] = scope
+        return scope
+
+
+def _size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
+    """A prompt's size, estimated with its media: no more than its model takes, and no less than what was counted."""
+    tokens = max(counted_tokens, 1, min(tokens, tokens_max or ESTIMATE_MAX))
+    return PromptSize(tokens, tokens, is_exact=False)
+
+
+def conversation_name(session: Session, request: RoutingRequest) -> str:
+    """Return a name that a conversation has in all of its turns: its session's name, else its opening as JSON."""
+    if session.name is not None:
+        return session.name
+    source, messages = request.source, request.messages
+    opening: object = request.prompt[:OPENING_ITEMS] if isinstance(request.prompt, (str, list)) else None
+    if messages:
+        first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
+        opening = messages[: first + 1]
+    elif isinstance(source, CountRequest):
+        opening = source.system, source.messages[:1]
+    elif source is not None:
+        opening = source.instructions, source.input if isinstance(source.input, str) else source.input[:1]
+    return msgspec.json.encode(opening).decode()
+
+
+def _kind_of(request: HttpRequest, path: str | None) -> Kind | None:
+    """Return the kind of a request to this path; None where the body decides."""
+    if path is None:
+        return None
+    return KINDS.get(path, "other") if request.method == "POST" else "other"
+
+
+def _format_of(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
+    """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
+    if _kind_of(request, path) != "other":
+        return "json"
+    content_type = request.header(b"content-type")
+    if is_form(content_type):
+        return "form"
+    if _IS_JSON.match(request.pieces[0]) is not None:
+        return "json"
+    return "json" if request.body_bytes and path in JSON_PATHS else None
+
+
+def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
+    return read_form(request.pieces, request.header(b"content-type") or b"")
+
+
+def _strip_worker_fields(value: bytes, allowed: frozenset[str]) -> Any:
+    """An object of a body, or a form's text of one, without the fields that are not the client's; None where it has
+    none of those."""
+    try:
+        fields = msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return None
+    stripped = without_worker_fields(fields, allowed)
+    return None if stripped == fields else stripped
+
+
+def _integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
+    value = request.header(name)
+    if value is None:
+        return None
+    if re.fullmatch(rb"-?[0-9]{1,10}", value) is None or not low <= int(value) <= high:
+        raise bad_value(name.decode(), value.decode("latin-1"), f"an integer from {low} to {high}")
+    return int(value)
+
+
+def _decode_header(value: bytes | None) -> str | None:
+    return value.decode("latin-1") if value else None
