@@ -215,7 +215,7 @@ class _CompiledTemplate:
     def bounded_templates(self) -> tuple[jinja2.Template, jinja2.Template | None] | None:
         """The template and its suffix as they are rendered in bounded time; None where that is not proven."""
         env = _make_environment()
-        template_limits.equip(env)
+        template_limits.install_limits(env)
         tree, suffix = template_limits.add_limits(env.parse(self.source)), None
         if tree is not None and self.suffix is not None:
             suffix = suffix_template(env.parse(self.source))
@@ -261,7 +261,7 @@ def _needs_system_first(source: str, seconds_max: float | None) -> bool:
     chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
         if seconds_max is not None:
-            template_limits.equip(env)
+            template_limits.install_limits(env)
         tree = env.parse(source)
         template = env.from_string(tree if seconds_max is None else template_limits.add_limits(tree) or "")
         context = template.new_context({"messages": chat, "add_generation_prompt": False})

@@ -29,44 +29,44 @@ _OPERANDS_MAX: Final = 32
 _CONST_MAX: Final = 1_000_000
 _REPLACEMENT_CHARS_MAX: Final = 64
 
-_PLAIN = (
+_SAFE_NODES = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.ExprStmt, nodes.Continue, nodes.Break,
     nodes.Slice, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Compare, nodes.Operand, nodes.Concat, nodes.Add,
     nodes.Sub, nodes.FloorDiv, nodes.Neg, nodes.Pos, nodes.List, nodes.Tuple, nodes.For, nodes.Assign, nodes.Macro,
     nodes.Keyword, nodes.Dict, nodes.Name,
 )  # fmt: skip
 _LITERALS = (nodes.List, nodes.Tuple, nodes.Dict)
-_TESTS = frozenset((
+_SAFE_TESTS = frozenset((
     "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge", "gt", "in", "integer",
     "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "one_of", "sameas", "sequence", "string", "true",
     "undefined", "==", "!=", "<", "<=", ">", ">=",
 ))  # fmt: skip
-_FILTERS = frozenset((
+_SAFE_FILTERS = frozenset((
     "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last",
     "length", "list", "lower", "max", "min", "reverse", "sort", "string", "title", "trim", "unique", "upper",
 ))  # fmt: skip
-_CHOOSING = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
+_SELECTING_FILTERS = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
 """Filters that look at every item: by a test or a filter with constants."""
-_MAPPED = frozenset(("first", "int", "last", "length", "lower", "string", "tojson", "trim", "upper"))
-_METHODS = frozenset((
+_MAP_FILTERS = frozenset(("first", "int", "last", "length", "lower", "string", "tojson", "trim", "upper"))
+_SAFE_METHODS = frozenset((
     "capitalize", "count", "endswith", "find", "get", "index", "isdigit", "isspace", "items", "keys", "lower",
     "lstrip", "removeprefix", "removesuffix", "rfind", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
     "title", "upper", "values",
 ))  # fmt: skip
 _MEASURED_METHODS = frozenset(("join", "replace"))
-_OTHER_METHODS = frozenset(
+_UNSAFE_METHODS = frozenset(
     name for kind in (str, list, dict, tuple, int, float, range) for name in dir(kind) if not name.startswith("_")
-) - (_METHODS | _MEASURED_METHODS)
-_FUNCTIONS = frozenset(("caller", "dict", "namespace", "raise_exception", "range", "strftime_now"))
-_SPACES: Final = "namespaces"
-_ARGUMENTS: Final = "arguments"
+) - (_SAFE_METHODS | _MEASURED_METHODS)
+_SAFE_FUNCTIONS = frozenset(("caller", "dict", "namespace", "raise_exception", "range", "strftime_now"))
+_NAMESPACES_KEY: Final = "namespaces"
+_ARGUMENTS_KEY: Final = "arguments"
 
 
 class RenderLimitError(jinja2.TemplateError):
     """A template ran out of its time, or made more than it may."""
 
 
-class Context(jinja2.runtime.Context):
+class RenderContext(jinja2.runtime.Context):
     """One rendering, which may take some CPU time."""
 
     seconds_max = math.inf
@@ -81,7 +81,7 @@ class Context(jinja2.runtime.Context):
 
 
 @jinja2.pass_context
-def in_time(context: Context, _: object = None) -> bool:
+def is_in_time(context: RenderContext, _: object = None) -> bool:
     """A test that is always true. Raises RenderLimitError where the rendering took its time."""
     now = time.perf_counter()
     if now > context.deadline_s:
@@ -91,46 +91,46 @@ def in_time(context: Context, _: object = None) -> bool:
     return True
 
 
-def measured(value: Any) -> Any:
+def check_size(value: Any) -> Any:
     """A value that was put together. Raises RenderLimitError where it is too large."""
     kind = type(value)
     if kind is str:
-        most = TEXT_CHARS_MAX
+        limit = TEXT_CHARS_MAX
     elif kind is list or kind is tuple:
-        most = ITEMS_MAX
+        limit = ITEMS_MAX
     else:
         return value
-    if len(value) > most:
+    if len(value) > limit:
         raise RenderLimitError("the chat template makes too much of the messages")
     return value
 
 
 def concat(parts: Iterable[str]) -> str:
     """What a template or a macro writes. Raises RenderLimitError where that is too much."""
-    written = list(parts)
-    if sum(map(len, written)) > PROMPT_CHARS_MAX:
+    texts = list(parts)
+    if sum(map(len, texts)) > PROMPT_CHARS_MAX:
         raise RenderLimitError("the chat template makes too much of the messages")
-    return "".join(written)
+    return "".join(texts)
 
 
-def join(value: Iterable[Any], between: str = "") -> str:
+def join(value: Iterable[Any], separator: str = "") -> str:
     """`join` of texts, numbers and what else is written as it is."""
-    return concat(_between(map(str, value), between))
+    return concat(_interleave(map(str, value), separator))
 
 
-def _between(texts: Iterator[str], between: str) -> Iterator[str]:
+def _interleave(texts: Iterator[str], separator: str) -> Iterator[str]:
     for number, text in enumerate(texts):
-        if number and between:
-            yield between
+        if number and separator:
+            yield separator
         yield text
 
 
-def equip(env: jinja2.Environment) -> None:
+def install_limits(env: jinja2.Environment) -> None:
     """Give an environment what bounded templates need."""
-    env.context_class = Context
+    env.context_class = RenderContext
     env.concat = concat  # type: ignore[method-assign]
-    env.tests["in_time"] = in_time
-    env.filters["measured"] = measured
+    env.tests["in_time"] = is_in_time
+    env.filters["check_size"] = check_size
     env.filters["join"] = join
 
 
@@ -140,7 +140,7 @@ def add_limits(tree: nodes.Template) -> nodes.Template | None:
         _TerminationCheck(tree).check(tree)
     except (_UnsupportedTemplate, RecursionError):
         return None
-    _insert(tree)
+    _insert_checks(tree)
     assert tree.environment is not None
     tree.set_environment(tree.environment)
     return tree
@@ -154,38 +154,38 @@ class _TerminationCheck:
     def __init__(self, tree: nodes.Template) -> None:
         self._macros = {macro.name for macro in tree.find_all(nodes.Macro)}
         self._arguments = {name.name for macro in tree.find_all(nodes.Macro) for name in macro.args}
-        stored = [name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")]
-        if (self._macros | _FUNCTIONS) & set(stored):
+        assigned_names = [name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")]
+        if (self._macros | _SAFE_FUNCTIONS) & set(assigned_names):
             raise _UnsupportedTemplate
-        self._spaces = _only_namespaces(tree)
-        self._levels = self._find_levels(tree)
+        self._namespace_names = _find_namespaces(tree)
+        self._nesting_levels = self._find_nesting_levels(tree)
 
     def check(self, node: nodes.Node) -> None:
         """Raises _UnsupportedTemplate."""
         kind = type(node)
         if kind is nodes.Const:
-            self._const(node)  # type: ignore[arg-type]
+            self._check_const(node)  # type: ignore[arg-type]
         elif isinstance(node, nodes.For):
             if node.recursive:
                 raise _UnsupportedTemplate
         elif isinstance(node, nodes.Filter):
-            self._filter(node)
+            self._check_filter(node)
         elif isinstance(node, nodes.Call):
-            self._call(node)
+            self._check_call(node)
         elif isinstance(node, nodes.Test):
-            if node.name not in _TESTS or node.dyn_args is not None or node.dyn_kwargs is not None:
+            if node.name not in _SAFE_TESTS or node.dyn_args is not None or node.dyn_kwargs is not None:
                 raise _UnsupportedTemplate
         elif isinstance(node, nodes.Getattr):
-            _known_attribute(node.attr)
+            _check_attribute(node.attr)
         elif isinstance(node, nodes.Getitem):
             if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
-                _known_attribute(node.arg.value)
+                _check_attribute(node.arg.value)
         elif isinstance(node, nodes.NSRef):
-            _own_name(node.attr)
+            _check_name(node.attr)
         elif isinstance(node, (nodes.Pair, nodes.Keyword)):
             if isinstance(node.key, nodes.Node) and not isinstance(node.key, nodes.Const):
                 raise _UnsupportedTemplate
-            _own_name(node.key.value if isinstance(node.key, nodes.Const) else node.key)
+            _check_name(node.key.value if isinstance(node.key, nodes.Const) else node.key)
         elif isinstance(node, nodes.Mod):
             if not _is_number(node.left):
                 raise _UnsupportedTemplate
@@ -198,84 +198,88 @@ class _TerminationCheck:
             for part in node.body:
                 self.check(part)
             return
-        elif kind not in _PLAIN:
+        elif kind not in _SAFE_NODES:
             raise _UnsupportedTemplate
-        joins = isinstance(node, (nodes.Add, nodes.Concat))
-        if joins and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
+        is_concatenation = isinstance(node, (nodes.Add, nodes.Concat))
+        if is_concatenation and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
             raise _UnsupportedTemplate
         for child in node.iter_child_nodes():
             self.check(child)
 
     @staticmethod
-    def _const(node: nodes.Const) -> None:
+    def _check_const(node: nodes.Const) -> None:
         if isinstance(node.value, (int, float)) and abs(node.value) > _CONST_MAX:
             raise _UnsupportedTemplate
 
-    def _filter(self, node: nodes.Filter) -> None:
+    def _check_filter(self, node: nodes.Filter) -> None:
         if node.node is None or node.dyn_args is not None or node.dyn_kwargs is not None:
             raise _UnsupportedTemplate
         args = [*node.args, *(pair.value for pair in node.kwargs)]
         name = node.name
-        if name in _FILTERS:
+        if name in _SAFE_FILTERS:
             return
-        if name in _CHOOSING:
+        if name in _SELECTING_FILTERS:
             if not all(_is_constant(arg) for arg in args) or any(pair.key != "attribute" for pair in node.kwargs):
                 raise _UnsupportedTemplate
-            named = [arg.value for arg in args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
-            for one in named:
-                _known_attribute(one)
-            if name == "map" and not node.kwargs and (len(args) != 1 or named[:1] == [] or named[0] not in _MAPPED):
+            attributes = [arg.value for arg in args if isinstance(arg, nodes.Const) and isinstance(arg.value, str)]
+            for attribute in attributes:
+                _check_attribute(attribute)
+            if (
+                name == "map"
+                and not node.kwargs
+                and (len(args) != 1 or attributes[:1] == [] or attributes[0] not in _MAP_FILTERS)
+            ):
                 raise _UnsupportedTemplate
             tests = args[:1] if name in ("select", "reject") else args[1:2] if name != "map" else []
-            if any(not isinstance(test, nodes.Const) or test.value not in _TESTS for test in tests):
+            if any(not isinstance(test, nodes.Const) or test.value not in _SAFE_TESTS for test in tests):
                 raise _UnsupportedTemplate
         elif name == "join":
-            if node.kwargs or not all(_is_short(arg) for arg in args):
+            if node.kwargs or not all(_is_short_constant(arg) for arg in args):
                 raise _UnsupportedTemplate
         elif name == "tojson":
-            if any(not isinstance(arg, nodes.Const) for arg in args) or any(_is_more(arg, 16) for arg in args):
+            if any(not isinstance(arg, nodes.Const) for arg in args) or any(_is_above(arg, 16) for arg in args):
                 raise _UnsupportedTemplate
         elif name in ("replace", "indent"):
-            if not all(_is_short(arg) for arg in args) or any(_is_more(arg, 16) for arg in args):
+            if not all(_is_short_constant(arg) for arg in args) or any(_is_above(arg, 16) for arg in args):
                 raise _UnsupportedTemplate
         else:
             raise _UnsupportedTemplate
 
-    def _call(self, node: nodes.Call) -> None:
+    def _check_call(self, node: nodes.Call) -> None:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
             raise _UnsupportedTemplate
-        called = node.node
-        if isinstance(called, nodes.Name):
-            if called.name not in self._macros and called.name not in _FUNCTIONS:
+        function = node.node
+        if isinstance(function, nodes.Name):
+            if function.name not in self._macros and function.name not in _SAFE_FUNCTIONS:
                 raise _UnsupportedTemplate
-            if called.name == "strftime_now" and not all(_is_short(arg) for arg in node.args):
+            if function.name == "strftime_now" and not all(_is_short_constant(arg) for arg in node.args):
                 raise _UnsupportedTemplate
-            if called.name in ("dict", "namespace") and node.args:
+            if function.name in ("dict", "namespace") and node.args:
                 raise _UnsupportedTemplate
             return
-        if not isinstance(called, nodes.Getattr):
+        if not isinstance(function, nodes.Getattr):
             raise _UnsupportedTemplate
-        if called.attr == "join":
-            if not _is_short(called.node):
+        if function.attr == "join":
+            if not _is_short_constant(function.node):
                 raise _UnsupportedTemplate
-        elif called.attr == "replace":
-            if not all(_is_short(arg) for arg in node.args):
+        elif function.attr == "replace":
+            if not all(_is_short_constant(arg) for arg in node.args):
                 raise _UnsupportedTemplate
-        elif called.attr not in _METHODS:
+        elif function.attr not in _SAFE_METHODS:
             raise _UnsupportedTemplate
 
     # Lists in lists ---------------------------------------------------------------------------------------------------
 
-    def _find_levels(self, tree: nodes.Template) -> dict[str, int]:
+    def _find_nesting_levels(self, tree: nodes.Template) -> dict[str, int]:
         """name -> 1 where it may stand for a list that the template made, 0 where it may only stand for what came with
         the request, for a text, or for a list of items of those. Raises _UnsupportedTemplate where lists of such lists
         could be made: a few statements would make one that is written out without end."""
         levels: dict[str, int] = {}
-        self._levels = levels
+        self._nesting_levels = levels
         for _ in range(len(self._arguments) + 64):
             before = dict(levels)
             for node in tree.find_all((nodes.Assign, nodes.For, nodes.Call, nodes.Macro)):
-                for name, level in self._told(node):
+                for name, level in self._assigned_levels(node):
                     if level > 1:
                         raise _UnsupportedTemplate
                     levels[name] = max(levels.get(name, 0), level)
@@ -283,83 +287,87 @@ class _TerminationCheck:
                 return levels
         raise _UnsupportedTemplate
 
-    def _told(self, node: nodes.Node) -> Iterator[tuple[str, int]]:
+    def _assigned_levels(self, node: nodes.Node) -> Iterator[tuple[str, int]]:
         if isinstance(node, nodes.Assign):
-            target, level = node.target, self._level(node.node)
+            target, level = node.target, self._nesting_level(node.node)
             if isinstance(target, nodes.NSRef):
-                yield _SPACES, level
-            elif isinstance(target, nodes.Name) and target.name in self._spaces:
+                yield _NAMESPACES_KEY, level
+            elif isinstance(target, nodes.Name) and target.name in self._namespace_names:
                 return
             else:
-                yield from ((name, level) for name in _names(target))
+                yield from ((name, level) for name in _target_names(target))
         elif isinstance(node, nodes.For):
-            level = self._level(node.iter)
-            yield from ((name, level) for name in ("loop", *_names(node.target)))
+            level = self._nesting_level(node.iter)
+            yield from ((name, level) for name in ("loop", *_target_names(node.target)))
         elif isinstance(node, nodes.Macro):
-            yield from ((_ARGUMENTS, self._level(value)) for value in node.defaults)
+            yield from ((_ARGUMENTS_KEY, self._nesting_level(value)) for value in node.defaults)
         elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
             values = [*node.args, *(pair.value for pair in node.kwargs)]
             if node.node.name in self._macros:
-                yield from ((_ARGUMENTS, self._level(value)) for value in values)
+                yield from ((_ARGUMENTS_KEY, self._nesting_level(value)) for value in values)
             elif node.node.name == "namespace":
-                yield from ((_SPACES, self._level(value)) for value in values)
+                yield from ((_NAMESPACES_KEY, self._nesting_level(value)) for value in values)
 
-    def _level(self, node: nodes.Node | None) -> int:
+    def _nesting_level(self, node: nodes.Node | None) -> int:
         if isinstance(node, nodes.Name):
-            if node.name in self._spaces:
-                return self._levels.get(_SPACES, 0) + 1
-            own = self._levels.get(node.name, 0)
-            return max(own, self._levels.get(_ARGUMENTS, 0)) if node.name in self._arguments else own
+            if node.name in self._namespace_names:
+                return self._nesting_levels.get(_NAMESPACES_KEY, 0) + 1
+            level = self._nesting_levels.get(node.name, 0)
+            return max(level, self._nesting_levels.get(_ARGUMENTS_KEY, 0)) if node.name in self._arguments else level
         if isinstance(node, _LITERALS):
-            return 1 + max((self._inside(item) for item in node.iter_child_nodes()), default=0)
-        if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name in self._spaces:
-            return self._levels.get(_SPACES, 0)
+            return 1 + max((self._item_level(item) for item in node.iter_child_nodes()), default=0)
+        if (
+            isinstance(node, nodes.Getattr)
+            and isinstance(node.node, nodes.Name)
+            and node.node.name in self._namespace_names
+        ):
+            return self._nesting_levels.get(_NAMESPACES_KEY, 0)
         if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
             if node.node.name not in ("dict", "namespace"):
                 return 0
-            return 1 + max((self._level(pair.value) for pair in node.kwargs), default=0)
+            return 1 + max((self._nesting_level(pair.value) for pair in node.kwargs), default=0)
         if node is None or isinstance(node, (nodes.Const, nodes.Concat, nodes.Compare, nodes.Test, nodes.Not)):
             return 0
         if isinstance(node, nodes.Filter) and node.name in ("trim", "tojson", "string", "join", "length", "count"):
             return 0
-        return max((self._level(child) for child in node.iter_child_nodes()), default=0)
+        return max((self._nesting_level(child) for child in node.iter_child_nodes()), default=0)
 
-    def _inside(self, node: nodes.Node) -> int:
+    def _item_level(self, node: nodes.Node) -> int:
         """The level of an item of a literal: literals in literals are as large as they are written, and no larger."""
         if isinstance(node, nodes.Pair):
-            return self._inside(node.value)
-        level = self._level(node)
+            return self._item_level(node.value)
+        level = self._nesting_level(node)
         return level - 1 if isinstance(node, _LITERALS) else level
 
 
-def _only_namespaces(tree: nodes.Template) -> set[str]:
+def _find_namespaces(tree: nodes.Template) -> set[str]:
     """Names that stand for namespaces and nothing else."""
-    made, other = set[str](), set[str]()
+    namespaces, other_names = set[str](), set[str]()
     for assign in tree.find_all(nodes.Assign):
         call = assign.node
         is_space = isinstance(call, nodes.Call) and isinstance(call.node, nodes.Name) and call.node.name == "namespace"
-        (made if is_space else other).update(_names(assign.target))
+        (namespaces if is_space else other_names).update(_target_names(assign.target))
     for loop in tree.find_all(nodes.For):
-        other.update(_names(loop.target))
+        other_names.update(_target_names(loop.target))
     for macro in tree.find_all(nodes.Macro):
-        other.update(name.name for name in macro.args)
-    return made - other
+        other_names.update(name.name for name in macro.args)
+    return namespaces - other_names
 
 
-def _names(target: nodes.Node) -> list[str]:
+def _target_names(target: nodes.Node) -> list[str]:
     if isinstance(target, nodes.Name):
         return [target.name]
     return [name.name for name in target.find_all(nodes.Name)]
 
 
-def _known_attribute(name: str) -> None:
-    if name in _OTHER_METHODS:
+def _check_attribute(name: str) -> None:
+    if name in _UNSAFE_METHODS:
         raise _UnsupportedTemplate
 
 
-def _own_name(name: object) -> None:
+def _check_name(name: object) -> None:
     """What a template may call something of its own: not what methods are called, which it could hide there."""
-    if name in _METHODS or name in _MEASURED_METHODS or name in _OTHER_METHODS:
+    if name in _SAFE_METHODS or name in _MEASURED_METHODS or name in _UNSAFE_METHODS:
         raise _UnsupportedTemplate
 
 
@@ -369,14 +377,14 @@ def _is_constant(node: nodes.Node) -> bool:
     )
 
 
-def _is_short(node: nodes.Node) -> bool:
+def _is_short_constant(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and not (
         isinstance(node.value, str) and len(node.value) > _REPLACEMENT_CHARS_MAX
     )
 
 
-def _is_more(node: nodes.Node, most: int) -> bool:
-    return isinstance(node, nodes.Const) and isinstance(node.value, int) and node.value > most
+def _is_above(node: nodes.Node, limit: int) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, int) and node.value > limit
 
 
 def _is_number(node: nodes.Node) -> bool:
@@ -395,36 +403,41 @@ def _is_number(node: nodes.Node) -> bool:
 # The change -----------------------------------------------------------------------------------------------------------
 
 
-def _insert(tree: nodes.Template) -> None:
+def _insert_checks(tree: nodes.Template) -> None:
     for loop in list(tree.find_all(nodes.For)):
-        loop.body.insert(0, nodes.ExprStmt(_look(), lineno=loop.lineno))
+        loop.body.insert(0, nodes.ExprStmt(_deadline_check(), lineno=loop.lineno))
         if loop.test is not None:
-            loop.test = nodes.And(_look(), loop.test, lineno=loop.lineno)
+            loop.test = nodes.And(_deadline_check(), loop.test, lineno=loop.lineno)
     for macro in list(tree.find_all(nodes.Macro)):
-        macro.body.insert(0, nodes.ExprStmt(_look(), lineno=macro.lineno))
-    _measure(tree)
+        macro.body.insert(0, nodes.ExprStmt(_deadline_check(), lineno=macro.lineno))
+    _insert_size_checks(tree)
 
 
-def _look() -> nodes.Test:
+def _deadline_check() -> nodes.Test:
     return nodes.Test(nodes.Const(None, lineno=1), "in_time", [], [], None, None, lineno=1)
 
 
-def _measure(node: nodes.Node, *, inside: bool = False) -> None:
+def _insert_size_checks(node: nodes.Node, *, inside_concatenation: bool = False) -> None:
     """Have every value measured that is put together, once for all that is put together at once."""
     for name, value in list(node.iter_fields()):
         if isinstance(value, nodes.Node):
-            setattr(node, name, _with_measure(value, inside=inside))
+            setattr(node, name, _with_size_check(value, inside_concatenation=inside_concatenation))
         elif isinstance(value, list):
-            value[:] = [_with_measure(item, inside=inside) if isinstance(item, nodes.Node) else item for item in value]
+            value[:] = [
+                _with_size_check(item, inside_concatenation=inside_concatenation)
+                if isinstance(item, nodes.Node)
+                else item
+                for item in value
+            ]
 
 
-def _with_measure(node: nodes.Node, *, inside: bool) -> nodes.Node:
-    joins = isinstance(node, (nodes.Add, nodes.Concat))
-    _measure(node, inside=joins)
-    grows = isinstance(node, nodes.Filter) and node.name in ("join", "replace", "indent", "tojson")
-    grows |= (
+def _with_size_check(node: nodes.Node, *, inside_concatenation: bool) -> nodes.Node:
+    is_concatenation = isinstance(node, (nodes.Add, nodes.Concat))
+    _insert_size_checks(node, inside_concatenation=is_concatenation)
+    can_grow = isinstance(node, nodes.Filter) and node.name in ("join", "replace", "indent", "tojson")
+    can_grow |= (
         isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr in _MEASURED_METHODS
     )
-    if (joins and not inside) or grows:
-        return nodes.Filter(node, "measured", [], [], None, None, lineno=node.lineno)
+    if (is_concatenation and not inside_concatenation) or can_grow:
+        return nodes.Filter(node, "check_size", [], [], None, None, lineno=node.lineno)
     return node
