@@ -145,7 +145,7 @@ class Admin:
         body = {
             "name": "blockcast router",
             "version": self._version,
-            "passed_to_workers": [*self._passed],
+            "forwarded_to_workers": [*self._passed],
             "served_here": self.routes.paths(public=True),
         }
         return Answer(msgspec.json.encode(body))

@@ -16,7 +16,7 @@ from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
-FORWARDED = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
+PROXY_HEADERS = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
 
 Guard = Callable[[ClientConnection, HttpRequest], None]
 """Raises RequestError where a request may not use the admin routes of the address that it came to."""
@@ -30,36 +30,36 @@ class AdminGuard:
         self._key = key.encode()
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
 
-    def admin_address(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def check_on_admin_address(self, connection: ClientConnection, request: HttpRequest) -> None:
         """The address that serves nothing else."""
         self._check(request)
 
-    def loopback_only(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def check_on_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
         """The main address where there is no other: for this very machine, and not by way of a proxy on it."""
-        if not connection.peer.startswith(LOOPBACK) or any(request.header(name) for name in FORWARDED):
-            raise _forbidden(f"{request.path} is served on the admin address only, or to loopback")
+        if not connection.peer.startswith(LOOPBACK) or any(request.header(name) for name in PROXY_HEADERS):
+            raise _forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
         self._check(request)
 
-    def elsewhere(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def refuse(self, connection: ClientConnection, request: HttpRequest) -> None:
         """The main address where there is another for these routes."""
-        raise _forbidden(f"{request.path} is served on the admin address only")
+        raise _forbidden_error(f"{request.path} is served on the admin address only")
 
     def _check(self, request: HttpRequest) -> None:
-        if not hmac.compare_digest(bearer(request), self._key):
+        if not hmac.compare_digest(bearer_token(request), self._key):
             raise RequestError(
                 "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
             )  # fmt: skip
         host = (request.header(b"host") or b"").decode("latin-1").lower()
-        if not self._is_ours(host):
-            raise _forbidden("the Host header names none of this router's hosts; --admin-host NAME makes it one")
+        if not self._is_own_host(host):
+            raise _forbidden_error("the Host header names none of this router's hosts; --admin-host NAME makes it one")
         origin = request.header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
-            raise _forbidden("pages of other sites may not use the admin routes")
+            raise _forbidden_error("pages of other sites may not use the admin routes")
         kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and kind != b"application/json":
             raise RequestError("the body has to be declared as application/json", param=None, status=415)
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -73,15 +73,15 @@ class AdminGuard:
         return True
 
 
-def anybody(connection: ClientConnection, request: HttpRequest) -> None:
+def allow_all(connection: ClientConnection, request: HttpRequest) -> None:
     """A Unix socket: who can open it is the file system's to say."""
 
 
-def bearer(request: HttpRequest) -> bytes:
+def bearer_token(request: HttpRequest) -> bytes:
     """The key that a request brings; empty where there is none."""
     scheme, _, token = (request.header(b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 
-def _forbidden(message: str) -> RequestError:
+def _forbidden_error(message: str) -> RequestError:
     return RequestError(message, param=None, code="forbidden", status=403)

@@ -28,23 +28,23 @@ from options.system import raise_file_limit
 from options.tls import client_context
 from prompts.errors import RequestError
 from router.app.accounting import count_end, count_tokens_of_key, log_state, request_fields
-from router.app.addresses import Addresses
 from router.app.admin import Admin
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
-from router.app.guard import Guard, anybody
+from router.app.guard import Guard, allow_all
+from router.app.listen_addresses import ListenAddresses
 from router.app.request_reader import RequestReader
-from router.app.server import PASSED, TICK_S, RouterApp
+from router.app.server import FORWARDED_PATHS, TICK_S, RouterApp
 from router.app.system import (
-    Heap,
-    collect_old,
-    connections_within,
-    files_short,
-    naming,
-    settle_heap,
-    streams_room,
+    HeapTrimmer,
+    collect_old_objects,
+    connections_limit,
+    event_streams_max,
+    limit_garbage_collection,
+    name_flag_in_errors,
+    too_few_files_message,
 )
-from router.app.tenants import Tenants
+from router.app.tenant_limits import TenantLimits
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -97,7 +97,7 @@ class RouterProcess:
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
-        self._heap = Heap(self._executor)
+        self._heap = HeapTrimmer(self._executor)
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
@@ -134,13 +134,13 @@ class RouterProcess:
         known = ConversationCache(config.conversation_cache_mb << 20)
         self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, known)
         self._proxy.on_end.append(self._request_reader.stored_responses.ended)
-        self._tenants = Tenants(config.edge, self._metrics)
+        self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.sharing)
         self._request_reader.model_names = names if names.renames else None
         self._feed = IndexFeed(
             self._index,
             on_connection=self._stream_changed,
-            streams_max=min(config.fleet.streams_max, streams_room(raise_file_limit())),
+            streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
         self._reasons = Reasons(
@@ -152,7 +152,7 @@ class RouterProcess:
             self._metrics,
             emptied=self._feed.emptied,
         )
-        self._addresses = Addresses(config, self._admin_key, self._app)
+        self._addresses = ListenAddresses(config, self._admin_key, self._app)
         self._peers: PeerSockets | None = None
         self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
@@ -190,7 +190,7 @@ class RouterProcess:
             stack.callback(beat.cancel)
             if picked is not None:
                 await self._start_picker(*picked)
-            settle_heap()
+            limit_garbage_collection()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._signalled)
@@ -206,15 +206,15 @@ class RouterProcess:
     def _connections_max(self) -> int:
         """Number of connections of each address, for which file descriptors are enough."""
         limit, workers, wanted = raise_file_limit(), len(self._config.workers), self._config.edge.connections_max
-        enough = connections_within(limit, workers, wanted)
+        enough = connections_limit(limit, workers, wanted)
         if enough < (CONNECTIONS_FEW if wanted == CONNECTIONS_MAX else wanted):
-            log.warning(files_short(limit, workers, wanted))
+            log.warning(too_few_files_message(limit, workers, wanted))
         return enough
 
     def _start_feed(self) -> None:
         self._feed.start()
         for endpoint in self._config.bind_events:
-            with naming("--bind-events", endpoint):
+            with name_flag_in_errors("--bind-events", endpoint):
                 log.info("publishers may connect to %s", self._feed.bind(endpoint))
 
     def _assemble(self, session: aiohttp.ClientSession) -> None:
@@ -244,7 +244,7 @@ class RouterProcess:
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             aliases=self._request_reader.model_names.aliases if self._request_reader.model_names is not None else {},
-            passed=() if isinstance(config, EppConfig) else [*PASSED, *config.edge.pass_routes],
+            passed=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
             self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get
@@ -273,7 +273,7 @@ class RouterProcess:
 
         self._request_reader.model_header = REWRITE
         picking = Picking(config.picker, Endpoints(self._core.workers))
-        picker = PickerServer(self._app(anybody, kind=Pick), picking, ready=self._admin.not_ready)
+        picker = PickerServer(self._app(allow_all, kind=Pick), picking, ready=self._admin.not_ready)
         tls = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed
@@ -303,9 +303,9 @@ class RouterProcess:
             self._admin.routes,
             guard=guard,
             reasons=self._reasons,
-            look_for=self._fleet.look_for,
-            kind=kind,
-            serves=not isinstance(self._config, EppConfig),
+            discover_model=self._fleet.look_for,
+            make_exchange=kind,
+            forwards=not isinstance(self._config, EppConfig),
         )
 
     def _start_fleet(self) -> None:
@@ -333,10 +333,10 @@ class RouterProcess:
             return None
         sockets = PeerSockets(PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
         if self._config.peer_bind is not None:
-            with naming("--peer-bind", self._config.peer_bind):
+            with name_flag_in_errors("--peer-bind", self._config.peer_bind):
                 sockets.bind(self._config.peer_bind)
         for peer in self._config.peers:
-            with naming("--peer", peer):
+            with name_flag_in_errors("--peer", peer):
                 sockets.connect(peer)
         if sockets.address is not None:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
@@ -384,13 +384,13 @@ class RouterProcess:
         if now - self._swept_s < self._config.edge.timeouts.sweep_s:
             return
         self._swept_s = now
-        idle = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.beat)
+        idle = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
         for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
-        self._addresses.each(lambda listener: self._guarded("listener", listener.sweep, now))
+        self._addresses.for_each_listener(lambda listener: self._guarded("listener", listener.sweep, now))
         if self._picker is not None:
             self._guarded("picker", self._picker.beat, now)
-        collect_old(idle=not self._proxy.exchanges)
+        collect_old_objects(idle=not self._proxy.exchanges)
 
     def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
@@ -424,7 +424,7 @@ class RouterProcess:
             self._fleet.suspect(decision.worker)
 
     def _ended(self, exchange: Exchange) -> None:
-        self._tenants.leave(exchange.request_id)
+        self._tenants.remove_request(exchange.request_id)
         if self._config.edge.api_keys:
             count_tokens_of_key(self._metrics, exchange)
         now = self._now()
@@ -440,25 +440,25 @@ class RouterProcess:
         if self._stop.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
             self._hurry.set()
-            self._addresses.each(Listener.abort)
+            self._addresses.for_each_listener(Listener.abort)
         self._stop.set()
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
         `shutdown_s` to end."""
         await self._leave_rotation()
-        self._addresses.each(Listener.stop_listening)
+        self._addresses.for_each_listener(Listener.stop_listening)
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker = self._picker
         ending = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
-        while self._addresses.busy or (ending is not None and self._proxy.exchanges):
+        while self._addresses.is_busy or (ending is not None and self._proxy.exchanges):
             if self._now() > deadline_s or self._hurry.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
-        self._addresses.each(Listener.abort)
+        self._addresses.for_each_listener(Listener.abort)
         await asyncio.sleep(0)
 
     async def _leave_rotation(self) -> None:

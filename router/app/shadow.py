@@ -56,11 +56,11 @@ class ShadowApp(RouterApp):
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         if not is_worker_path(request.path):
-            self._own.handle(connection, request)
+            self._local_routes.handle(connection, request)
             return
         if request.path in KINDS and request.method == "POST":
             try:
-                self._serve(connection, request)
+                self._forward(connection, request)
                 return
             except RequestError:
                 pass  # whoever answers it will say so
@@ -70,7 +70,13 @@ class ShadowApp(RouterApp):
         exchange.answer()
 
     def _place(
-        self, exchange: Exchange, tenant: str, asked: RequestIntent, read: TokenizedPrompt, *, looked: bool = False
+        self,
+        exchange: Exchange,
+        tenant: str,
+        asked: RequestIntent,
+        read: TokenizedPrompt,
+        *,
+        is_rediscovered: bool = False,
     ) -> None:
         assert isinstance(exchange, Mirrored)
         self._metrics.tokenize_s.observe(read.seconds)
@@ -121,7 +127,7 @@ class ShadowProcess(RouterProcess):
     def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return ShadowApp(
             self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
-            guard=guard, reasons=self._reasons, kind=Mirrored,
+            guard=guard, reasons=self._reasons, make_exchange=Mirrored,
         )  # fmt: skip
 
     def _page(self, request: HttpRequest, _: str) -> Answer:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from router.app.system import connections_within, files_short
+from router.app.system import connections_limit, too_few_files_message
 
 
 def test_connections_are_bounded_by_descriptors() -> None:
-    assert connections_within(1 << 20, 2000, 20_000) == 20_000
-    assert connections_within(48_200, 2000, 20_000) == 20_000
-    assert connections_within(48_198, 2000, 20_000) == 19_999
-    assert connections_within(1_024, 0, 20_000) == 412
-    assert connections_within(64, 2000, 20_000) == 1
+    assert connections_limit(1 << 20, 2000, 20_000) == 20_000
+    assert connections_limit(48_200, 2000, 20_000) == 20_000
+    assert connections_limit(48_198, 2000, 20_000) == 19_999
+    assert connections_limit(1_024, 0, 20_000) == 412
+    assert connections_limit(64, 2000, 20_000) == 1
 
 
 def test_too_few_descriptors_are_named_with_what_is_needed() -> None:
-    said = files_short(48_198, 2000, 20_000)
+    said = too_few_files_message(48_198, 2000, 20_000)
     assert "48198 file descriptors are too few for 2000 event streams" in said
     assert "at most 19999 connections are taken" in said
     assert "48200" in said

@@ -15,7 +15,7 @@ from events.types import DecodeError
 from options import ConfigError
 from router.fleet import kubernetes
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
-from router.fleet.slices import Addresses, Watched, read_pod, read_pool, read_slice
+from router.fleet.slices import ListenAddresses, Watched, read_pod, read_pool, read_slice
 
 if sys.version_info >= (3, 11):
     import kmock
@@ -132,9 +132,9 @@ class Followed:
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.told: list[Addresses] = []
+        self.told: list[ListenAddresses] = []
 
-    async def until(self, wanted: Addresses) -> None:
+    async def until(self, wanted: ListenAddresses) -> None:
         for _ in range(300):
             if self.told and self.told[-1] == wanted:
                 return

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR = """
 import gc
-from router.app.system import collect_old, settle_heap
-settle_heap()
+from router.app.system import collect_old_objects, limit_garbage_collection
+limit_garbage_collection()
 looked = []
 gc.callbacks.append(lambda phase, info: looked.append(
     sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)) if phase == "start" else 0))
@@ -18,17 +18,17 @@ kept = []
 for i in range(500_000):
     kept.append([i])
     if i % 1000 == 0:
-        collect_old(idle=False)
+        collect_old_objects(idle=False)
 busy = max(looked)
 looked.clear()
-collect_old(idle=True)
+collect_old_objects(idle=True)
 idle = max(looked)
 looked.clear()
 while max(looked, default=0) < 500_000:
     looked.clear()
     for _ in range(1000):
         kept.append([])
-        collect_old(idle=False)
+        collect_old_objects(idle=False)
 print(busy, idle, len(kept))
 """
 

@@ -15,10 +15,10 @@ from reference.tally import NaiveTally
 
 from options import Schema, load
 from router.app.admin import Admin
-from router.app.guard import Guard, anybody
+from router.app.guard import Guard, allow_all
 from router.app.request_reader import RequestReader
 from router.app.server import RouterApp
-from router.app.tenants import Tenants
+from router.app.tenant_limits import TenantLimits
 from router.counters import Metrics
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -306,11 +306,11 @@ class Edge:
         self.fleet = NoFleet(self.core, self.now)
         self.admin = Admin(self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test")
         self.proxy.tells_cache = config.cache_headers
-        self.tenants = Tenants(config, self.metrics)
-        self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
+        self.tenants = TenantLimits(config, self.metrics)
+        self.proxy.on_end.append(lambda exchange: self.tenants.remove_request(exchange.request_id))
         self.proxy.on_end.append(reading.stored_responses.ended)
         self.app = RouterApp(
-            self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or anybody
+            self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or allow_all
         )
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.app.admin import Admin
-from router.app.guard import AdminGuard, anybody
+from router.app.guard import AdminGuard, allow_all
 
 KEY = b"Authorization: Bearer secret"
 JSON = b"Content-Type: application/json"
@@ -36,7 +36,7 @@ def test_every_route_but_a_few_needs_the_key(edge: Any) -> None:
     """Walks what there is: a new route is closed until it is put on the list here."""
 
     async def scenario() -> None:
-        await edge.start(guard=AdminGuard("secret", ()).loopback_only)
+        await edge.start(guard=AdminGuard("secret", ()).check_on_loopback)
         found = routes_of(edge.admin)
         assert len(found) >= 10
         for method, path, _ in found:
@@ -80,7 +80,7 @@ def test_what_a_web_page_or_a_proxy_sends_is_refused(
     """400 is the handler's own answer: it was let in."""
 
     async def scenario() -> None:
-        await edge.start(guard=AdminGuard("secret", ["router.example"]).loopback_only)
+        await edge.start(guard=AdminGuard("secret", ["router.example"]).check_on_loopback)
         assert status(await edge.exchange(ask(b"POST", b"/workers", *headers, body=NEW, host=host))) == expected
 
     edge.run(scenario())
@@ -88,7 +88,7 @@ def test_what_a_web_page_or_a_proxy_sends_is_refused(
 
 def test_each_address_has_its_rule(edge: Any) -> None:
     guard = AdminGuard("secret", ())
-    rules = [(guard.admin_address, 200), (guard.loopback_only, 200), (guard.elsewhere, 403), (anybody, 200)]
+    rules = [(guard.check_on_admin_address, 200), (guard.check_on_loopback, 200), (guard.refuse, 403), (allow_all, 200)]
 
     async def one(rule: Any, expected: int) -> None:
         await edge.start(guard=rule)

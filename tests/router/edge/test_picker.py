@@ -110,7 +110,7 @@ async def picker(
         EdgeConfig(**given),
         edge.admin.routes,
         guard=lambda *_: None,
-        kind=Pick,
+        make_exchange=Pick,
     )
     server = PickerServer(app, picking, ready=edge.admin.not_ready)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None

@@ -69,7 +69,7 @@ def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: 
                 models = (*spec.models, ServedModel("tuned", "tiny", lora="tuned"))
                 edge.core.add_worker(dataclasses.replace(spec, models=models), edge.now())
 
-        edge.app._look_for = look_for
+        edge.app._discover_model = look_for
         for model, status, body in (
             ("tuned", 200, b'"answered"'), ("tuned", 200, b'"answered"'), ("nobody", 404, b"No worker serves model"),
             ("tiny", 200, b'"answered"'),
@@ -182,7 +182,7 @@ def test_unknown_paths_and_methods(edge: Any) -> None:
 
 def test_admin_routes_are_closed_to_others(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        await edge.start(guard=AdminGuard("secret", ()).elsewhere)
+        await edge.start(guard=AdminGuard("secret", ()).refuse)
         for request in (get("/workers"), make_post(b"", b"/workers/w0/drain"), make_post(CHAT, b"/route")):
             status, _, body = parts(await edge.exchange(request))
             assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from options.tls import server_context
 from router.app.config import ProcessConfig
 from router.app.guard import AdminGuard, Guard
-from router.app.system import naming
+from router.app.system import name_flag_in_errors
 from router.http.connection import Application
 from router.http.listener import Listener
 
 log = logging.getLogger("router")
 
 
-class Addresses:
-    """`bind`, then `listen`. `make_app` makes what serves an address, whose admin routes `guard` keeps."""
+class ListenAddresses:
+    """`bind`, then `listen`. `make_app` makes what serves an address, whose admin routes its `Guard` protects."""
 
     def __init__(self, config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application]) -> None:
         self._config = config
-        self._bound: list[tuple[str, tuple[str, int], Listener]] = []
+        self._listeners: list[tuple[str, tuple[str, int], Listener]] = []
         """Each with its flag and with what the flag said."""
         self._admin_key = admin_key
         self._make_app = make_app
@@ -35,18 +35,20 @@ class Addresses:
         admin = config.admin_address
         hosts = [config.host] if admin is None else [config.host, admin[0]]
         guard = AdminGuard(self._admin_key, [*config.admin_hosts, *hosts])
-        own = guard.loopback_only if admin is None else guard.elsewhere
-        main = config.host, config.http_port
-        port = await self._bind("--host and --port", main, own, connections_max, reuse_port=config.reuse_port)
+        main_guard = guard.check_on_loopback if admin is None else guard.refuse
+        main_address = config.host, config.http_port
+        port = await self._bind(
+            "--host and --port", main_address, main_guard, connections_max, reuse_port=config.reuse_port
+        )
         if admin is not None:
-            admin_port = await self._bind("--admin", admin, guard.admin_address, connections_max)
+            admin_port = await self._bind("--admin", admin, guard.check_on_admin_address, connections_max)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         return port
 
     async def listen(self) -> None:
         """Accept connections on every address. Raises OSError."""
-        for flag, address, listener in self._bound:
-            with naming(flag, "{}:{}".format(*address)):
+        for flag, address, listener in self._listeners:
+            with name_flag_in_errors(flag, "{}:{}".format(*address)):
                 await listener.listen()
 
     async def _bind(
@@ -54,8 +56,8 @@ class Addresses:
     ) -> int:
         config = self._config
         listener = Listener(self._make_app(guard), config.edge.client_timeouts, connections_max)
-        self._bound.append((flag, address, listener))
-        with naming(flag, "{}:{}".format(*address)):
+        self._listeners.append((flag, address, listener))
+        with name_flag_in_errors(flag, "{}:{}".format(*address)):
             return await listener.bind(
                 *address,
                 server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
@@ -63,11 +65,11 @@ class Addresses:
             )
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """A request is being answered."""
-        return any(listener.busy for _, _, listener in self._bound)
+        return any(listener.busy for _, _, listener in self._listeners)
 
-    def each(self, step: Callable[[Listener], None]) -> None:
+    def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """`step` on every listener."""
-        for _, _, listener in self._bound:
+        for _, _, listener in self._listeners:
             step(listener)

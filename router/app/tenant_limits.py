@@ -16,15 +16,15 @@ from router.app.request_reader import RequestIntent
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 
-_SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
+_SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 """Routes whose bodies take a `cache_salt`."""
 
 
-class Tenants:
-    """All keys of one process."""
+class TenantLimits:
+    """Requests and tokens in flight of all API keys of one process."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
-        names = {key: name_of(number) for number, key in enumerate(config.api_keys)}
+        names = {key: key_name(number) for number, key in enumerate(config.api_keys)}
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
@@ -35,65 +35,65 @@ class Tenants:
         self._salts = {name: _salt(key) for key, name in names.items()} if config.tenant_salts else {}
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        self._flights: dict[str, tuple[str, int]] = {}
+        self._in_flight: dict[str, tuple[str, int]] = {}
         """request id -> (tenant, prompt tokens)."""
-        self._are_keys = bool(names)
+        self._has_keys = bool(names)
 
-    def check(self, tenant: str) -> None:
+    def check_request_limit(self, tenant: str) -> None:
         """Raises RequestError where a key has too many requests."""
-        if self._are_keys and self.requests[tenant] >= self._requests_max:
+        if self._has_keys and self.requests[tenant] >= self._requests_max:
             self._refuse("requests", f"this API key has {self.requests[tenant]} requests in flight")
 
-    def enter(self, tenant: str, request_id: str) -> None:
-        """A request begins."""
-        if self._are_keys:
+    def add_request(self, tenant: str, request_id: str) -> None:
+        """Count a request that begins."""
+        if self._has_keys:
             self.requests[tenant] += 1
-            self._flights[request_id] = (tenant, 0)
+            self._in_flight[request_id] = (tenant, 0)
 
-    def weigh(self, request_id: str, tokens: int) -> None:
-        """Its prompt was read. Raises RequestError where its key has too many tokens in flight."""
-        known = self._flights.get(request_id)
-        if known is None:
+    def add_prompt_tokens(self, request_id: str, tokens: int) -> None:
+        """Count the tokens of a request's prompt. Raises RequestError where its key has too many in flight."""
+        request = self._in_flight.get(request_id)
+        if request is None:
             return  # its client left, or there are no keys
-        tenant = known[0]
+        tenant = request[0]
         if self.tokens[tenant] and self.tokens[tenant] + tokens > self._tokens_max:
             self._refuse("tokens", f"this API key has prompts of {self.tokens[tenant]} tokens in flight")
         self.tokens[tenant] += tokens
-        self._flights[request_id] = (tenant, tokens)
+        self._in_flight[request_id] = (tenant, tokens)
 
-    def leave(self, request_id: str) -> None:
-        """A request ended."""
-        known = self._flights.pop(request_id, None)
-        if known is None:
+    def remove_request(self, request_id: str) -> None:
+        """Stop counting a request that ended."""
+        request = self._in_flight.pop(request_id, None)
+        if request is None:
             return
-        tenant, tokens = known
+        tenant, tokens = request
         for sums, amount in ((self.requests, 1), (self.tokens, tokens)):
             sums[tenant] -= amount
             if not sums[tenant]:
                 del sums[tenant]
 
-    def apply(self, tenant: str, path: str, asked: RequestIntent) -> dict[str, object]:
+    def apply_key_settings(self, tenant: str, path: str, intent: RequestIntent) -> dict[str, object]:
         """Give a request its key's name of its session, its key's salt, and no more priority than its key may ask for.
         Return the fields of its body that say so to the worker."""
-        if self._are_keys:
-            asked.session = asked.session.of_tenant(tenant)
+        if self._has_keys:
+            intent.session = intent.session.of_tenant(tenant)
         floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
-        if salt is None and asked.priority >= floor and asked.body_request.priority >= floor:
+        if salt is None and intent.priority >= floor and intent.body_request.priority >= floor:
             return {}
         fields: dict[str, object] = {}
-        if asked.body_request.priority < floor:
+        if intent.body_request.priority < floor:
             fields["priority"] = floor
-        asked.priority = max(asked.priority, floor)
-        if salt is not None and path in _SALTED:
-            given = asked.body_request.cache_salt
-            fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
-            asked.body_request = asked.body_request.replaced(cache_salt=salt)
+        intent.priority = max(intent.priority, floor)
+        if salt is not None and path in _SALTED_PATHS:
+            client_salt = intent.body_request.cache_salt
+            fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
+            intent.body_request = intent.body_request.replaced(cache_salt=salt)
         return fields
 
     def check_invariants(self) -> None:
-        requests = Counter(tenant for tenant, _ in self._flights.values())
+        requests = Counter(tenant for tenant, _ in self._in_flight.values())
         tokens: Counter[str] = Counter()
-        for tenant, amount in self._flights.values():
+        for tenant, amount in self._in_flight.values():
             tokens[tenant] += amount
         assert requests == self.requests
         assert +tokens == self.tokens
@@ -103,8 +103,8 @@ class Tenants:
         raise RequestError(message, param=None, code="too_many_requests", status=429)
 
 
-def name_of(number: int) -> str:
-    """What the key in this place of the configuration is called."""
+def key_name(number: int) -> str:
+    """Return the name of the key at this place of the configuration."""
     return f"key {number}"
 
 
