@@ -84,21 +84,21 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             spec,
             executor.unit_count,
             enable_prefix_caching=config.enable_prefix_caching,
-            step_tokens_max=executor.step_tokens,
+            step_tokens_max=executor.step_tokens_max,
             adaptive_eviction=config.eviction_policy == "adaptive",
             host_units=executor.host_units,
             load_bytes_max=executor.load_bytes_max,
         )
         scheduler_config = SchedulerConfig(
-            max_num_seqs=min(config.max_num_seqs, executor.step_tokens),
-            max_num_batched_tokens=executor.step_tokens,
+            max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),
+            max_num_batched_tokens=executor.step_tokens_max,
             max_model_len=executor.max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
-            enough_prompt_tokens=executor.enough_prompt_tokens,
+            target_prefill_tokens=executor.target_prefill_tokens,
             prefill_order=config.prefill_order,
         )
         scheduler = Scheduler(scheduler_config, cache)
-        runner = executor.runner(tuple(eos_token_ids), grammars)
+        runner = executor.make_runner(tuple(eos_token_ids), grammars)
         groups = group_infos(spec)
         publisher = None
         if config.kv_events.is_enabled:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 FAILURES_MAX = 10
 """Steps that fail one after the other before the engine ends: what no request can mend, a new process may."""
 
-COMPILE_WAIT_S = 0.01
+GRAMMAR_WAIT_S = 0.01
 """How long a step waits for a grammar where there is nothing else to do: commands are read between steps."""
 
 Publish = Callable[[Collection[Event]], None]
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class Overlapping(Protocol):
+class OverlappingRunner(Protocol):
     """A runner that computes a step while the next one is planned."""
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -66,25 +66,25 @@ class Executor:
     vocab_size: int
     dtype: str
     device: str
-    runner: Callable[[tuple[int, ...], Grammars | None], Runner]
+    make_runner: Callable[[tuple[int, ...], Grammars | None], Runner]
     """From the token ids that end an answer, and what constrained answers match. Called once, after the cache is made.
     """
     close: Callable[[], None]
     """End what the steps need besides this process; idempotent."""
     watch: Callable[[Callable[[str], None]], None]
     """From now on call back, on any thread, with the reason why no further step can be computed."""
-    lateness: Callable[[], Lateness | None]
-    step_tokens: int
+    simulation_lag: Callable[[], SimulationLag | None]
+    step_tokens_max: int
     """In one step, at most."""
     overlap: bool = False
-    """Whether the runner is `Overlapping`, and shall be used so."""
+    """Whether the runner is `OverlappingRunner`, and shall be used so."""
     host_units: int = 0
     """Of host memory under the cache."""
     load_bytes_max: int | None = None
     """That a step with decodes brings back from there; None: however much is asked for."""
     copy_s: Callable[[], float] = lambda: 0.0
     """Time spent on copies to host memory and back, where the steps wait for them."""
-    enough_prompt_tokens: int | None = None
+    target_prefill_tokens: int | None = None
     """As `SchedulerConfig` has it."""
     script: tuple[ScriptTurn, ...] = ()
     """What is said turn by turn, where steps are simulated; empty: whatever comes."""
@@ -98,15 +98,15 @@ class Executor:
     the weights are then the old ones."""
 
 
-class Lateness(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
     """How far simulated steps lag behind the times that they should take. Seconds."""
 
     steps: int = 0
     step_s: float = 0.0
     """What they should have taken."""
-    late_s: float = 0.0
+    lag_s: float = 0.0
     """Sum over the steps, of each one's end after it was due."""
-    late_s_max: float = 0.0
+    lag_s_max: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,17 +150,17 @@ class EngineCore:
         grammars: Grammars | None = None,
         copy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`overlap`: the runner is `Overlapping`; a step is planned and begun while the one before is computed.
+        """`overlap`: the runner is `OverlappingRunner`; a step is planned and begun while the one before is computed.
 
         `grammars`: what constrained answers match; None: no request may have a constraint. `copy_s`: as an Executor's.
         """
         self.scheduler = scheduler
         self._submit: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
         if overlap:
-            assert isinstance(runner, Overlapping)
+            assert isinstance(runner, OverlappingRunner)
             self._submit = runner.submit
-        self._out_max = 1 + overlap
-        self._out: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
+        self._in_flight_max = 1 + overlap
+        self._steps_in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         """Steps that were begun, oldest first, and what waits for the result of each."""
         self._publish = publish
         self._grammars = grammars
@@ -169,7 +169,7 @@ class EngineCore:
         """Requests whose grammar is being compiled, when they came, and what ends with that."""
         self._steps = 0
         self._failed_steps = 0
-        self._failures = 0
+        self._consecutive_failures = 0
         """Steps that failed since one was computed."""
 
     @property
@@ -205,59 +205,61 @@ class EngineCore:
         """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
         nothing to begin; what that one added to each request. Raises RunnerLostError.
         """
-        refused = self._add_compiled() if self._compiling else []
+        rejected = self._add_compiled() if self._compiling else []
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
-            self._begin(plan)
-            waits = len(self._out) == self._out_max
+            self._begin_step(plan)
+            should_wait = len(self._steps_in_flight) == self._in_flight_max
         else:
-            waits = bool(self._out)
-        outputs = self._finish() if waits else []
+            should_wait = bool(self._steps_in_flight)
+        outputs = self._finish_step() if should_wait else []
         self._publish_events()
-        return [*refused, *outputs] if refused else outputs
+        return [*rejected, *outputs] if rejected else outputs
 
     def _add_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
         if not self.scheduler.has_work:
-            wait({compiling for _, _, compiling in self._compiling.values()}, COMPILE_WAIT_S, FIRST_COMPLETED)
-        done = [name for name, (_, _, compiling) in self._compiling.items() if compiling.done()]
-        refused = []
-        for name in done:
-            request, came_s, compiling = self._compiling.pop(name)
+            wait({compiling for _, _, compiling in self._compiling.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
+        compiled_ids = [request_id for request_id, (_, _, compiling) in self._compiling.items() if compiling.done()]
+        rejected = []
+        for request_id in compiled_ids:
+            request, arrival_s, compiling = self._compiling.pop(request_id)
             try:
                 compiling.result()
-                self.scheduler.add(request, came_s)
+                self.scheduler.add(request, arrival_s)
             except ValueError as error:
-                output = SequenceOutput(request_id=name, token_ids=[], error=str(error), is_client_error=True)
+                output = SequenceOutput(request_id=request_id, token_ids=[], error=str(error), is_client_error=True)
                 output.finish_reason = FinishReason.ERROR
-                refused.append(output)
-        return refused
+                rejected.append(output)
+        return rejected
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _begin_step(self, plan: StepPlan) -> None:
         self._steps += 1
         try:
-            read = self._submit(plan)
+            wait_for_result = self._submit(plan)
         except Exception as error:  # noqa: BLE001 - whatever it is: it is told after those of the steps before
-            read = partial(_raise, error)
-        self._out.append((plan, read))
+            wait_for_result = partial(_raise, error)
+        self._steps_in_flight.append((plan, wait_for_result))
 
-    def _finish(self) -> Collection[SequenceOutput]:
+    def _finish_step(self) -> Collection[SequenceOutput]:
         """Take in the result of the oldest step that is out."""
-        plan, read = self._out.popleft()
+        plan, wait_for_result = self._steps_in_flight.popleft()
         try:
-            result = read()
+            result = wait_for_result()
         except RunnerLostError:
             raise
         except Exception as error:
             log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
             self._failed_steps += 1
-            self._failures += 1
-            if self._failures >= FAILURES_MAX:
-                raise RunnerLostError(f"{FAILURES_MAX} steps failed in a row, the last with {_story(error)}") from error
-            self._steps -= len(self._out)
-            self._out.clear()  # what was begun after it stands on it
-            return self.scheduler.fail(plan, f"the engine failed to compute a step: {_story(error)}")
-        self._failures = 0
+            self._consecutive_failures += 1
+            if self._consecutive_failures >= FAILURES_MAX:
+                raise RunnerLostError(
+                    f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
+                ) from error
+            self._steps -= len(self._steps_in_flight)
+            self._steps_in_flight.clear()  # what was begun after it stands on it
+            return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
+        self._consecutive_failures = 0
         return self.scheduler.apply(plan, result)
 
     def reset_prefix_cache(self) -> None:
@@ -268,8 +270,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
-            running=self.scheduler.running,
-            waiting=self.scheduler.waiting + len(self._compiling),
+            running=self.scheduler.running_count,
+            waiting=self.scheduler.waiting_count + len(self._compiling),
             kv_cache_usage=usage.live_units / usage.units,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
@@ -282,7 +284,7 @@ class EngineCore:
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,
-            finished_requests=totals.finished,
+            finished_requests=totals.finished_requests,
             steps=self._steps,
             failed_steps=self._failed_steps,
         )
@@ -300,5 +302,5 @@ def _raise(error: Exception) -> StepResult:
     raise error
 
 
-def _story(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.parallel.ranks import Leader
 
 BUILTIN_PRESET = "tiny"
-CPU_ENOUGH_PROMPT_TOKENS = 256
+CPU_TARGET_PREFILL_TOKENS = 256
 """Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
 
 
@@ -107,16 +107,16 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         vocab_size=model.config.vocab_size,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        runner=runner,
+        make_runner=runner,
         close=close,
         watch=lambda lost: None if leader is None else leader.watch(lost),
-        lateness=lambda: None,
-        step_tokens=config.step_tokens,
+        simulation_lag=lambda: None,
+        step_tokens_max=config.step_tokens,
         host_units=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
         copy_s=lambda: made[0].moves.copy_s if made else 0.0,
         overlap=overlaps(config, device),
-        enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
+        target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )
 
 
@@ -167,7 +167,7 @@ class LoadedModel:
         self._folder = folder
 
 
-def _enough_prompt_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
+def _target_prefill_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
     if device.type != "cpu" or multiplies_in_hardware(dtype):
         return None
-    return CPU_ENOUGH_PROMPT_TOKENS
+    return CPU_TARGET_PREFILL_TOKENS

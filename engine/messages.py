@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.core import EngineStats, Lateness
+from engine.core import EngineStats, SimulationLag
 from engine.types import DecodedTokens, Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
@@ -40,7 +40,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of /kv_event_sources."""
     prefix_caching: bool = True
     prefill_order: str = "shortest"
-    """Whose prompt is computed first (`engine.turns`)."""
+    """Whose prompt is computed first (`engine.prefill_queue`)."""
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
     unconstrained: str | None = None
@@ -98,7 +98,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     stats: EngineStats | None = None
     events: PublisherStats | None = None
     """With `stats`, where events are published."""
-    lateness: Lateness | None = None
+    lateness: SimulationLag | None = None
     """With `stats`, where steps are simulated."""
     decoded: DecodedTokens | None = None
     """More outputs, behind the others."""

@@ -1,9 +1,9 @@
 """Which sequences compute which positions in the next step.
 
 Continuous batching: every step mixes decodes and chunks of prefills under a token budget. Decodes go first (one token
-each), then prefills, started ones and waiting requests, as their turn is (`engine.turns`). When memory runs out, the
-running sequence that is last by (priority, arrival) is preempted: its blocks are released (most stay cached) and it is
-recomputed later.
+each), then prefills, started ones and waiting requests, in the order of `engine.prefill_queue`. When memory runs out,
+the running sequence that is last by (priority, arrival) is preempted: its blocks are released (most stay cached) and it
+is recomputed later.
 
 Owns the budget, seats, memory, and when a sequence ends. Refuses to know tensors, clocks and block contents.
 
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from engine.cache.kv_cache import KVCache
-from engine.decoding import Decoders, RequestEntry
-from engine.turns import PrefillOrder, PrefillTurns
+from engine.decode_batch import DecodeBatch, RequestEntry
+from engine.prefill_queue import PrefillOrder, PrefillQueue
 from engine.types import (
     Chunk,
     FinishReason,
@@ -36,7 +36,7 @@ from engine.types import (
     StepResult,
 )
 
-_COMPARED_MAX = 32
+_WAITING_SCAN_MAX = 32
 """Waiting requests that are looked at for a common prefix: worth a checkpoint, or being computed right now."""
 
 
@@ -46,7 +46,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
-    enough_prompt_tokens: int | None = None
+    target_prefill_tokens: int | None = None
     """A step that computes so many prompt tokens takes in no further request; None: only the budget ends it.
 
     Where a step of so many tokens is as efficient as a larger one, those who came first get their first token sooner.
@@ -79,30 +79,30 @@ class SchedulerTotals:
     """Of these, from host memory."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    finished: int = 0
+    finished_requests: int = 0
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlanDraft:
     """A plan being made."""
 
     chunks: dict[RequestEntry, Chunk] = field(default_factory=dict)
-    unnamed: list[RequestEntry] = field(default_factory=list)
+    unregistered_entries: list[RequestEntry] = field(default_factory=list)
     """Those whose blocks have no names yet: up to then they can be preempted."""
-    budget: int = 0
-    enough: int = 1
+    token_budget: int = 0
+    admission_budget_min: int = 1
     """Of the budget must be left for another prompt to be taken in."""
-    passed: int = 0
+    skipped_count: int = 0
     """Waiting requests that were passed over."""
-    moved: int = 0
+    requeued_count: int = 0
     """Those that went back to their place."""
-    admitted: bool = False
+    has_admitted: bool = False
     """Somebody was: nobody is preempted any more."""
-    closed: bool = False
+    is_admission_closed: bool = False
     """Nobody is admitted any more."""
 
 
-class _MustWait(Exception):
+class _MustDrain(Exception):
     """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
 
 
@@ -121,35 +121,37 @@ class Scheduler:
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
         self._entries: dict[str, RequestEntry] = {}
-        self._waiting = PrefillTurns(config.prefill_order, cache)
+        self._waiting = PrefillQueue(config.prefill_order, cache)
         self._running: list[RequestEntry] = []
-        self._arrivals = 0
-        self._arrived: list[RequestEntry] = []
-        self._planned = self._applied = 0
+        self._arrival_count = 0
+        self._new_arrivals: list[RequestEntry] = []
+        self._plan_count = self._applied_count = 0
         """Plans that were made, and those of them that were applied or failed."""
-        self._out: deque[tuple[StepPlan, list[RequestEntry], list[RequestEntry], Decoders | None]] = deque()
+        self._plans_in_flight: deque[tuple[StepPlan, list[RequestEntry], list[RequestEntry], DecodeBatch | None]] = (
+            deque()
+        )
         """(plan, those that it has chunks of, those that it only loads from host memory for, who decode together)."""
-        self._decoding: list[RequestEntry] = []
+        self._last_decode_entries: list[RequestEntry] = []
         """Those of the last plan, where all that run decode in it."""
-        self._decoders: Decoders | None = None
+        self._decode_batch: DecodeBatch | None = None
         """Of the last plan."""
-        self._ended: set[Sequence] = set()
+        self._ended_sequences: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
         self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
 
     # ------------------------------------------------------------------ questions
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         return len(self._running)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._entries or self._out)
+        return bool(self._entries or self._plans_in_flight)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
@@ -175,14 +177,16 @@ class Scheduler:
             )
         params, prompt_len = request.params, length - request.resumed_output_len
         seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
+        stop_token_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.config.eos_token_ids
+        )
         length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
-        order = request.priority, now, self._arrivals
-        entry = RequestEntry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
-        self._arrivals += 1
+        arrival_order = request.priority, now, self._arrival_count
+        entry = RequestEntry(seq, request.request_id, arrival_order, stop_token_ids, min(self.token_limit, length_max))
+        self._arrival_count += 1
         self._entries[request.request_id] = entry
-        self._arrived.append(entry)
-        self._waiting.arrive(entry)
+        self._new_arrivals.append(entry)
+        self._waiting.add_arrival(entry)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time; None where it is not known (any more).
@@ -192,7 +196,7 @@ class Scheduler:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        self._end(entry)
+        self._end_request(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     # ------------------------------------------------------------------ a step
@@ -202,116 +206,121 @@ class Scheduler:
 
         None: not before the plan that is out is applied.
         """
-        assert len(self._out) < 2, "schedule() with two plans out"
-        self._compare_arrivals()
-        if self._decoders is not None and (chunks := self._go_on(self._decoders)) is not None:
-            return self._send(chunks, self._decoders.entries, [], self._decoders)
-        self._decoders = None
+        assert len(self._plans_in_flight) < 2, "schedule() with two plans out"
+        self._share_prefixes_with_arrivals()
+        if self._decode_batch is not None and (chunks := self._repeat_decode(self._decode_batch)) is not None:
+            return self._issue_plan(chunks, self._decode_batch.entries, [], self._decode_batch)
+        self._decode_batch = None
         try:
-            planned = self._plan()
-        except _MustWait:
+            chunks_by_entry = self._plan_chunks()
+        except _MustDrain:
             return None
-        assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
-        if not planned:
+        assert chunks_by_entry or self._running or not self._waiting, (
+            "requests wait, and nothing runs that they could wait for"
+        )
+        if not chunks_by_entry:
             return StepPlan(chunks=[])
-        entries, chunks = list(planned), list(planned.values())
-        before, self._decoding = self._decoding, entries if self._all_decode(chunks) else []
-        plan = self._send(chunks, entries, self._loading(planned))
-        if before and before == self._decoding and not self._may_admit:
-            self._decoders = Decoders(entries)
+        entries, chunks = list(chunks_by_entry), list(chunks_by_entry.values())
+        previous_decode_entries, self._last_decode_entries = (
+            self._last_decode_entries,
+            entries if self._is_all_decode(chunks) else [],
+        )
+        plan = self._issue_plan(chunks, entries, self._find_loading_entries(chunks_by_entry))
+        if previous_decode_entries and previous_decode_entries == self._last_decode_entries and not self._can_admit:
+            self._decode_batch = DecodeBatch(entries)
         return plan
 
-    def _send(
+    def _issue_plan(
         self,
         chunks: Items[Chunk],
         entries: list[RequestEntry],
-        loading: list[RequestEntry],
-        decoders: Decoders | None = None,
+        loading_entries: list[RequestEntry],
+        decode_batch: DecodeBatch | None = None,
     ) -> StepPlan:
         """A plan that is out from now on."""
-        plan = StepPlan(chunks=chunks, continues_previous=decoders is not None and chunks[0].token_on_device)
+        plan = StepPlan(chunks=chunks, continues_previous=decode_batch is not None and chunks[0].token_on_device)
         self.cache.fill_plan(plan)
-        self._planned = number = self._planned + 1
+        self._plan_count = number = self._plan_count + 1
         for entry in entries:
-            entry.last = number
-        for entry in loading:
-            entry.last = number
-        self._out.append((plan, entries, loading, decoders))
+            entry.last_plan_number = number
+        for entry in loading_entries:
+            entry.last_plan_number = number
+        self._plans_in_flight.append((plan, entries, loading_entries, decode_batch))
         return plan
 
     @property
-    def _may_admit(self) -> bool:
+    def _can_admit(self) -> bool:
         return bool(self._waiting) and len(self._running) < self.config.max_num_seqs
 
-    def _all_decode(self, chunks: list[Chunk]) -> bool:
+    def _is_all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
         return len(chunks) == len(self._running) and all(c.should_sample and c.end - c.start == 1 for c in chunks)
 
-    def _go_on(self, decoders: Decoders) -> Items[Chunk] | None:
+    def _repeat_decode(self, decode_batch: DecodeBatch) -> Items[Chunk] | None:
         """A decode of everybody again, as planning one by one would find it; None where that may find something else.
 
         None changes nothing but what it would change too: some have memory for their next token.
         """
-        loads = self.cache.host_loads
-        if self._ended or loads or self._may_admit or self._running != decoders.entries:
+        host_loads = self.cache.host_loads
+        if self._ended_sequences or host_loads or self._can_admit or self._running != decode_batch.entries:
             return None
-        for entry in decoders.growing:
+        for entry in decode_batch.entries_to_grow:
             start = entry.seq.computed_tokens
             if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
                 return None
-            entry.decodes(start, self.cache.block_size)
-        filling = decoders.grown()
-        if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in filling):
+            entry.set_next_check(start, self.cache.block_size)
+        entries_to_check = decode_batch.finish_growing()
+        if any(entry.seq.computed_tokens == entry.length_max - 1 for entry in entries_to_check):
             return None
-        if loads is not None:
-            loads.begin_step(has_decodes=True)
+        if host_loads is not None:
+            host_loads.begin_step(has_decodes=True)
         if self._waiting:  # for a seat
-            self._waiting.step(self._prompt_room(len(decoders.entries)))
-        chunks = decoders.chunks(fed=bool(self._out))
-        for entry in filling:
+            self._waiting.count_work(self._prefill_budget(len(decode_batch.entries)))
+        chunks = decode_batch.make_chunks(token_on_device=bool(self._plans_in_flight))
+        for entry in entries_to_check:
             self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
         return chunks
 
     def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
-        oldest, entries, loading, decoders = self._out.popleft()
-        assert plan is oldest
+        oldest_plan, entries, loading_entries, decode_batch = self._plans_in_flight.popleft()
+        assert plan is oldest_plan
         assert len(result.sampled_tokens) == len(plan.chunks)
-        self._applied += 1
-        self.cache.commit(plan.chunks, self._ended)
-        if decoders is not None and not self._ended and not result.failures and not result.logprobs:
-            together = decoders.outputs(cast("list[int]", result.sampled_tokens))
-            if together is not None:
-                self.totals.generated_tokens += len(together)
-                return together
+        self._applied_count += 1
+        self.cache.commit(plan.chunks, self._ended_sequences)
+        if decode_batch is not None and not self._ended_sequences and not result.failures and not result.logprobs:
+            decoded_outputs = decode_batch.append_tokens(cast("list[int]", result.sampled_tokens))
+            if decoded_outputs is not None:
+                self.totals.generated_tokens += len(decoded_outputs)
+                return decoded_outputs
         outputs: list[SequenceOutput] = []
-        failed, all_logprobs, index = result.failures, result.logprobs, -1
+        failures, all_logprobs, index = result.failures, result.logprobs, -1
         for entry, chunk, token in zip(entries, plan.chunks, result.sampled_tokens):  # the hot loop
             index += 1
-            if entry.ended:
-                self._end(entry)
+            if entry.has_ended:
+                self._end_request(entry)
                 continue
-            if not entry.reported and entry.seq.request.params.prompt_logprobs is not None:
+            if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if not chunk.should_sample:
                 continue
-            if failed and (why := failed.get(index)) is not None:
-                outputs.append(self._give_up(entry, why))
+            if failures and (failure_message := failures.get(index)) is not None:
+                outputs.append(self._fail_request(entry, failure_message))
                 continue
             assert token is not None, f"chunk {index} samples, but the result holds no token for it"
             tokens = entry.seq.token_ids
             tokens.append(token)
-            output = SequenceOutput(request_id=entry.name, token_ids=[token])
-            if not entry.reported:
-                self._report_prompt(entry, output)
-            if len(tokens) >= entry.length_max or token in entry.stops:
-                self._finish(entry, token, output)
+            output = SequenceOutput(request_id=entry.request_id, token_ids=[token])
+            if not entry.has_reported_prompt:
+                self._add_prompt_results(entry, output)
+            if len(tokens) >= entry.length_max or token in entry.stop_token_ids:
+                self._finish_if_complete(entry, token, output)
             outputs.append(output)
             if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
-        for entry in loading:
-            if entry.ended:
-                self._end(entry)
+        for entry in loading_entries:
+            if entry.has_ended:
+                self._end_request(entry)
         self.totals.generated_tokens += len(outputs) - len(result.failures)
         return outputs
 
@@ -320,28 +329,30 @@ class Scheduler:
 
         Nor was the one after it, if there is one: those that it alone has wait again.
         """
-        plans, self._out, self._applied = self._out, deque(), self._planned
-        oldest, entries, _, _ = plans[0]
-        assert plan is oldest
+        plans, self._plans_in_flight, self._applied_count = self._plans_in_flight, deque(), self._plan_count
+        oldest_plan, entries, _, _ = plans[0]
+        assert plan is oldest_plan
         for _ in plans:
             self.cache.rollback()
         outputs: list[SequenceOutput] = []
         starts = {
-            entry: chunk.start for other, more, _, _ in list(plans)[1:] for entry, chunk in zip(more, other.chunks)
+            entry: chunk.start
+            for later_plan, later_entries, _, _ in list(plans)[1:]
+            for entry, chunk in zip(later_entries, later_plan.chunks)
         }
-        for _, _, loading, _ in plans:
-            for entry in loading:
+        for _, _, loading_entries, _ in plans:
+            for entry in loading_entries:
                 starts.setdefault(entry, entry.seq.computed_tokens)
         for entry in sorted(starts.keys() - set(entries), reverse=True):
-            if entry.ended:
+            if entry.has_ended:
                 self._remove(entry)
             else:
-                self._put_back(entry, starts[entry])
+                self._undo_unexecuted(entry, starts[entry])
         for entry in reversed(entries):
             self._remove(entry)
-            if entry.ended:
+            if entry.has_ended:
                 continue
-            outputs.append(self._failed(entry, message))
+            outputs.append(self._make_error_output(entry, message))
         if self.cache.invalidate_failed_copies():
             for entry in self._running[::-1]:
                 self._preempt(entry)
@@ -350,130 +361,135 @@ class Scheduler:
 
     # ------------------------------------------------------------------ deciding
 
-    def _compare_arrivals(self) -> None:
+    def _share_prefixes_with_arrivals(self) -> None:
         """Let prefills under way stop where a request that came meanwhile can resume."""
-        arrived, self._arrived = self._arrived, []
-        if not arrived or not self._compares:
+        arrivals, self._new_arrivals = self._new_arrivals, []
+        if not arrivals or not self._uses_shared_prefixes:
             return
-        new = [entry for entry in arrived[:_COMPARED_MAX] if entry.name in self._entries]
+        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if entry.request_id in self._entries]
         for entry in self._running:
             if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
-                self._waiting.compare(entry.seq, new)
+                self._waiting.discount_shared_prefix(entry.seq, new_entries)
 
     @property
-    def _compares(self) -> bool:
+    def _uses_shared_prefixes(self) -> bool:
         """Whether it matters what prompts have in common."""
-        return self._waiting.shortest or self.cache.spec.state is not None
+        return self._waiting.is_shortest_first or self.cache.spec.state is not None
 
-    def _plan(self) -> dict[RequestEntry, Chunk]:
-        """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustWait."""
-        draft = _Draft()
-        started, loads = self._decode(draft), self.cache.host_loads
-        decodes = len(draft.chunks)
-        draft.budget = budget = self.config.max_num_batched_tokens - decodes
-        if self.config.enough_prompt_tokens is not None:
-            draft.enough = max(1, budget - self.config.enough_prompt_tokens + 1)
-        if loads is not None:
-            loads.begin_step(has_decodes=bool(draft.chunks))
-        for entry in self._waiting.begun(entry for entry in started if entry.seq in self.cache):
-            if self._waiting.shortest:
-                self._admit(draft, entry)
-            if draft.budget >= (draft.enough if self._waiting.shortest else 1):
-                self._go_on_with(entry, draft)
-        draft.passed = 0  # what they waited for may be in this step
-        self._admit(draft)
-        self._name(draft)
-        computed = max(0, budget - draft.budget)
-        full = bool(self._waiting) and len(self._running) >= self.config.max_num_seqs
-        self._waiting.step(max(computed, self._prompt_room(decodes)) if full else computed)
+    def _plan_chunks(self) -> dict[RequestEntry, Chunk]:
+        """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustDrain."""
+        draft = _PlanDraft()
+        started_prefills, host_loads = self._plan_decodes(draft), self.cache.host_loads
+        decode_count = len(draft.chunks)
+        draft.token_budget = budget = self.config.max_num_batched_tokens - decode_count
+        if self.config.target_prefill_tokens is not None:
+            draft.admission_budget_min = max(1, budget - self.config.target_prefill_tokens + 1)
+        if host_loads is not None:
+            host_loads.begin_step(has_decodes=bool(draft.chunks))
+        for entry in self._waiting.sort_started(entry for entry in started_prefills if entry.seq in self.cache):
+            if self._waiting.is_shortest_first:
+                self._admit_waiting(draft, entry)
+            if draft.token_budget >= (draft.admission_budget_min if self._waiting.is_shortest_first else 1):
+                self._continue_prefill(entry, draft)
+        draft.skipped_count = 0  # what they waited for may be in this step
+        self._admit_waiting(draft)
+        self._register_blocks(draft)
+        prefill_tokens = max(0, budget - draft.token_budget)
+        has_no_seat = bool(self._waiting) and len(self._running) >= self.config.max_num_seqs
+        self._waiting.count_work(
+            max(prefill_tokens, self._prefill_budget(decode_count)) if has_no_seat else prefill_tokens
+        )
         return draft.chunks
 
-    def _prompt_room(self, decodes: int) -> int:
+    def _prefill_budget(self, decode_count: int) -> int:
         """Tokens of prompts that a step beside so many decodes is meant to compute at most."""
-        room, enough = self.config.max_num_batched_tokens - decodes, self.config.enough_prompt_tokens
-        return room if enough is None else min(room, enough)
+        token_budget, target_tokens = (
+            self.config.max_num_batched_tokens - decode_count,
+            self.config.target_prefill_tokens,
+        )
+        return token_budget if target_tokens is None else min(token_budget, target_tokens)
 
-    def _decode(self, draft: _Draft) -> list[RequestEntry]:
+    def _plan_decodes(self, draft: _PlanDraft) -> list[RequestEntry]:
         """Chunks for those who decode. Who does not, yet."""
-        size, loads, chunks = self.cache.block_size, self.cache.host_loads, draft.chunks
+        block_size, host_loads, chunks = self.cache.block_size, self.cache.host_loads, draft.chunks
         prefills: list[RequestEntry] = []
         for entry in list(self._running):
             seq = entry.seq
-            start, known = seq.computed_tokens, len(seq.token_ids)
-            if start < entry.plain_until:
-                chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
-            elif entry.ended or start == known == entry.length_max - 1:
+            start, token_count = seq.computed_tokens, len(seq.token_ids)
+            if start < entry.next_check_position:
+                chunks[entry] = Chunk(seq, start, start + 1, True, start == token_count)
+            elif entry.has_ended or start == token_count == entry.length_max - 1:
                 pass  # nothing is left to do but to apply what is out
-            elif known - start > 1 or (loads and seq in loads):
+            elif token_count - start > 1 or (host_loads and seq in host_loads):
                 prefills.append(entry)
-            elif self._grow(entry, start + 1, draft):
-                chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
-                entry.decodes(start, size)
-                draft.unnamed.append(entry)
+            elif self._grow_or_preempt(entry, start + 1, draft):
+                chunks[entry] = Chunk(seq, start, start + 1, True, start == token_count)
+                entry.set_next_check(start, block_size)
+                draft.unregistered_entries.append(entry)
         return prefills
 
-    def _go_on_with(self, entry: RequestEntry, draft: _Draft) -> None:
+    def _continue_prefill(self, entry: RequestEntry, draft: _PlanDraft) -> None:
         """A chunk for a prompt that was begun."""
-        seq, loads = entry.seq, self.cache.host_loads
-        if seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
+        seq, host_loads = entry.seq, self.cache.host_loads
+        if seq not in self.cache or (host_loads and seq in host_loads):  # preempted meanwhile, or waits
             return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.budget))
-        if self._grow(entry, end, draft):
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
+        if self._grow_or_preempt(entry, end, draft):
             draft.chunks[entry] = Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids))
-            draft.budget -= end - seq.computed_tokens
-            draft.unnamed.append(entry)
+            draft.token_budget -= end - seq.computed_tokens
+            draft.unregistered_entries.append(entry)
 
-    def _name(self, draft: _Draft) -> None:
+    def _register_blocks(self, draft: _PlanDraft) -> None:
         """Name the blocks that its chunks finish: who is admitted from now on shares them."""
-        for entry in draft.unnamed:
+        for entry in draft.unregistered_entries:
             if entry in draft.chunks:  # not preempted meanwhile
                 self.cache.register_full_blocks(entry.seq, draft.chunks[entry].end)
-        draft.unnamed.clear()
+        draft.unregistered_entries.clear()
 
-    def _grow(self, entry: RequestEntry, end: int, draft: _Draft) -> bool:
+    def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: _PlanDraft) -> bool:
         """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself, or would
-        have to be preempted for one who was just admitted. Raises _MustWait.
+        have to be preempted for one who was just admitted. Raises _MustDrain.
         """
         while True:
             if entry.seq not in self.cache:
                 return False
             if self.cache.grow(entry.seq, end):
                 return True
-            if draft.admitted:
+            if draft.has_admitted:
                 return False
-            if self._out:
-                raise _MustWait
+            if self._plans_in_flight:
+                raise _MustDrain
             victim = self._running[-1]
             if (chunk := draft.chunks.pop(victim, None)) is not None:
-                draft.budget += chunk.end - chunk.start
-            draft.closed = True
+                draft.token_budget += chunk.end - chunk.start
+            draft.is_admission_closed = True
             self._preempt(victim)
             if victim is entry:
                 return False
 
     def _preempt(self, entry: RequestEntry) -> None:
-        self._decoders = None
+        self._decode_batch = None
         self._running.remove(entry)
         self.cache.release(entry.seq)
         entry.seq.preemptions += 1
-        entry.plain_until = 0
+        entry.next_check_position = 0
         entry.prompt_logprobs.clear()
         self.totals.preemptions += 1
         self._waiting.add(entry)
 
-    def _loading(self, planned: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
+    def _find_loading_entries(self, chunks_by_entry: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
         if self.cache.host_loads is None or not self.cache.host_loads.planned_loads:
             return []
         seqs = {load[0] for load in self.cache.host_loads.planned_loads if load is not None}
-        return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
+        return [entry for entry in self._running if entry.seq in seqs and entry not in chunks_by_entry]
 
-    def _put_back(self, entry: RequestEntry, start: int) -> None:
+    def _undo_unexecuted(self, entry: RequestEntry, start: int) -> None:
         """Of a step from `start` that was planned and never computed: as if it had not been, if it was the first."""
         seq = entry.seq
-        first = not seq.preemptions and start == seq.cached_tokens
+        is_first_admission = not seq.preemptions and start == seq.cached_tokens
         self._preempt(entry)
-        if first:
+        if is_first_admission:
             self.totals.preemptions -= 1
             seq.preemptions = 0
             self._count_prompt(seq, -1)
@@ -484,7 +500,7 @@ class Scheduler:
         self.totals.host_hit_tokens += times * seq.host_tokens
         self.totals.prompt_tokens += times * seq.prompt_len
 
-    def _admit(self, draft: _Draft, before: RequestEntry | None = None) -> None:
+    def _admit_waiting(self, draft: _PlanDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests, in order, while budget, seats and memory last; only those whose turn is `before`
         this one's.
 
@@ -492,76 +508,78 @@ class Scheduler:
         """
         waiting = self._waiting
         while (
-            draft.passed < min(len(waiting), _COMPARED_MAX)
-            and not draft.closed
-            and draft.budget >= draft.enough
+            draft.skipped_count < min(len(waiting), _WAITING_SCAN_MAX)
+            and not draft.is_admission_closed
+            and draft.token_budget >= draft.admission_budget_min
             and len(self._running) < self.config.max_num_seqs
         ):
-            if before is None:  # nobody is preempted any more
-                self._name(draft)
-            entry = waiting[draft.passed]
+            if started_entry is None:  # nobody is preempted any more
+                self._register_blocks(draft)
+            entry = waiting[draft.skipped_count]
             seq = entry.seq
-            if before is not None and entry.turn >= before.turn:
+            if started_entry is not None and entry.sort_key >= started_entry.sort_key:
                 return
             # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
-            spare = self._spare_blocks if self._running else 0
-            if not self.cache.has_spare_blocks(spare + 1):
-                draft.closed = True
+            spare_blocks = self._spare_blocks if self._running else 0
+            if not self.cache.has_spare_blocks(spare_blocks + 1):
+                draft.is_admission_closed = True
             elif self.cache.should_wait(seq):
-                draft.passed += 1
-            elif draft.moved < _COMPARED_MAX and waiting.goes_back(entry):
-                draft.moved += 1
-            elif self.cache.admit(seq, spare):
-                draft.admitted = True
-                self._begin(entry, draft)
+                draft.skipped_count += 1
+            elif draft.requeued_count < _WAITING_SCAN_MAX and waiting.requeue_if_longer(entry):
+                draft.requeued_count += 1
+            elif self.cache.admit(seq, spare_blocks):
+                draft.has_admitted = True
+                self._start_prefill(entry, draft)
             else:
-                draft.closed = True
+                draft.is_admission_closed = True
 
-    def _begin(self, entry: RequestEntry, draft: _Draft) -> None:
+    def _start_prefill(self, entry: RequestEntry, draft: _PlanDraft) -> None:
         """The first chunk of a request that was just admitted."""
         seq, waiting = entry.seq, self._waiting
         waiting.remove(entry)
-        if self._compares:
-            waiting.compare(seq, waiting.first(_COMPARED_MAX))
+        if self._uses_shared_prefixes:
+            waiting.discount_shared_prefix(seq, waiting.first_entries(_WAITING_SCAN_MAX))
         insort(self._running, entry)
         if not seq.preemptions:
             seq.cached_tokens = seq.computed_tokens
             self._count_prompt(seq, 1)
         if self.cache.host_loads and seq in self.cache.host_loads:
             return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.budget))
-        grown = self.cache.grow(seq, end)
-        assert grown, "admitted without room for its tokens"
+        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
+        has_memory = self.cache.grow(seq, end)
+        assert has_memory, "admitted without room for its tokens"
         assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
         draft.chunks[entry] = Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids))
-        draft.unnamed.append(entry)
-        draft.budget -= end - seq.computed_tokens
+        draft.unregistered_entries.append(entry)
+        draft.token_budget -= end - seq.computed_tokens
 
     # ------------------------------------------------------------------ applying
 
-    def _report_prompt(self, entry: RequestEntry, output: SequenceOutput) -> None:
+    def _add_prompt_results(self, entry: RequestEntry, output: SequenceOutput) -> None:
         """Put the facts about the prompt into a request's first output."""
-        entry.reported = True
+        entry.has_reported_prompt = True
         output.cached_tokens = entry.seq.cached_tokens
         if entry.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
-    def _give_up(self, entry: RequestEntry, message: str) -> SequenceOutput:
+    def _fail_request(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """End a request whose answer cannot go on, for what it asked for itself."""
-        self._end(entry)
-        output = self._failed(entry, message)
+        self._end_request(entry)
+        output = self._make_error_output(entry, message)
         output.is_client_error = True
         return output
 
-    def _failed(self, entry: RequestEntry, message: str) -> SequenceOutput:
+    def _make_error_output(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """Forget it; its last output."""
-        del self._entries[entry.name]
-        return SequenceOutput(request_id=entry.name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
+        del self._entries[entry.request_id]
+        return SequenceOutput(
+            request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message
+        )
 
-    def _finish(self, entry: RequestEntry, token: int, output: SequenceOutput) -> None:
+    def _finish_if_complete(self, entry: RequestEntry, token: int, output: SequenceOutput) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
-        if token in entry.stops and entry.seq.output_len >= params.min_tokens:
+        if token in entry.stop_token_ids and entry.seq.output_len >= params.min_tokens:
             output.finish_reason = FinishReason.STOP
             if params.ignore_eos or token not in self.config.eos_token_ids:
                 output.stop_token_id = token
@@ -569,15 +587,15 @@ class Scheduler:
             output.finish_reason = FinishReason.LENGTH
         else:
             return
-        self._end(entry)
-        del self._entries[entry.name]
-        self.totals.finished += 1
+        self._end_request(entry)
+        del self._entries[entry.request_id]
+        self.totals.finished_requests += 1
 
-    def _end(self, entry: RequestEntry) -> None:
+    def _end_request(self, entry: RequestEntry) -> None:
         """Take a request out, once no plan with it is out."""
-        if entry.last > self._applied:
-            entry.ended, entry.plain_until = True, 0
-            self._ended.add(entry.seq)
+        if entry.last_plan_number > self._applied_count:
+            entry.has_ended, entry.next_check_position = True, 0
+            self._ended_sequences.add(entry.seq)
             if self.cache.host_loads is not None:
                 self.cache.host_loads.cancel(entry.seq)
         else:
@@ -585,7 +603,7 @@ class Scheduler:
 
     def _remove(self, entry: RequestEntry) -> None:
         """Take a request out of the queue it is in and give its blocks back."""
-        self._ended.discard(entry.seq)
+        self._ended_sequences.discard(entry.seq)
         if entry.seq in self.cache:
             self._running.remove(entry)
             self.cache.release(entry.seq)
@@ -600,11 +618,13 @@ class Scheduler:
         self._waiting.check_invariants()
         assert self._running == sorted(self._running)
         assert len(self._running) <= self.config.max_num_seqs
-        assert len(self._running) + len(self._waiting) == len(self._entries) + len(self._ended)
+        assert len(self._running) + len(self._waiting) == len(self._entries) + len(self._ended_sequences)
         for entry in self._running:
             assert entry.seq in self.cache
-            assert (entry.seq in self._ended) == entry.ended
-            out = sum(entry in (*entries, *loading) for _, entries, loading, _ in self._out)
-            assert (entry.last > self._applied) == (out > 0)
-            assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + out + entry.ended
-            assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
+            assert (entry.seq in self._ended_sequences) == entry.has_ended
+            plans_with_entry = sum(
+                entry in (*entries, *loading_entries) for _, entries, loading_entries, _ in self._plans_in_flight
+            )
+            assert (entry.last_plan_number > self._applied_count) == (plans_with_entry > 0)
+            assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + plans_with_entry + entry.has_ended
+            assert entry.next_check_position < len(entry.seq.block_tables[0]) * self.cache.block_size

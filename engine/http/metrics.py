@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.core import EngineStats, Lateness
+from engine.core import EngineStats, SimulationLag
 from engine.messages import CoreInfo
 from events.publisher import PublisherStats
 
@@ -115,7 +115,7 @@ class CoreReport(Protocol):
 
     stats: EngineStats | None
     events: PublisherStats | None
-    lateness: Lateness | None
+    lateness: SimulationLag | None
 
 
 class MetricsPage:
@@ -192,14 +192,14 @@ class MetricsPage:
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 
-    def _lateness(self, late: Lateness) -> Iterator[Metric]:
+    def _lateness(self, late: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (
             ("steps", "Steps that were simulated.", late.steps),
             ("step_seconds", "What they should have taken.", late.step_s),
-            ("late_seconds", "Of each one's end after it was due, in sum.", late.late_s),
+            ("late_seconds", "Of each one's end after it was due, in sum.", late.lag_s),
         ):
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
-        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=late.late_s_max)
+        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=late.lag_s_max)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily

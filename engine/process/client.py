@@ -20,7 +20,7 @@ from typing import Literal, cast
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core import EngineStats, Lateness
+from engine.core import EngineStats, SimulationLag
 from engine.messages import (
     Abort,
     Add,
@@ -167,7 +167,7 @@ class EngineClient(asyncio.Protocol):
         self.stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
         self.events: PublisherStats | None = None
-        self.lateness: Lateness | None = None
+        self.lateness: SimulationLag | None = None
         self.dead: str | None = None
         """Why the core is gone, once it is."""
 

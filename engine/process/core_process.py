@@ -120,7 +120,7 @@ class CoreLoop:
         self._executor = assembled.executor
         self._asleep: int | None = None
         """How deeply."""
-        self._lateness = assembled.executor.lateness
+        self._lateness = assembled.executor.simulation_lag
         self._publisher = assembled.publisher
         self._link = link
         self._checks = check_invariants

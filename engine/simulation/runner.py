@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from engine.core import Lateness
+from engine.core import SimulationLag
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
 from engine.types import Sequence as Running
@@ -88,11 +88,11 @@ class SimulatedRunner:
         self._sleep = sleep
         self._block_size = block_size
         self._due_s = 0.0
-        self._all, self._lately = Lateness(), Lateness()
+        self._all, self._lately = SimulationLag(), SimulationLag()
         self._tell_at_s = clock() + REPORT_S
 
     @property
-    def lateness(self) -> Lateness:
+    def lateness(self) -> SimulationLag:
         return self._all
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -131,23 +131,23 @@ class SimulatedRunner:
             self._due_s = now_s
         if now_s >= self._tell_at_s:
             _tell("lately", self._lately)
-            self._tell_at_s, self._lately = now_s + REPORT_S, Lateness()
+            self._tell_at_s, self._lately = now_s + REPORT_S, SimulationLag()
 
 
-def _with(known: Lateness, takes_s: float, late_s: float) -> Lateness:
-    return Lateness(
+def _with(known: SimulationLag, takes_s: float, late_s: float) -> SimulationLag:
+    return SimulationLag(
         steps=known.steps + 1,
         step_s=known.step_s + takes_s,
-        late_s=known.late_s + late_s,
-        late_s_max=max(known.late_s_max, late_s),
+        lag_s=known.lag_s + late_s,
+        lag_s_max=max(known.lag_s_max, late_s),
     )
 
 
-def _tell(when: str, late: Lateness) -> None:
+def _tell(when: str, late: SimulationLag) -> None:
     log.log(
-        logging.WARNING if late.late_s > WORRYING_SHARE * late.step_s else logging.INFO,
+        logging.WARNING if late.lag_s > WORRYING_SHARE * late.step_s else logging.INFO,
         "simulated steps %s: %d of %.2f ms in the mean, late by %.3f ms in the mean, %.1f ms at most",
-        when, late.steps, late.step_s / late.steps * 1e3, late.late_s / late.steps * 1e3, late.late_s_max * 1e3,
+        when, late.steps, late.step_s / late.steps * 1e3, late.lag_s / late.steps * 1e3, late.lag_s_max * 1e3,
     )  # fmt: skip
 
 

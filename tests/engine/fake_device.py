@@ -82,10 +82,10 @@ class Sent:
 
 
 class FakeDevice:
-    """An Overlapping runner. `slots[group, block][offset]` is the digest written there; `states[unit]` that of a state.
+    """A runner whose steps overlap. `slots[group, block][offset]` is the digest written there; `states[unit]` a state.
 
     It computes a step when its result is asked for, from what was sent, block tables by what changed in them, as a real
-    one does; the token of a `fed` chunk is that which the step before found.
+    one does; a token that is on the device is that which the step before found.
     """
 
     def __init__(self, block_size: int, windows: Tokens[int | None] = (None,)) -> None:

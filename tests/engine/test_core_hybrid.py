@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_checkpoint_that_a_reset_has_taken_back() -> None:
     bench.add("b", [*shared, 2], max_tokens=2)
     bench.core.scheduler.config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2000)
     bench.step()
-    assert bench.core.scheduler.running == 2
+    assert bench.core.scheduler.running_count == 2
     bench.drain()
     bench.assert_correct()
 

@@ -43,7 +43,7 @@ def test_without_prefix_caching_nothing_is_cut() -> None:
 
 def test_a_step_with_enough_prompt_tokens_takes_in_no_further_request() -> None:
     cache = KVCache(CacheSpec(4, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),)), 80, step_tokens_max=64)
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100, enough_prompt_tokens=30)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100, target_prefill_tokens=30)
     bench = Bench(cache, config)
     for i in range(5):
         bench.add(str(i), [10 * i + j for j in range(20)])

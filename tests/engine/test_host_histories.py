@@ -15,8 +15,8 @@ from fake_device import EOS, Bench
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec, StateSpec
+from engine.prefill_queue import PrefillOrder
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.turns import PrefillOrder
 from engine.types import StepPlan
 
 

@@ -237,7 +237,7 @@ def test_nobody_is_preempted_while_a_step_is_out() -> None:
     preempt = bench.core.scheduler._preempt
 
     def watched(entry: Any) -> None:
-        assert not bench.core._out
+        assert not bench.core._steps_in_flight
         preempt(entry)
 
     bench.core.scheduler._preempt = watched  # type: ignore[method-assign]
@@ -289,7 +289,7 @@ def test_abort_and_reset_with_two_steps_out() -> None:
 
     def act(plan: StepPlan) -> None:
         if len(bench.device.plans) == 3:
-            assert len(bench.core._out) == 1  # and this one
+            assert len(bench.core._steps_in_flight) == 1  # and this one
             bench.abort("a")
             bench.core.reset_prefix_cache()
         if len(bench.device.plans) == 5:

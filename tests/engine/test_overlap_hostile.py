@@ -144,7 +144,7 @@ def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
             attacked.core.reset_prefix_cache()
         attacked.fails = rng.random() < 0.02
         attacked.step()
-        out += len(attacked.core._out)
+        out += len(attacked.core._steps_in_flight)
     attacked.close()
     grammars.close()
     assert (out > 0) == overlap

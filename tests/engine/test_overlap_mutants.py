@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_checkpoints import StateCheckpoints
-from engine.decoding import Decoders
+from engine.decode_batch import DecodeBatch
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ Patch = pytest.MonkeyPatch
 
 
 def ended_sequences_go_at_once(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_end", lambda self, entry: self._remove(entry))
+    patch.setattr(Scheduler, "_end_request", lambda self, entry: self._remove(entry))
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
@@ -62,9 +62,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._applied -= 1
+        self._applied_count -= 1
         outputs = real(self, plan, result)
-        self._applied += 1
+        self._applied_count += 1
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
@@ -115,47 +115,47 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
 
 
 def decoders_ask_a_step_late(patch: Patch) -> None:
-    real = Decoders._fills
+    real = DecodeBatch._schedule_check
 
-    def fills(self: Decoders, entry: Any) -> None:
+    def schedule_check(self: DecodeBatch, entry: Any) -> None:
         self._steps += 1
         real(self, entry)
         self._steps -= 1
 
-    patch.setattr(Decoders, "_fills", fills)
+    patch.setattr(DecodeBatch, "_schedule_check", schedule_check)
 
 
 def decoders_do_not_stop(patch: Patch) -> None:
-    real = Decoders.__init__
+    real = DecodeBatch.__init__
 
-    def init(self: Decoders, entries: Any) -> None:
+    def init(self: DecodeBatch, entries: Any) -> None:
         real(self, entries)
-        self._stops = frozenset()
+        self._stop_token_ids = frozenset()
 
-    patch.setattr(Decoders, "__init__", init)
+    patch.setattr(DecodeBatch, "__init__", init)
 
 
 def decoders_do_not_end(patch: Patch) -> None:
-    real = Decoders.outputs
+    real = DecodeBatch.append_tokens
 
-    def outputs(self: Decoders, tokens: list[int]) -> Any:
-        self._plain_until = 10**9
+    def append_tokens(self: DecodeBatch, tokens: list[int]) -> Any:
+        self._next_check_length = 10**9
         return real(self, tokens)
 
-    patch.setattr(Decoders, "outputs", outputs)
+    patch.setattr(DecodeBatch, "append_tokens", append_tokens)
 
 
 def decoders_outlive_one_of_them(patch: Patch) -> None:
-    real = Scheduler._go_on
+    real = Scheduler._repeat_decode
 
-    def go_on(self: Scheduler, decoders: Decoders) -> Any:
-        running, self._running = self._running, decoders.entries
+    def repeat_decode(self: Scheduler, decode_batch: DecodeBatch) -> Any:
+        running, self._running = self._running, decode_batch.entries
         try:
-            return real(self, decoders)
+            return real(self, decode_batch)
         finally:
             self._running = running
 
-    patch.setattr(Scheduler, "_go_on", go_on)
+    patch.setattr(Scheduler, "_repeat_decode", repeat_decode)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.core import FAILURES_MAX
+from engine.prefill_queue import PrefillOrder
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.turns import PrefillOrder
 from engine.types import StepPlan
 
 
@@ -133,7 +133,9 @@ class CoreMachine(RuleBasedStateMachine):
     def reset_in_the_middle_of_a_step(self) -> None:
         self._during_step(lambda plan: self.bench.core.reset_prefix_cache())
 
-    @precondition(lambda self: self.bench.core._failures < FAILURES_MAX - 1)  # with one more the engine is lost
+    @precondition(
+        lambda self: self.bench.core._consecutive_failures < FAILURES_MAX - 1
+    )  # with one more the engine is lost
     @rule()
     def failing_step(self) -> None:
         self.bench.device.fail_next = True

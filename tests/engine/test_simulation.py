@@ -19,11 +19,11 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.prefill_queue import PrefillOrder
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.simulation.executor import some_words
 from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
-from engine.turns import PrefillOrder
 from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
@@ -189,19 +189,19 @@ def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
     core = EngineCore(Scheduler(SchedulerConfig(), KVCache(CACHE, 64)), runner, lambda events: None)
     core.add(request("a", 2, 50), clock.now_s)
     core.step(clock.now_s)
-    assert runner.lateness.late_s == pytest.approx(0.0, abs=1e-9)
+    assert runner.lateness.lag_s == pytest.approx(0.0, abs=1e-9)
     clock.now_s += 0.5  # the machine did something else
     core.step(clock.now_s)
     late = runner.lateness
-    assert late.late_s_max == pytest.approx(0.5 - times.decode_s(1, 3), rel=0.01)
+    assert late.lag_s_max == pytest.approx(0.5 - times.decode_s(1, 3), rel=0.01)
     core.step(clock.now_s)  # catches up: not a moment slept
-    assert runner.lateness.late_s > 1.9 * late.late_s_max
+    assert runner.lateness.lag_s > 1.9 * late.lag_s_max
     clock.now_s += 2 * FORGIVEN_S
     core.step(clock.now_s)
-    before, total = clock.now_s, runner.lateness.late_s
+    before, total = clock.now_s, runner.lateness.lag_s
     core.step(clock.now_s)
     assert clock.now_s - before == pytest.approx(times.decode_s(1, 6), rel=1e-6)
-    assert runner.lateness.late_s == pytest.approx(total, abs=1e-6)
+    assert runner.lateness.lag_s == pytest.approx(total, abs=1e-6)
     assert runner.lateness.steps == 5
 
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.decoding import Decoders, RequestEntry
+from engine.decode_batch import DecodeBatch, RequestEntry
 from engine.messages import Outputs
 from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Request, SamplingParams, Sequence, SequenceOutput
 
@@ -18,34 +18,34 @@ def entry_of(index: int, length: int, left: int, block_size: int) -> RequestEntr
     request = Request(request_id=str(index), token_ids=[7] * length, params=SamplingParams())
     seq = Sequence(request, [7] * (length + 1), length, 0.0, computed_tokens=length)
     entry = RequestEntry(seq, request.request_id, (0, 0.0, index), frozenset({99}), length + 1 + left)
-    entry.decodes(length - 1, block_size)
+    entry.set_next_check(length - 1, block_size)
     return entry
 
 
 @given(LENGTHS, st.integers(1, 5), st.booleans())
 def test_who_is_looked_at(lengths: list[tuple[int, int]], block_size: int, fed: bool) -> None:
     entries = [entry_of(i, length, left, block_size) for i, (length, left) in enumerate(lengths)]
-    decoders = Decoders(entries)
+    decode_batch = DecodeBatch(entries)
     for _ in range(min(left for _, left in lengths) - 1):
         starts = [entry.seq.computed_tokens for entry in entries]
-        assert decoders.growing == [e for e in entries if e.seq.computed_tokens % block_size == 0]
-        for entry in decoders.growing:
-            entry.decodes(entry.seq.computed_tokens, block_size)
+        assert decode_batch.entries_to_grow == [e for e in entries if e.seq.computed_tokens % block_size == 0]
+        for entry in decode_batch.entries_to_grow:
+            entry.set_next_check(entry.seq.computed_tokens, block_size)
         full = [e for e in entries if (e.seq.computed_tokens + 1) % block_size == 0]
-        assert sorted(decoders.grown()) == full
-        chunks = decoders.chunks(fed=fed)
+        assert sorted(decode_batch.finish_growing()) == full
+        chunks = decode_batch.make_chunks(token_on_device=fed)
         assert list(chunks) == [Chunk(e.seq, start, start + 1, True, fed) for e, start in zip(entries, starts)]
         assert [chunks[-1], *chunks[1:]] == [list(chunks)[-1], *list(chunks)[1:]]
         assert isinstance(chunks, LazyDecodeChunks) == fed
         for entry in entries:
             entry.seq.computed_tokens += 1
         tokens = list(range(len(entries)))
-        outputs = decoders.outputs(tokens)
+        outputs = decode_batch.append_tokens(tokens)
         assert outputs is not None
-        assert list(outputs) == [SequenceOutput(request_id=e.name, token_ids=[i]) for i, e in enumerate(entries)]
+        assert list(outputs) == [SequenceOutput(request_id=e.request_id, token_ids=[i]) for i, e in enumerate(entries)]
         assert [e.seq.token_ids[-1] for e in entries] == tokens
     known = [list(entry.seq.token_ids) for entry in entries]
-    assert decoders.outputs([99] * len(entries)) is None  # somebody ends
+    assert decode_batch.append_tokens([99] * len(entries)) is None  # somebody ends
     assert [entry.seq.token_ids for entry in entries] == known
 
 

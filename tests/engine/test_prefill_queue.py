@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
+from engine.prefill_queue import AGEING, PrefillOrder
 from engine.scheduler import SchedulerConfig
-from engine.turns import AGEING, PrefillOrder
 
 SPEC = CacheSpec(4, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),))
 HYBRID = CacheSpec(4, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),), StateSpec((1,), 256))
@@ -123,25 +123,28 @@ def test_the_order_is_that_of_a_naive_model(history: History, budget: int) -> No
 @settings(max_examples=examples(100))
 @given(history=histories, budget=st.integers(4, 40), seqs=st.integers(1, 4))
 def test_who_comes_after_the_bound_stays_behind(history: History, budget: int, seqs: int) -> None:
-    """Of a prompt with `left` tokens, once `left / AGEING` were computed since it came."""
+    """Of a prompt with `n` tokens, once `n / AGEING` were computed since it came."""
     bench = make_bench(budget=budget, seqs=seqs, caching=False)
     tokens = [one for prompts, _ in history for one in prompts]
-    came: dict[str, int] = {}
+    arrival_work: dict[str, int] = {}
     waiting = bench.core.scheduler._waiting
-    arrive = waiting.arrive
+    add_arrival = waiting.add_arrival
 
-    def noted(entry: Any) -> None:
-        arrive(entry)
-        came[entry.name] = entry.came
+    def record_arrival(entry: Any) -> None:
+        add_arrival(entry)
+        arrival_work[entry.request_id] = entry.arrival_work
 
-    waiting.arrive = noted  # type: ignore[method-assign]
+    waiting.add_arrival = record_arrival  # type: ignore[method-assign]
     plans = play(bench, history)
     last = {name: at for at, plan in enumerate(plans) for name, _, _ in plan}
     first = {name: at for at, plan in reversed(list(enumerate(plans))) for name, _, _ in plan}
     for name, end in last.items():
         number = int(name[1:])
-        later = [other for other in came if int(other[1:]) > number and first[other] < end]
-        assert all(came[other] - came[name] <= tokens[number] / AGEING for other in later), (name, later)
+        later = [other for other in arrival_work if int(other[1:]) > number and first[other] < end]
+        assert all(arrival_work[other] - arrival_work[name] <= tokens[number] / AGEING for other in later), (
+            name,
+            later,
+        )
 
 
 def test_a_long_prompt_beside_short_ones_without_end() -> None:
@@ -252,7 +255,7 @@ def test_what_a_running_prompt_brings_is_not_left(spec: CacheSpec) -> None:
 
 
 def test_a_step_with_enough_prompt_tokens_does_not_go_on_with_a_longer_one() -> None:
-    bench = make_bench(budget=64, enough_prompt_tokens=20)
+    bench = make_bench(budget=64, target_prefill_tokens=20)
     bench.add("long", [1] * 200, max_tokens=1)
     bench.step()
     bench.add("short", [2] * 24, max_tokens=1)
