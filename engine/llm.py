@@ -116,7 +116,7 @@ class LLM:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             default_sampling=self.info.default_sampling,
-            unconstrained=self.info.unconstrained,
+            constraint_refusal=self.info.unconstrained,
         )
         self._numbers = itertools.count()
 

@@ -43,9 +43,9 @@ class ToolMarkup:
     """What text that is no call never holds."""
     names: re.Pattern[str] = re.compile(r"(?s:.+)")
     """Names of functions that it can write."""
-    begin: str = ""
+    calls_begin: str = ""
     separator: str = ""
-    end: str = ""
+    calls_end: str = ""
     """Around the calls of an answer, and between them."""
 
 
@@ -78,9 +78,9 @@ MARKUPS = {
     "hermes": _HERMES,
     "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
     "llama3_json": ToolMarkup(_json_call("", "parameters", ""), '{"name": ', separator="; "),
-    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", begin="[TOOL_CALLS][", separator=", ", end="]"),
-    "pythonic": ToolMarkup(_pythonic, "[", NAME, begin="[", separator=", ", end="]"),
-    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", begin="<|tool_call|>[", separator=", ", end="]"),
+    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
+    "pythonic": ToolMarkup(_pythonic, "[", NAME, calls_begin="[", separator=", ", calls_end="]"),
+    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
 }
 """By the name of the parser that reads them."""
 
@@ -96,39 +96,42 @@ def requested_constraint(
     wins over a format of the text, as with OpenAI; where calls may be made, the answer is calls or text of the format.
     `grammars`: tools whose text must match one, by name.
     """
-    text = _text_format(body)
+    text_constraint = _text_format(body)
     if not isinstance(body, ChatRequest):
-        return text
-    forced, allowed = _chosen(body)
-    allowed = [tool._replace(grammar=grammars.get(tool.name)) for tool in allowed]
-    if forced:
+        return text_constraint
+    is_required, tools = _select_tools(body)
+    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in tools]
+    if is_required:
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
-        many = body.parallel_tool_calls is not False and not _is_named(body.tool_choice)
-        return RequestedConstraint("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
-    if not allowed or tool_markup is None:
-        return text
-    markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
-    if text is not None:
-        return RequestedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
-    if not any(tool.is_strict or tool.grammar is not None for tool in allowed):
+        allows_several = body.parallel_tool_calls is not False and not _names_function(body.tool_choice)
+        return RequestedConstraint("tool_choice", _calls_only(MARKUPS[tool_markup], tools, allows_several))
+    if not tools or tool_markup is None:
+        return text_constraint
+    markup, allows_several = MARKUPS[tool_markup], body.parallel_tool_calls is not False
+    if text_constraint is not None:
+        return RequestedConstraint(
+            text_constraint.param,
+            {"type": "or", "elements": [text_constraint.format, _calls_only(markup, tools, allows_several)]},
+        )
+    if not any(tool.is_strict or tool.grammar is not None for tool in tools):
         return None
-    return RequestedConstraint("tools", _free_calls(markup, allowed, many))
+    return RequestedConstraint("tools", _text_with_calls(markup, tools, allows_several))
 
 
-def must_call(body: ChatRequest) -> bool:
+def requires_call(body: ChatRequest) -> bool:
     """Whether the answer must be calls and nothing else. Raises RequestError."""
-    return _chosen(body)[0]
+    return _select_tools(body)[0]
 
 
 def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
     """`whitespace`: a regular expression of what may stand between two tokens of JSON; None: as usual."""
-    made: Format = {"type": "json_schema", "json_schema": schema}
+    format: Format = {"type": "json_schema", "json_schema": schema}
     if whitespace is not None:
-        made["whitespace_pattern"] = whitespace
+        format["whitespace_pattern"] = whitespace
     if lenient:
-        made["lenient"] = True
-    return made
+        format["lenient"] = True
+    return format
 
 
 def scripted_constraint(
@@ -141,21 +144,23 @@ def scripted_constraint(
 
     A call of a tool that the request does not have is words. The rest is as in `requested_constraint`.
     """
-    said = sum(message.get("role") == "assistant" for message in body.messages) - bool(body.continue_final_message)
-    turn = script[said % len(script)]
+    turn_number = sum(message.get("role") == "assistant" for message in body.messages) - bool(
+        body.continue_final_message
+    )
+    turn = script[turn_number % len(script)]
     if turn.call is not None and tool_markup is not None:
-        for tool in _chosen(body)[1]:
+        for tool in _select_tools(body)[1]:
             if turn.call in (tool.name, FIRST_TOOL):
                 tool = tool._replace(grammar=grammars.get(tool.name))
                 if turn.arguments is not None:
-                    tool = tool._replace(parameters=_exactly(turn.arguments), is_strict=True, grammar=None)
-                return RequestedConstraint("tools", _calls(MARKUPS[tool_markup], [tool], many=False))
+                    tool = tool._replace(parameters=_exact_arguments(turn.arguments), is_strict=True, grammar=None)
+                return RequestedConstraint("tools", _calls_only(MARKUPS[tool_markup], [tool], allows_several=False))
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
     return RequestedConstraint("messages", {"type": "any_text"})
 
 
-def _exactly(arguments: dict[str, Json]) -> Json:
+def _exact_arguments(arguments: dict[str, Json]) -> Json:
     """The schema of these arguments alone."""
     properties = {name: {"const": value} for name, value in arguments.items()}
     return {
@@ -171,50 +176,52 @@ def _exactly(arguments: dict[str, Json]) -> Json:
 
 def _text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
     form, outputs = body.response_format, body.structured_outputs
-    by_form = None if form is None or form.type == "text" else _of_response_format(form)
+    by_form = None if form is None or form.type == "text" else _from_response_format(form)
     if outputs is None:
         return by_form
     if by_form is not None:
         raise RequestError(
             "structured_outputs: expected only where response_format is text", param="structured_outputs"
         )
-    return _of_structured_outputs(outputs)
+    return _from_structured_outputs(outputs)
 
 
-def _of_response_format(form: ResponseFormat) -> RequestedConstraint:
-    if form.type == "json_object":
+def _from_response_format(response_format: ResponseFormat) -> RequestedConstraint:
+    if response_format.type == "json_object":
         return RequestedConstraint("response_format", json_schema({"type": "object"}))
-    if form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema is None:
-            where = "response_format.json_schema" + (".schema" if form.json_schema is not None else "")
-            raise RequestError(f"{where}: missing, expected a JSON schema", param=where)
-        return RequestedConstraint("response_format.json_schema.schema", json_schema(form.json_schema.schema))
-    if form.format is not None:
-        return RequestedConstraint("response_format.format", form.format)
-    if form.structures is None or form.triggers is None:
+    if response_format.type == "json_schema":
+        if response_format.json_schema is None or response_format.json_schema.schema is None:
+            path = "response_format.json_schema" + (".schema" if response_format.json_schema is not None else "")
+            raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
+        return RequestedConstraint(
+            "response_format.json_schema.schema", json_schema(response_format.json_schema.schema)
+        )
+    if response_format.format is not None:
+        return RequestedConstraint("response_format.format", response_format.format)
+    if response_format.structures is None or response_format.triggers is None:
         raise RequestError(
             "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
         )
-    older = {"structures": form.structures, "triggers": form.triggers}
-    return RequestedConstraint("response_format.structures", structural_tag(older, "response_format"))
+    legacy_tag = {"structures": response_format.structures, "triggers": response_format.triggers}
+    return RequestedConstraint("response_format.structures", structural_tag(legacy_tag, "response_format"))
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
+def _from_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
     name = "structured_outputs"
-    given = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
-    if len(given) != 1:
-        found = ", ".join(given) or "none of them"
-        raise RequestError(f"{name}: got {found}, expected one of {', '.join(KINDS)}", param=name)
+    kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
+    if len(kinds) != 1:
+        kinds_text = ", ".join(kinds) or "none of them"
+        raise RequestError(f"{name}: got {kinds_text}, expected one of {', '.join(KINDS)}", param=name)
     if outputs.disable_additional_properties:
-        where = f"{name}.disable_additional_properties"
-        raise bad_value(where, True, 'false: say "additionalProperties": false in the schema')
-    kind, param = given[0], f"{name}.{given[0]}"
+        path = f"{name}.disable_additional_properties"
+        raise bad_value(path, True, 'false: say "additionalProperties": false in the schema')
+    kind, param = kinds[0], f"{name}.{kinds[0]}"
     value = getattr(outputs, kind)
     whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
     if kind == "json_object":
         return RequestedConstraint(param, json_schema({"type": "object"}, whitespace))
     if kind == "json":
-        return RequestedConstraint(param, json_schema(_from_text(value, param), whitespace))
+        return RequestedConstraint(param, json_schema(_decode_json_text(value, param), whitespace))
     if kind == "regex":
         return RequestedConstraint(param, {"type": "regex", "pattern": value})
     if kind == "choice":
@@ -225,7 +232,7 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
         )
     if kind == "grammar":
         return RequestedConstraint(param, {"type": "grammar", "grammar": value})
-    return RequestedConstraint(param, structural_tag(_from_text(value, param), param))
+    return RequestedConstraint(param, structural_tag(_decode_json_text(value, param), param))
 
 
 def structural_tag(tag: Json, param: str) -> Format:
@@ -245,7 +252,7 @@ def structural_tag(tag: Json, param: str) -> Format:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-def _from_text(value: Json, param: str) -> Json:
+def _decode_json_text(value: Json, param: str) -> Json:
     if not isinstance(value, str):
         return value
     try:
@@ -260,7 +267,7 @@ def _from_text(value: Json, param: str) -> Json:
 class _Tool(NamedTuple):
     """A tool that may be called, and the field of the request that it is in."""
 
-    where: str
+    path: str
     name: str
     parameters: Json
     is_strict: bool
@@ -268,18 +275,18 @@ class _Tool(NamedTuple):
     """Of the text that it takes."""
 
 
-def _tools(body: ChatRequest) -> list[_Tool]:
-    found = []
+def _list_tools(body: ChatRequest) -> list[_Tool]:
+    tools = []
     for number, tool in enumerate(body.tools or ()):
         function = tool["function"]
-        strict = bool(function.get("strict"))
-        found.append(_Tool(f"tools[{number}].function", function["name"], function.get("parameters"), strict))
-    return found
+        is_strict = bool(function.get("strict"))
+        tools.append(_Tool(f"tools[{number}].function", function["name"], function.get("parameters"), is_strict))
+    return tools
 
 
-def _chosen(body: ChatRequest) -> tuple[bool, list[_Tool]]:
+def _select_tools(body: ChatRequest) -> tuple[bool, list[_Tool]]:
     """(whether a call must be made, the tools that may be called). Raises RequestError."""
-    choice, tools = body.tool_choice, _tools(body)
+    choice, tools = body.tool_choice, _list_tools(body)
     if choice is None or choice == "auto":
         return False, tools
     if choice == "none":
@@ -292,53 +299,53 @@ def _chosen(body: ChatRequest) -> tuple[bool, list[_Tool]]:
         return True, tools
     by_name = {tool.name: tool for tool in tools}
     if choice.get("type") == "allowed_tools":
-        inner = choice.get("allowed_tools", choice)
-        mode, listed = inner.get("mode"), inner.get("tools")
+        allowed_tools = choice.get("allowed_tools", choice)
+        mode, tool_choices = allowed_tools.get("mode"), allowed_tools.get("tools")
         if mode not in ("auto", "required"):
             raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
-        names = [_named(tool, "tool_choice.allowed_tools.tools", by_name) for tool in listed or ()]
+        names = [_named_function(tool, "tool_choice.allowed_tools.tools", by_name) for tool in tool_choices or ()]
         return mode == "required", [by_name[name] for name in names]
-    return True, [by_name[_named(choice, "tool_choice", by_name)]]
+    return True, [by_name[_named_function(choice, "tool_choice", by_name)]]
 
 
-def _named(choice: Json, where: str, known: Mapping[str, _Tool]) -> str:
+def _named_function(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or name not in known:
-        raise bad_value(f"{where}.function.name", name, f"one of the tools: {', '.join(known)}")
+    if not isinstance(name, str) or name not in tools_by_name:
+        raise bad_value(f"{path}.function.name", name, f"one of the tools: {', '.join(tools_by_name)}")
     return name
 
 
-def _is_named(choice: Json) -> bool:
+def _names_function(choice: Json) -> bool:
     return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
-def _tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
+def _tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     tags = []
     for tool in tools:
         if not markup.names.fullmatch(tool.name):
-            raise bad_value(f"{tool.where}.name", tool.name, "a name that calls of this model can have")
+            raise bad_value(f"{tool.path}.name", tool.name, "a name that calls of this model can have")
         tag = markup.tag(tool.name, _arguments_schema(tool))
-        tag["content"]["param"] = f"{tool.where}.parameters"
+        tag["content"]["param"] = f"{tool.path}.parameters"
         if tool.grammar is not None:
-            tag["content"] = _free_text(tag["content"], tool.grammar)
+            tag["content"] = _custom_tool_content(tag["content"], tool.grammar)
         elif not tool.is_strict:  # its arguments match as far as what the schema says is known here
             tag["content"]["lenient"] = True
         tags.append(tag)
     return tags
 
 
-def _free_text(content: Format, tool: ShownTool) -> Format:
+def _custom_tool_content(content: Format, tool: ShownTool) -> Format:
     """The arguments of a custom tool, whose text matches its grammar."""
     if tool.syntax == "regex":
         schema = {**CUSTOM_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}}}
         return {**content, "json_schema": schema}
-    begins = {"json": '{"input": "', "python": 'input="'}
+    begin_by_style = {"json": '{"input": "', "python": 'input="'}
     style = content.get("style", "json")
-    if style not in begins:  # its text stands bare, and a grammar may take what ends it
+    if style not in begin_by_style:  # its text stands bare, and a grammar may take what ends it
         return content
     elements: list[Format] = [
-        {"type": "const_string", "value": begins[style]},
+        {"type": "const_string", "value": begin_by_style[style]},
         {"type": "escaped_lark", "definition": tool.definition, "tool": tool.name},
         {"type": "const_string", "value": '"}' if style == "json" else '"'},
     ]
@@ -349,30 +356,30 @@ def _arguments_schema(tool: _Tool) -> Json:
     """The schema of a tool's arguments: an object, whatever else the tool's own one leaves open."""
     schema = {} if tool.parameters is None else tool.parameters
     if not isinstance(schema, dict):
-        raise bad_value(f"{tool.where}.parameters", schema, "a JSON schema of an object")
+        raise bad_value(f"{tool.path}.parameters", schema, "a JSON schema of an object")
     return {**schema, "type": "object"}
 
 
-def _calls(markup: ToolMarkup, tools: Sequence[_Tool], many: bool) -> Format:
+def _calls_only(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Nothing but calls, at least one."""
     calls: Format = {
         "type": "tags_with_separator",
-        "tags": _tags(markup, tools),
+        "tags": _tool_tags(markup, tools),
         "separator": markup.separator,
         "at_least_one": True,
-        "stop_after_first": not many,
+        "stop_after_first": not allows_several,
     }
-    if not markup.begin:
+    if not markup.calls_begin:
         return calls
-    return {"type": "tag", "begin": markup.begin, "content": calls, "end": markup.end}
+    return {"type": "tag", "begin": markup.calls_begin, "content": calls, "end": markup.calls_end}
 
 
-def _free_calls(markup: ToolMarkup, tools: Sequence[_Tool], many: bool) -> Format:
+def _text_with_calls(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Text, and calls in it."""
-    tags = [_calls(markup, tools, many)] if markup.begin else _tags(markup, tools)
+    tags = [_calls_only(markup, tools, allows_several)] if markup.calls_begin else _tool_tags(markup, tools)
     return {
         "type": "triggered_tags",
         "triggers": [markup.trigger],
         "tags": tags,
-        "stop_after_first": bool(markup.begin) or not many,
+        "stop_after_first": bool(markup.calls_begin) or not allows_several,
     }

@@ -15,7 +15,7 @@ import msgspec
 from engine.api.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.output_parser import OutputParserConfig
-from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
+from engine.api.params import ModelLimits, check_answered_tokens, echoes_only, sampling_params
 from engine.api.response_types import Usage, make_usage
 from engine.types import Constraint, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
@@ -83,7 +83,7 @@ def make_generation(
     """
     skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
-    answered_tokens = check_answered(body, prompts)
+    answered_tokens = check_answered_tokens(body, prompts)
     for prompt in prompts:
         params = sampling_params(body, limits, len(prompt) - answered_tokens, constraint)
         requests += make_sample_requests(

@@ -29,11 +29,11 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
-    calls: str | None = None
+    call_format: str | None = None
     """How it writes tool calls, a name of `tool_calls.CALL_FORMATS`; None: they are text."""
-    thought: str | None = None
+    reasoning_format: str | None = None
     """How it encloses its thought, a name of `REASONING_FORMATS`; None: it is told as any other text."""
-    unconstrained: str | None = None
+    constraint_refusal: str | None = None
     """Why no answer can be made to match anything; None: it can."""
     script: tuple[ScriptTurn, ...] = ()
     """What a simulation says, turn by turn; empty: the answer is free."""
@@ -67,20 +67,22 @@ def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
-def check_answered(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
+def check_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
     """How many of the prompt's last tokens are the answer's first. Raises RequestError."""
-    answered = request.answered_tokens or 0
-    if not answered:
+    answered_tokens = request.answered_tokens or 0
+    if not answered_tokens:
         return 0
     if len(prompts) > 1 or (request.n or 1) > 1 or request.echo:
-        raise bad_value("answered_tokens", answered, "one prompt of which one answer is to be continued")
-    wanted = request.max_tokens
+        raise bad_value("answered_tokens", answered_tokens, "one prompt of which one answer is to be continued")
+    max_tokens = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        wanted = request.max_completion_tokens
-    limit = min(len(prompts[0]), wanted or len(prompts[0])) - 1
-    if answered > limit:
-        raise bad_value("answered_tokens", answered, f"at most {limit}: fewer than the prompt's, and than max_tokens")
-    return answered
+        max_tokens = request.max_completion_tokens
+    limit = min(len(prompts[0]), max_tokens or len(prompts[0])) - 1
+    if answered_tokens > limit:
+        raise bad_value(
+            "answered_tokens", answered_tokens, f"at most {limit}: fewer than the prompt's, and than max_tokens"
+        )
+    return answered_tokens
 
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
@@ -120,8 +122,8 @@ def _check_vocabulary(param: str, token_ids: Iterable[int], limits: ModelLimits)
 def fit_max_tokens(params: SamplingParams, limits: ModelLimits, prompt_len: int) -> SamplingParams:
     """None becomes all the room the model has; more than that is cut to it."""
     room = limits.max_model_len - prompt_len
-    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-    return params if wanted == params.max_tokens else msgspec.structs.replace(params, max_tokens=wanted)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return params if max_tokens == params.max_tokens else msgspec.structs.replace(params, max_tokens=max_tokens)
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: str = "") -> None:
@@ -138,19 +140,19 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
 
 def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
     room = limits.max_model_len - prompt_len
-    name, wanted = "max_tokens", request.max_tokens
+    name, max_tokens = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", request.max_completion_tokens
+        name, max_tokens = "max_completion_tokens", request.max_completion_tokens
     if echoes_only(request):
         return 1  # the step that reads the prompt samples one token; it is dropped
-    if wanted is None:
+    if max_tokens is None:
         default = limits.default_sampling.get("max_tokens")
         if default is None and isinstance(request, CompletionRequest) and not request.answered_tokens:
             default = 16
         return room if default is None else max(1, min(int(default), room))
-    if wanted < 1:
-        raise bad_value(name, wanted, "at least 1")
-    return min(wanted, room)  # as vLLM: a client may allow more than there is room for
+    if max_tokens < 1:
+        raise bad_value(name, max_tokens, "at least 1")
+    return min(max_tokens, room)  # as vLLM: a client may allow more than there is room for
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
@@ -160,9 +162,9 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    asked = request.prompt_logprobs
-    if asked is not None and request.stream:
-        raise bad_value("prompt_logprobs", asked, "none where stream is true")
-    if asked is None and isinstance(request, CompletionRequest) and request.echo:
+    prompt_logprobs = request.prompt_logprobs
+    if prompt_logprobs is not None and request.stream:
+        raise bad_value("prompt_logprobs", prompt_logprobs, "none where stream is true")
+    if prompt_logprobs is None and isinstance(request, CompletionRequest) and request.echo:
         return request.logprobs
-    return asked
+    return prompt_logprobs

@@ -14,7 +14,7 @@ import msgspec
 
 from engine.api.anthropic import TokenCount
 from engine.api.choice import PLAIN_TEXT_CONFIG
-from engine.api.constraint import must_call
+from engine.api.constraint import requires_call
 from engine.api.lark import build_constraint
 from engine.api.output_parser import OutputParserConfig
 from engine.api.params import ModelLimits, check_prompt
@@ -48,49 +48,49 @@ ECHOED_BYTES_MAX = 64 << 10
 """Of a field that an answer repeats; longer ones are left out."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
-_END_TOKENS = 64
+_PROMPT_END_TOKENS = 64
 """Of a prompt: enough for the marks that a template writes at its end."""
-_KEPT = ("stop", "stop_token_ids", "logit_bias")
+_SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
     body: ChatRequest | CompletionRequest
     """Without its prompts and whatever else only a template reads; of the messages the last one's text is left."""
     prompts: list[list[int]]
-    texts: list[str]
+    prompt_texts: list[str]
     """Of the prompts, where they are echoed; else empty."""
-    plan: OutputParserConfig = PLAIN_TEXT_CONFIG
+    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
     """How the answers' text is to be read."""
     constraint: Constraint | None = None
     """What the answers must match: written, not checked."""
-    asked: ResponseContext | None = None
+    response_context: ResponseContext | None = None
     """Of Responses."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """Raises RequestError."""
-    return _chat(parse_chat(data), tokenizer, limits)
+    return _read_chat_body(parse_chat(data), tokenizer, limits)
 
 
 def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
-    asked = parse_messages(data)
-    _check_text_only(asked)
-    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits, "/v1/messages")
+    request = parse_messages(data)
+    _check_text_only(request)
+    return _read_chat_body(ChatRequest(**as_chat(request, tokenizer.chat_template)), tokenizer, limits, "/v1/messages")
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
     """(the model that is named, the answer), of `/v1/messages/count_tokens`. Raises RequestError."""
-    asked = parse_count(data)
-    _check_text_only(asked)
-    count = len(tokenizer.chat_ids(ChatRequest(**as_chat(asked, tokenizer.chat_template))))
-    return asked.model, msgspec.json.encode(TokenCount(count))
+    request = parse_count(data)
+    _check_text_only(request)
+    count = len(tokenizer.chat_ids(ChatRequest(**as_chat(request, tokenizer.chat_template))))
+    return request.model, msgspec.json.encode(TokenCount(count))
 
 
 class ResponseReferences(msgspec.Struct, frozen=True):
     """What a body of `/v1/responses` names of earlier ones, instead of saying it."""
 
-    previous: str | None
+    previous_response_id: str | None
     """The response that it goes on from."""
     items: dict[str, str]
     """Names of items, and the fields that hold them."""
@@ -103,38 +103,38 @@ def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLim
 
 
 def read_response(
-    before: bytes | None,
+    previous_messages: bytes | None,
     data: bytes,
     tokenizer: Tokenizer,
     limits: ModelLimits,
     items: Mapping[str, bytes] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """A body of `/v1/responses`, as the chat that it stands for. `before`: the messages of the response that it goes on
-    from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
+    """A body of `/v1/responses`, as the chat that it stands for. `previous_messages`: the messages of the response that
+    it goes on from, as JSON; `items`: those that it names, as JSON. Raises RequestError."""
     request = parse_response(data)
     if request.background:
         message = "background: not supported, expected false: a response is computed while its client waits"
         raise RequestError(message, param="background")
     _check_items(request)
-    earlier = None if before is None else msgspec.json.decode(before)
-    found = {name: msgspec.json.decode(item) for name, item in items.items()}
-    body = ChatRequest(**response_as_chat(request, earlier, found))
-    asked = ResponseContext(
+    previous = None if previous_messages is None else msgspec.json.decode(previous_messages)
+    items_by_id = {name: msgspec.json.decode(item) for name, item in items.items()}
+    body = ChatRequest(**response_as_chat(request, previous, items_by_id))
+    context = ResponseContext(
         messages=msgspec.json.encode(body.messages),
-        echoed_fields=_shown(request),
+        echoed_fields=_encode_echoed_fields(request),
         should_store=request.store is not False,
         previous_response_id=request.previous_response_id,
         tools={name: tool for name, tool in shown_tools(request.tools).items() if tool != ShownTool(name)},
         skipped_item_types=skipped_items(request),
     )
     try:
-        reading = _chat(body, tokenizer, limits, "/v1/responses", asked.tools)
+        parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)
     except RequestError as error:
-        raise _in_words_of_responses(error) from None
-    constraint = reading.constraint
+        raise _with_responses_field(error) from None
+    constraint = parsed_request.constraint
     if constraint is not None:
         constraint = msgspec.structs.replace(constraint, param=_response_field(constraint.param))
-    return msgspec.structs.replace(reading, asked=asked, constraint=constraint)
+    return msgspec.structs.replace(parsed_request, asked=context, constraint=constraint)
 
 
 def _check_items(request: ResponsesRequest) -> None:
@@ -144,8 +144,8 @@ def _check_items(request: ResponsesRequest) -> None:
             parts = item.get(field)
             for number, part in enumerate(parts if isinstance(parts, list) else ()):
                 if isinstance(part, dict) and is_media(part):
-                    where = f"input[{index}].{field}[{number}].type"
-                    raise bad_value(where, part.get("type"), '"input_text": this model reads text only')
+                    path = f"input[{index}].{field}[{number}].type"
+                    raise bad_value(path, part.get("type"), '"input_text": this model reads text only')
 
 
 _RESPONSES_FIELDS = {
@@ -157,13 +157,13 @@ _RESPONSES_FIELDS = {
 
 def _response_field(param: str) -> str:
     """Return the field of a body that a field of its chat was made of."""
-    for chats, ours in _RESPONSES_FIELDS.items():
-        if param.startswith(chats):
-            return ours if chats == "messages" else param.replace(chats, ours, 1)
+    for chat_field, responses_field in _RESPONSES_FIELDS.items():
+        if param.startswith(chat_field):
+            return responses_field if chat_field == "messages" else param.replace(chat_field, responses_field, 1)
     return param
 
 
-def _in_words_of_responses(error: RequestError) -> RequestError:
+def _with_responses_field(error: RequestError) -> RequestError:
     if error.param is None:
         return error
     param = _response_field(error.param)
@@ -171,22 +171,24 @@ def _in_words_of_responses(error: RequestError) -> RequestError:
     return RequestError(message, param=param, code=error.code, status=error.status)
 
 
-def _shown(request: ResponsesRequest) -> bytes:
+def _encode_echoed_fields(request: ResponsesRequest) -> bytes:
     """What answers repeat of a body, several times in a stream: nothing long."""
-    given = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
-    made = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in given.items()}
-    return msgspec.json.encode({name: raw for name, raw in made.items() if len(memoryview(raw)) <= ECHOED_BYTES_MAX})
+    values = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
+    encoded_fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
+    return msgspec.json.encode(
+        {name: raw for name, raw in encoded_fields.items() if len(memoryview(raw)) <= ECHOED_BYTES_MAX}
+    )
 
 
-def _check_text_only(asked: CountRequest) -> None:
-    found = find_media(asked)
-    if found is not None:
-        where, kind = found
+def _check_text_only(request: CountRequest) -> None:
+    media = find_media(request)
+    if media is not None:
+        path, kind = media
         # Claude Code knows these first words, and goes on without the image.
-        raise RequestError(f"Could not process {kind}: {where} is one; this model reads text only", param=where)
+        raise RequestError(f"Could not process {kind}: {path} is one; this model reads text only", param=path)
 
 
-def _chat(
+def _read_chat_body(
     body: ChatRequest,
     tokenizer: Tokenizer,
     limits: ModelLimits,
@@ -195,28 +197,28 @@ def _chat(
 ) -> ParsedRequest:
     """`path`: of the API that was asked. `tools`: custom ones, by name."""
     check_supported(body)
-    ids, text = _prompt_of(body, tokenizer)
-    prompts = [_fitted("input" if path == "/v1/responses" else "messages", ids, body, limits, path)]
-    plan = speech_plan(body, text, limits)
-    last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
-    if not (body.echo and isinstance(last.get("content"), str)):
-        last.pop("content", None)
+    token_ids, text = _encode_prompt(body, tokenizer)
+    prompts = [_truncate_prompt("input" if path == "/v1/responses" else "messages", token_ids, body, limits, path)]
+    parser_config = make_parser_config(body, text, limits)
+    last_message = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
+    if not (body.echo and isinstance(last_message.get("content"), str)):
+        last_message.pop("content", None)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
-    constraint = build_constraint(body, tokenizer, limits, thought_tokens(plan, tokenizer), grammars)
-    return ParsedRequest(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
+    constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
+    return ParsedRequest(_strip_large_fields(body, messages=[last_message]), prompts, [""], parser_config, constraint)
 
 
-def thought_tokens(plan: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """The tokens that may open the thought of an answer, where it need not have one, and that end it."""
-    if plan.reasoning_format is None:
+    if config.reasoning_format is None:
         return None, None
-    row = REASONING_FORMATS[plan.reasoning_format]
-    end = reasoning_end_token(row, plan.initial_state, tokenizer)
-    opens = next((i for i in map(tokenizer.token_to_id, row.open_markers) if i is not None), None)
-    return (opens if plan.initial_state == "before" and end is not None else None), end
+    format = REASONING_FORMATS[config.reasoning_format]
+    end_id = reasoning_end_token(format, config.initial_state, tokenizer)
+    open_id = next((i for i in map(tokenizer.token_to_id, format.open_markers) if i is not None), None)
+    return (open_id if config.initial_state == "before" and end_id is not None else None), end_id
 
 
-def _prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
+def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
     """(the tokens of the prompt, its end as text, at least)."""
     ids = body.prompt_token_ids
     if ids is None:
@@ -225,26 +227,28 @@ def _prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]
         text = tokenizer.chat_text(body)
         return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
     end = len(ids) - (body.answered_tokens or 0)
-    return ids, tokenizer.decode(ids[max(end - _END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
+    return ids, tokenizer.decode(ids[max(end - _PROMPT_END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
 
 
-def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
+def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> OutputParserConfig:
     """How the text that answers a chat with this prompt is to be read."""
-    place: ReasoningState = "after"
-    if limits.thought is not None:
-        last = body.messages[-1].get("content") if body.continue_final_message else None
-        if isinstance(last, list):
-            last = last[-1].get("text") if last and isinstance(last[-1], dict) else None
-        place = initial_state(REASONING_FORMATS[limits.thought], prompt, last if isinstance(last, str) else None)
+    state: ReasoningState = "after"
+    if limits.reasoning_format is not None:
+        last_content = body.messages[-1].get("content") if body.continue_final_message else None
+        if isinstance(last_content, list):
+            last_content = last_content[-1].get("text") if last_content and isinstance(last_content[-1], dict) else None
+        state = initial_state(
+            REASONING_FORMATS[limits.reasoning_format], prompt, last_content if isinstance(last_content, str) else None
+        )
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return OutputParserConfig(
-        reasoning_format=limits.thought,
-        initial_state=place,
+        reasoning_format=limits.reasoning_format,
+        initial_state=state,
         shows_reasoning=body.include_reasoning is not False,
-        call_format=limits.calls if tools else None,
-        parameter_types=parameter_types(tools) if tools and limits.calls == "qwen3_coder" else {},
+        call_format=limits.call_format if tools else None,
+        parameter_types=parameter_types(tools) if tools and limits.call_format == "qwen3_coder" else {},
         single_call=body.parallel_tool_calls is False,
-        requires_call=must_call(body),
+        requires_call=requires_call(body),
         names_function=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
     )
 
@@ -253,41 +257,48 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
     """Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
-    given = body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
-    if len(given) * (body.n or 1) > MAX_CHOICES:
+    prompts_field = (
+        body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
+    )
+    if len(prompts_field) * (body.n or 1) > MAX_CHOICES:
         raise RequestError(
-            f"n: {len(given)} prompts x {body.n or 1} samples, expected at most {MAX_CHOICES} together", param="n"
+            f"n: {len(prompts_field)} prompts x {body.n or 1} samples, expected at most {MAX_CHOICES} together",
+            param="n",
         )
     prompts = [
-        _fitted("prompt" if len(given) == 1 else f"prompt[{number}]", ids, body, limits)
+        _truncate_prompt("prompt" if len(prompts_field) == 1 else f"prompt[{number}]", ids, body, limits)
         for number, ids in enumerate(tokenizer.completion_ids(body))
     ]
     texts = [""] * len(prompts)
     if body.echo:
         texts = [
             text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
-            for text, ids in zip(given, prompts)
+            for text, ids in zip(prompts_field, prompts)
         ]
     return ParsedRequest(
-        _trimmed(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits)
+        _strip_large_fields(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits)
     )
 
 
-def _fitted(
+def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
     """The prompt, cut by vLLM's `truncate_prompt_tokens` (keep the last k; -1: what the model can read) and checked."""
-    keep = body.truncate_prompt_tokens
-    if keep is not None:
-        if keep == 0 or keep > limits.max_model_len:
-            raise bad_value("truncate_prompt_tokens", keep, f"-1, or 1 to max_model_len ({limits.max_model_len})")
-        prompt = prompt[-(limits.max_model_len - 1 if keep == -1 else keep) :]
+    keep_tokens = body.truncate_prompt_tokens
+    if keep_tokens is not None:
+        if keep_tokens == 0 or keep_tokens > limits.max_model_len:
+            raise bad_value(
+                "truncate_prompt_tokens", keep_tokens, f"-1, or 1 to max_model_len ({limits.max_model_len})"
+            )
+        prompt = prompt[-(limits.max_model_len - 1 if keep_tokens == -1 else keep_tokens) :]
     check_prompt(prompt, limits, param, path)
     return prompt
 
 
-def _trimmed(body: ChatRequest | CompletionRequest, **left: Any) -> ChatRequest | CompletionRequest:
+def _strip_large_fields(body: ChatRequest | CompletionRequest, **replacements: Any) -> ChatRequest | CompletionRequest:
     fields = msgspec.structs.asdict(body)
-    large = (dict, list, ResponseFormat, StructuredOutputs)
-    dropped = [name for name, value in fields.items() if isinstance(value, large) and name not in _KEPT]
-    return msgspec.structs.replace(body, **{**dict.fromkeys(dropped), **left})
+    large_types = (dict, list, ResponseFormat, StructuredOutputs)
+    large_fields = [
+        name for name, value in fields.items() if isinstance(value, large_types) and name not in _SAMPLING_FIELDS
+    ]
+    return msgspec.structs.replace(body, **{**dict.fromkeys(large_fields), **replacements})

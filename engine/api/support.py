@@ -38,7 +38,7 @@ def _check_chat(request: ChatRequest) -> None:
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
-                where = f"messages[{index}].content[{number}]"
-                raise bad_value(f"{where}.type", part["type"], '"text": this model reads text only')
+                path = f"messages[{index}].content[{number}]"
+                raise bad_value(f"{path}.type", part["type"], '"text": this model reads text only')
     if request.chat_template is not None:  # a template is a program, and could be made to run long
         raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")

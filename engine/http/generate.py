@@ -75,8 +75,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.admission():
             named = await state.reader.read(read_response_references, data)
-        if named.previous is not None:
-            before = state.stored.get(named.previous, "previous_response_id").messages
+        if named.previous_response_id is not None:
+            before = state.stored.get(named.previous_response_id, "previous_response_id").messages
         items = {name: state.stored.item(name, param) for name, param in named.items.items()}
     brought = len(before or b"") + sum(map(len, items.values()))
     return await _answer(request, partial(read_response, before, items=items), "resp_", brought=brought)
@@ -94,18 +94,19 @@ async def _answer(
         constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
         generation = _plan(state, request, reading, kind, constraint)
         answer: ResponseFormatter
-        if reading.asked is not None:
-            if reading.asked.skipped_item_types:
+        if reading.response_context is not None:
+            if reading.response_context.skipped_item_types:
                 log.warning(
-                    "items of a response's input are not shown: %s", ", ".join(reading.asked.skipped_item_types)[:1000]
+                    "items of a response's input are not shown: %s",
+                    ", ".join(reading.response_context.skipped_item_types)[:1000],
                 )
-            answer = ResponsesFormatter(generation, reading.asked)
+            answer = ResponsesFormatter(generation, reading.response_context)
         elif kind == "msg_":
             answer = MessagesFormatter(generation)
         elif isinstance(body, ChatRequest):
             answer = ChatFormatter(generation, body, state.factory)
         else:
-            answer = CompletionFormatter(generation, body, state.factory, reading.texts)
+            answer = CompletionFormatter(generation, body, state.factory, reading.prompt_texts)
         stream = state.submit(generation.requests)
     return await _serve(state, request, generation, stream, answer)
 
@@ -123,7 +124,7 @@ def _plan(
         model=body.model or state.names[0],
         limits=state.limits,
         factory=state.factory,
-        parser_config=reading.plan,
+        parser_config=reading.parser_config,
         constraint=constraint,
     )
 

@@ -342,7 +342,10 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
         print(f"          simulated: nothing is computed, steps take the time of {info.device}{scale}")
     elif engine_config.model is None:
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
-    print(f"answers   tool calls: {state.limits.calls or 'none'}, reasoning: {state.limits.thought or 'none'}")
+    print(
+        f"answers   tool calls: {state.limits.call_format or 'none'}, "
+        f"reasoning: {state.limits.reasoning_format or 'none'}"
+    )
     host_memory = f", and {info.num_host_blocks} in host memory" if info.num_host_blocks else ""
     print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}")
     for source in info.event_sources:

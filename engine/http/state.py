@@ -50,9 +50,9 @@ class ServerState:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             default_sampling=info.default_sampling,
-            calls=calls,
-            thought=thought,
-            unconstrained=info.unconstrained,
+            call_format=calls,
+            reasoning_format=thought,
+            constraint_refusal=info.unconstrained,
             script=info.script,
         )
         self.stored = ResponseStore()

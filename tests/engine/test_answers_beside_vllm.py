@@ -12,7 +12,7 @@ import pytest
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import make_generation
 from engine.api.params import ModelLimits
-from engine.api.parsed_request import speech_plan
+from engine.api.parsed_request import make_parser_config
 from engine.api.response_formatters import ChatFormatter
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
@@ -30,7 +30,9 @@ class Reader:
         tokenizer = build_tokenizer(4096)
         tokenizer.add_tokens(server["tokens"])
         self.tokenizer, self.factory = tokenizer, DetokenizerFactory(tokenizer)
-        self.limits = ModelLimits(max_model_len=1024, vocab_size=4160, calls=server["tools"], thought=server["thought"])
+        self.limits = ModelLimits(
+            max_model_len=1024, vocab_size=4160, call_format=server["tools"], reasoning_format=server["thought"]
+        )
         self.ends = {tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")}
 
     def answer(self, exchange: dict[str, Any]) -> Any:
@@ -39,7 +41,7 @@ class Reader:
         chunks = exchange["answer"] if exchange["body"]["stream"] else [exchange["answer"]]
         pieces = [c.get("token_ids") or [] for chunk in chunks for c in chunk["choices"]]
         prompt = chunks[0]["prompt_token_ids"]
-        plan = speech_plan(body, self.tokenizer.decode(prompt, skip_special_tokens=False), self.limits)
+        plan = make_parser_config(body, self.tokenizer.decode(prompt, skip_special_tokens=False), self.limits)
         generation = make_generation(
             body,
             [prompt],

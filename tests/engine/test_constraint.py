@@ -102,7 +102,7 @@ def takes(lark: str, text: str) -> bool:
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup: str) -> None:
     weather, time, wrong = CALLS[markup]
-    begin, end = MARKUPS[markup].begin, MARKUPS[markup].end
+    begin, end = MARKUPS[markup].calls_begin, MARKUPS[markup].calls_end
     both = begin + MARKUPS[markup].separator.join(
         call.removeprefix(begin).removesuffix(end) if end else call for call in (weather, time)
     ) + end  # fmt: skip
@@ -200,7 +200,7 @@ def checked(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
     """The grammar that a call of the second of two tools must match, as the core gets it."""
     function = {"name": "f", "parameters": parameters, "strict": strict}
     tools = [TOOLS[1], {"type": "function", "function": function}]
-    limits = ModelLimits(max_model_len=100, vocab_size=100, calls=markup)
+    limits = ModelLimits(max_model_len=100, vocab_size=100, call_format=markup)
     constraint = build_constraint(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
     assert constraint is not None
     found = check_constraint(GRAMMAR_WORDS, constraint)
@@ -526,7 +526,7 @@ def test_a_forced_call_needs_a_markup() -> None:
 
 
 def test_an_engine_that_can_constrain_nothing_says_why() -> None:
-    limits = ModelLimits(max_model_len=100, vocab_size=100, unconstrained="it has no bytes")
+    limits = ModelLimits(max_model_len=100, vocab_size=100, constraint_refusal="it has no bytes")
     with pytest.raises(RequestError, match=r"response_format: it has no bytes") as refused:
         build_constraint(chat(response_format={"type": "json_object"}), TOKENIZER, limits)
     assert refused.value.param == "response_format"

@@ -110,7 +110,7 @@ CALLS = {
 
 def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_response(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
-    limits = ModelLimits(max_model_len=100, vocab_size=4096, calls=calls)
+    limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
     made = build_constraint(ChatRequest(**as_chat(request)), TOKENIZER, limits, grammars=shown_tools(request.tools))
     assert made is not None
     return made.lark
@@ -136,6 +136,6 @@ def test_where_texts_stand_bare_a_regular_expression_is_kept_and_a_grammar_free(
 
 def test_a_grammar_that_cannot_be_matched_is_refused_by_the_tools_name() -> None:
     body = {"input": "x", "tools": [tool(syntax="lark", definition="start: /^a/")]}
-    limits = ModelLimits(max_model_len=2048, vocab_size=4096, calls="hermes")
+    limits = ModelLimits(max_model_len=2048, vocab_size=4096, call_format="hermes")
     with pytest.raises(RequestError, match=r"the grammar of the tool 'patch' cannot be matched: /\^a/"):
         read_response(None, json.dumps(body).encode(), TOKENIZER, limits)

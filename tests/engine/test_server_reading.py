@@ -147,9 +147,9 @@ def test_what_is_long_is_not_repeated_in_answers() -> None:
     tokenizer = Tokenizer.load(cached_model(Recipe()))
     body = {"input": "hi", "instructions": "so it goes " * (ECHOED_BYTES_MAX // 11 + 1), "tools": [TOOL]}
     reading = read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
-    assert reading.asked is not None
-    assert json.loads(reading.asked.echoed_fields) == {"tools": [TOOL]}
-    assert json.loads(reading.asked.messages)[0]["content"] == body["instructions"]
+    assert reading.response_context is not None
+    assert json.loads(reading.response_context.echoed_fields) == {"tools": [TOOL]}
+    assert json.loads(reading.response_context.messages)[0]["content"] == body["instructions"]
 
 
 @pytest.mark.parametrize(

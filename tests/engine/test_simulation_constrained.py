@@ -65,7 +65,7 @@ def say(grammars: Grammars, constraint: Constraint, length: int | None = None, t
 
 def asked(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, calls=calls, script=script)
+    limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, call_format=calls, script=script)
     made = build_constraint(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
     assert made is not None
     return made

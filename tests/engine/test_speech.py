@@ -18,7 +18,7 @@ from engine.api.detokenizer import _BYTE_OF, DetokenizerFactory
 from engine.api.generation import Generation, make_generation
 from engine.api.output_parser import OutputParserConfig, resolve_formats
 from engine.api.params import ModelLimits
-from engine.api.parsed_request import speech_plan
+from engine.api.parsed_request import make_parser_config
 from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
 from engine.api.response_formatters import ChatFormatter
 from engine.api.tool_calls import CALL_FORMATS
@@ -30,7 +30,7 @@ from prompts import Tokenizer as PromptTokenizer
 
 TINY = build_tokenizer()
 FACTORY = DetokenizerFactory(TINY)
-LIMITS = ModelLimits(max_model_len=2000, vocab_size=4096, calls="hermes", thought="qwen3")
+LIMITS = ModelLimits(max_model_len=2000, vocab_size=4096, call_format="hermes", reasoning_format="qwen3")
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "é🙂"}}\n</tool_call>'
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
@@ -54,7 +54,7 @@ def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: 
              prompt: str = "", limits: ModelLimits = LIMITS) -> tuple[Generation, ChatFormatter, bytes]:  # fmt: skip
     """An answer of these tokens, and the bytes of its stream."""
     request = parse_chat(json.dumps({**BODY, **body}).encode())
-    plan = speech_plan(request, prompt, limits)
+    plan = make_parser_config(request, prompt, limits)
     generation = make_generation(
         request, [[1, 2]], id="x", request_prefix="u", model="m", limits=limits, factory=FACTORY, parser_config=plan
     )
@@ -155,7 +155,7 @@ def test_each_format_cut_at_every_byte(name: str) -> None:
     assert set(IN_BYTES) == set(CALL_FORMATS)
     letters = {byte: letter for letter, byte in _BYTE_OF.items()}
     ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
-    limits = ModelLimits(max_model_len=2000, vocab_size=4096, calls=name, thought="qwen3")
+    limits = ModelLimits(max_model_len=2000, vocab_size=4096, call_format=name, reasoning_format="qwen3")
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
     wanted = message(whole(ids, limits=limits, tools=tools))
     assert json.loads(wanted["tool_calls"][0]["arguments"])["city"] == "Säckingen 🙂"

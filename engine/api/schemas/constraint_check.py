@@ -19,10 +19,10 @@ TRIES_S_MAX = 0.8
 """Schemas that are compiled, and CPU time of the thread, to find out what cannot be followed of one request."""
 PATH_CHARS_MAX = 200
 """Of the place in a schema that an error names."""
-_STYLED = ("qwen_xml", "python")
+_MARKUP_STYLES = ("qwen_xml", "python")
 
 
-def check_constraint(words: GrammarVocabulary, constraint: Constraint) -> Constraint:
+def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
     """The constraint as it is to be compiled. May crash, or take long, as `check`.
 
     Schemas that need not be followed in every word (tools that are not strict) lose what cannot be compiled. Raises
@@ -30,12 +30,12 @@ def check_constraint(words: GrammarVocabulary, constraint: Constraint) -> Constr
     """
     try:
         try:
-            lark = check(words, constraint.lark)
+            lark = check(vocabulary, constraint.lark)
         except GrammarError:
             if not constraint.source:
                 raise
-            asked = msgspec.json.decode(constraint.source, type=RequestedConstraint)
-            lark = check(words, write_lark(_followed(asked, words), words.added_tokens))
+            requested = msgspec.json.decode(constraint.source, type=RequestedConstraint)
+            lark = check(vocabulary, write_lark(_relax_constraint(requested, vocabulary), vocabulary.added_tokens))
     except GrammarError as error:
         raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
     except RecursionError as error:
@@ -44,57 +44,57 @@ def check_constraint(words: GrammarVocabulary, constraint: Constraint) -> Constr
     return msgspec.structs.replace(constraint, lark=lark, source=b"")
 
 
-def _followed(asked: RequestedConstraint, words: GrammarVocabulary) -> RequestedConstraint:
-    refusal = _BudgetedCompiler(words)
+def _relax_constraint(requested: RequestedConstraint, vocabulary: GrammarVocabulary) -> RequestedConstraint:
+    compiler = _BudgetedCompiler(vocabulary)
 
-    def follow(value: Any) -> Any:
+    def relax(value: Any) -> Any:
         if isinstance(value, list):
-            return [follow(item) for item in value]
+            return [relax(item) for item in value]
         if not isinstance(value, dict):
             return value
         if value.get("type") == "json_schema" and "json_schema" in value:
-            return _follow_schema(value, asked.param, refusal)
-        return {name: follow(item) for name, item in value.items()}
+            return _relax_format(value, requested.param, compiler)
+        return {name: relax(item) for name, item in value.items()}
 
-    return RequestedConstraint(asked.param, follow(asked.format))
+    return RequestedConstraint(requested.param, relax(requested.format))
 
 
-def _follow_schema(format: Format, param: str, refusal: _BudgetedCompiler) -> Format:
+def _relax_format(format: Format, param: str, compiler: _BudgetedCompiler) -> Format:
     schema = format["json_schema"]
-    styled, plain = refusal.of(format), refusal.of({**format, "style": "json"})
-    refused = styled if format.get("style") in _STYLED else plain
-    if refused(schema) is None:
+    check_styled, check_json = compiler.make_check(format), compiler.make_check({**format, "style": "json"})
+    check = check_styled if format.get("style") in _MARKUP_STYLES else check_json
+    if check(schema) is None:
         return format
     if format.get("lenient"):
-        return {**format, "json_schema": relax_schema(schema, refused, plain)}
-    path, reason = find_unsupported_keyword(schema, refused, plain)
-    shown = path if len(path) <= PATH_CHARS_MAX else f"...{path[-PATH_CHARS_MAX:]}"
-    where = f"{format.get('param', param)}{shown}"
-    raise RequestError(f"{where}: {reason}", param=where)
+        return {**format, "json_schema": relax_schema(schema, check, check_json)}
+    path, reason = find_unsupported_keyword(schema, check, check_json)
+    short_path = path if len(path) <= PATH_CHARS_MAX else f"...{path[-PATH_CHARS_MAX:]}"
+    keyword_path = f"{format.get('param', param)}{short_path}"
+    raise RequestError(f"{keyword_path}: {reason}", param=keyword_path)
 
 
 class _BudgetedCompiler:
     """Says whether schemas compile, for so long."""
 
-    def __init__(self, words: GrammarVocabulary) -> None:
-        self._words = words
-        self._tries = 0
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._try_count = 0
         self._begin_s = time.thread_time()
 
-    def of(self, format: Format) -> SchemaCheck:
+    def make_check(self, format: Format) -> SchemaCheck:
         """Judges schemas that stand in such a format."""
 
-        def refused(schema: Any) -> str | None:
-            self._tries += 1
-            if self._tries > TRIES_MAX or time.thread_time() - self._begin_s > TRIES_S_MAX:
+        def check_schema(schema: Any) -> str | None:
+            self._try_count += 1
+            if self._try_count > TRIES_MAX or time.thread_time() - self._begin_s > TRIES_S_MAX:
                 return "too large to find out what of it can be followed"
-            asked = RequestedConstraint("schema", {**format, "json_schema": schema})
+            constraint = RequestedConstraint("schema", {**format, "json_schema": schema})
             try:
-                self._words.compile(write_lark(asked, self._words.added_tokens)).compute_bitmask()
+                self._vocabulary.compile(write_lark(constraint, self._vocabulary.added_tokens)).compute_bitmask()
             except GrammarError as error:
                 return str(error)
             except RequestError as error:
                 return error.message
             return None
 
-        return refused
+        return check_schema

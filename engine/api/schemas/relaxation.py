@@ -18,92 +18,106 @@ SchemaCheck = Callable[[Json], str | None]
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties")
-_FIRST = ("type", "properties", "patternProperties", "prefixItems", "required", "items")
+_FIRST_KEYWORDS = ("type", "properties", "patternProperties", "prefixItems", "required", "items")
 """Keywords that are tried first: they say most."""
-_NEEDS = {"additionalProperties": ("properties", "patternProperties"), "items": ("prefixItems",)}
+_REQUIRED_KEYWORDS = {"additionalProperties": ("properties", "patternProperties"), "items": ("prefixItems",)}
 """Keywords that would say more without those that they are about."""
 
 
-def relax_schema(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> Json:
-    """The schema with what can be compiled of it. `refused`: of the schema as it stands; `refused_inside`: of what is
-    inside of its properties."""
-    loose = _loosen(schema, refused, refused_inside)
-    for name, parts in _definitions(loose).items():  # compiled only where something refers to them
+def relax_schema(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> Json:
+    """The schema with what can be compiled of it. `check`: of the schema as it stands; `check_inner`: of what is inside
+    of its properties."""
+    relaxed = _relax_without_references(schema, check, check_inner)
+    for name, parts in _definitions(relaxed).items():  # compiled only where something refers to them
         if isinstance(parts, dict):
-            told = {inner: _loosen(part, refused_inside, refused_inside) for inner, part in parts.items()}
-            loose = {**loose, name: told}
-    if refused(loose) is None:
-        return loose
-    bad = {ref for ref in _references(loose) if refused_inside({**_definitions(loose), "$ref": ref}) is not None}
-    for candidate in (_without_references(loose, bad), _without_references(loose, None)):
-        if refused(candidate) is None:
+            relaxed_parts = {
+                inner: _relax_without_references(part, check_inner, check_inner) for inner, part in parts.items()
+            }
+            relaxed = {**relaxed, name: relaxed_parts}
+    if check(relaxed) is None:
+        return relaxed
+    bad_references = {
+        ref for ref in _references(relaxed) if check_inner({**_definitions(relaxed), "$ref": ref}) is not None
+    }
+    for candidate in (_without_references(relaxed, bad_references), _without_references(relaxed, None)):
+        if check(candidate) is None:
             return candidate
     return {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
 
 
-def find_unsupported_keyword(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> tuple[str, str]:
+def find_unsupported_keyword(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> tuple[str, str]:
     """(path of the first keyword that cannot be compiled, why) of a schema that cannot."""
     path = ""
-    where, inner = refused, refused_inside
+    current_check, check_inside = check, check_inner
     while True:
-        for step, part in _parts(schema):
-            test = _of_property(where) if step.startswith(".properties.") and where is not inner else inner
-            if test(_without_references(part, None)) is not None:
-                path, schema, where = path + step, part, test if test is not inner else inner
+        for step, part in _inner_schemas(schema):
+            part_check = (
+                _make_property_check(current_check)
+                if step.startswith(".properties.") and current_check is not check_inside
+                else check_inside
+            )
+            if part_check(_without_references(part, None)) is not None:
+                path, schema, current_check = (
+                    path + step,
+                    part,
+                    part_check if part_check is not check_inside else check_inside,
+                )
                 break
         else:
             break
-    said: dict[str, Json] = {}
-    for keyword in _in_order(schema):
-        said[keyword] = schema[keyword]
-        reason = where(said)
+    keywords: dict[str, Json] = {}
+    for keyword in _ordered_keywords(schema):
+        keywords[keyword] = schema[keyword]
+        reason = current_check(keywords)
         if reason is not None:
             return f"{path}.{keyword}", reason
-    return path, where(schema) or "cannot be followed"
+    return path, current_check(schema) or "cannot be followed"
 
 
-def _loosen(schema: Json, refused: SchemaCheck, refused_inside: SchemaCheck) -> Json:
+def _relax_without_references(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> Json:
     """A schema without its references, which may still lead to what cannot be compiled."""
-    if refused(_without_references(schema, None)) is None:
+    if check(_without_references(schema, None)) is None:
         return schema
     if not isinstance(schema, dict):
         return {}
-    inner = dict(schema)
+    relaxed = dict(schema)
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
-            is_styled = keyword == "properties" and refused is not refused_inside
-            test = _of_property(refused) if is_styled else refused_inside
-            inner[keyword] = {name: _loosen(part, test, refused_inside) for name, part in value.items()}
+            is_styled = keyword == "properties" and check is not check_inner
+            part_check = _make_property_check(check) if is_styled else check_inner
+            relaxed[keyword] = {
+                name: _relax_without_references(part, part_check, check_inner) for name, part in value.items()
+            }
         elif keyword in _LISTS and isinstance(value, list):
-            inner[keyword] = [_loosen(part, refused_inside, refused_inside) for part in value]
+            relaxed[keyword] = [_relax_without_references(part, check_inner, check_inner) for part in value]
         elif keyword in _SINGLES and isinstance(value, dict):
-            inner[keyword] = _loosen(value, refused_inside, refused_inside)
-    kept: dict[str, Json] = {}
-    for keyword in _in_order(inner):
-        if any(name in inner and name not in kept for name in _NEEDS.get(keyword, ())):
+            relaxed[keyword] = _relax_without_references(value, check_inner, check_inner)
+    accepted: dict[str, Json] = {}
+    for keyword in _ordered_keywords(relaxed):
+        if any(name in relaxed and name not in accepted for name in _REQUIRED_KEYWORDS.get(keyword, ())):
             continue
-        if refused(_without_references({**kept, keyword: inner[keyword]}, None)) is None:
-            kept[keyword] = inner[keyword]
-    return kept
+        if check(_without_references({**accepted, keyword: relaxed[keyword]}, None)) is None:
+            accepted[keyword] = relaxed[keyword]
+    return accepted
 
 
-def _of_property(refused: SchemaCheck) -> SchemaCheck:
-    """Of a schema that is a property's of one that `refused` knows to judge."""
+def _make_property_check(check: SchemaCheck) -> SchemaCheck:
+    """Return the check of a property's schema, given the check of its object's schema."""
 
-    def of_property(schema: Json) -> str | None:
-        return refused({"type": "object", "properties": {"v": schema}, "required": ["v"]})
+    def check_property(schema: Json) -> str | None:
+        return check({"type": "object", "properties": {"v": schema}, "required": ["v"]})
 
-    return of_property
+    return check_property
 
 
-def _in_order(schema: Json) -> list[str]:
+def _ordered_keywords(schema: Json) -> list[str]:
     if not isinstance(schema, dict):
         return []
-    first = [keyword for keyword in _FIRST if keyword in schema]
-    return [*first, *(keyword for keyword in schema if keyword not in first)]
+    first_keywords = [keyword for keyword in _FIRST_KEYWORDS if keyword in schema]
+    return [*first_keywords, *(keyword for keyword in schema if keyword not in first_keywords)]
 
 
-def _parts(schema: Json) -> Iterator[tuple[str, Json]]:
+def _inner_schemas(schema: Json) -> Iterator[tuple[str, Json]]:
     """(path, schema) of what is directly inside of a schema."""
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
         if keyword in _MAPS and isinstance(value, dict):
@@ -125,18 +139,18 @@ def _references(value: Json) -> set[str]:
         return set().union(*map(_references, value))
     if not isinstance(value, dict):
         return set()
-    own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
-    return own.union(*map(_references, value.values()))
+    references = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+    return references.union(*map(_references, value.values()))
 
 
-def _without_references(value: Json, which: set[str] | None) -> Json:
+def _without_references(value: Json, references: set[str] | None) -> Json:
     """`which`: those references; None: all."""
     if isinstance(value, list):
-        return [_without_references(item, which) for item in value]
+        return [_without_references(item, references) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        name: _without_references(item, which)
+        name: _without_references(item, references)
         for name, item in value.items()
-        if name != "$ref" or (which is not None and item not in which)
+        if name != "$ref" or (references is not None and item not in references)
     }
