@@ -67,15 +67,15 @@ def build_constraint(
     `reasoning_ids`: as in Constraint, the token that opens a thought and the one that ends it.
     `grammars`: as in `requested_constraint`.
     """
-    requested = requested_constraint(body, limits.call_format, grammars)
-    if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
-        requested = scripted_constraint(body, limits.script, limits.call_format, grammars)
-    if requested is None:
+    spec = requested_constraint(body, limits.call_format, grammars)
+    if limits.script and isinstance(body, ChatRequest) and (spec is None or spec.param == "tools"):
+        spec = scripted_constraint(body, limits.script, limits.call_format, grammars)
+    if spec is None:
         return None
     if limits.constraint_refusal is not None:
-        raise RequestError(f"{requested.param}: {limits.constraint_refusal}", param=requested.param)
-    lark = write_lark(requested, added_tokens(tokenizer))
-    return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
+        raise RequestError(f"{spec.param}: {limits.constraint_refusal}", param=spec.param)
+    lark = write_lark(spec, added_tokens(tokenizer))
+    return Constraint(lark, spec.param, msgspec.json.encode(spec), *reasoning_ids)
 
 
 def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> str:

@@ -30,14 +30,14 @@ def resolve_formats(
         text = "" if template is None else template.source(has_tools=True)
     except RequestError:  # several, and none is the default
         text = ""
-    detected = (detect_call_format(text), detect_reasoning_format(text))
+    template_formats = (detect_call_format(text), detect_reasoning_format(text))
     names = {"auto": None, "none": None}
     return (
-        detected[0].name
-        if call_setting == "auto" and detected[0] is not None
+        template_formats[0].name
+        if call_setting == "auto" and template_formats[0] is not None
         else names.get(call_setting, call_setting),
-        detected[1].name
-        if reasoning_setting == "auto" and detected[1] is not None
+        template_formats[1].name
+        if reasoning_setting == "auto" and template_formats[1] is not None
         else names.get(reasoning_setting, reasoning_setting),
     )
 

@@ -134,7 +134,7 @@ def read_response(
     constraint = parsed_request.constraint
     if constraint is not None:
         constraint = msgspec.structs.replace(constraint, param=_response_field(constraint.param))
-    return msgspec.structs.replace(parsed_request, asked=context, constraint=constraint)
+    return msgspec.structs.replace(parsed_request, response_context=context, constraint=constraint)
 
 
 def _check_items(request: ResponsesRequest) -> None:

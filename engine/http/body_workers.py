@@ -29,9 +29,9 @@ T = TypeVar("T")
 BodyParser = Callable[[bytes, Tokenizer, ModelLimits], T]
 """A function of a module: what it does not raise as RequestError must be small."""
 
-AT_ONCE_BYTES = 4096
+INLINE_BYTES_MAX = 4096
 """Bodies up to this size are read on the event loop: a thread would cost more than it frees."""
-THREAD_BYTES = 64 << 10
+THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are read in a thread: parsing them holds the interpreter for some milliseconds at most."""
 PROCESSES = 2
 READ_S_MAX = 30.0
@@ -45,7 +45,7 @@ GRAMMAR_S_MAX = 60.0
 GRAMMAR_BYTES_MAX = 1 << 30
 GRAMMAR_STACK_BYTES_MAX = 1 << 20
 """Less than any thread of the core has: what is too deep for that one is too deep here."""
-CHECKED_MAX = 4096
+CHECKED_GRAMMARS_MAX = 4096
 """Grammars that are known to be good."""
 
 log = logging.getLogger("engine.server")
@@ -59,26 +59,26 @@ class BodyReader:
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
-        self._processes = WorkerPool((_load, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
-        self._compilers = WorkerPool((_load_words, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
-        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        self._processes = WorkerPool((_load_tokenizer, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
+        self._compilers = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
+        self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
-    async def read(self, work: BodyParser[T], data: bytes, *, brought: int = 0) -> T:
-        """What `work` makes of a body. `brought`: bytes that it reads besides. Raises RequestError."""
-        size = len(data) + brought
-        if size <= AT_ONCE_BYTES:
-            return work(data, self._tokenizer, self._limits)
-        if size <= THREAD_BYTES:
+    async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0) -> T:
+        """What `parse` makes of a body. `extra_bytes`: bytes that it reads besides. Raises RequestError."""
+        size = len(data) + extra_bytes
+        if size <= INLINE_BYTES_MAX:
+            return parse(data, self._tokenizer, self._limits)
+        if size <= THREAD_BYTES_MAX:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, work, data, self._tokenizer, self._limits)
-        reading = asyncio.ensure_future(self._read_apart(work, data))
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(reading)  # a client who leaves leaves no process half way through its body
+            return await loop.run_in_executor(self._threads, parse, data, self._tokenizer, self._limits)
+        task = asyncio.ensure_future(self._read_in_process(parse, data))
+        task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
+        return await asyncio.shield(task)  # a client who leaves leaves no process half way through its body
 
-    async def _read_apart(self, work: BodyParser[T], data: bytes) -> T:
+    async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         try:
-            return await self._processes.run(data, lambda process: process.call(READ_S_MAX, _read, work, data))
+            return await self._processes.run(data, lambda process: process.call(READ_S_MAX, _parse_body, parse, data))
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
@@ -86,29 +86,29 @@ class BodyReader:
     async def check(self, constraint: Constraint) -> Constraint:
         """The constraint as the core wants it. Raises RequestError where it cannot be compiled, or not in time."""
         digest = blake2b(constraint.lark.encode(), digest_size=16).digest()
-        lark = self._checked.get(digest)
+        lark = self._checked_grammars.get(digest)
         if lark is None:
-            checking = asyncio.ensure_future(self._check_apart(constraint))
-            checking.add_done_callback(lambda done: done.cancelled() or done.exception())
-            lark = self._checked[digest] = (await asyncio.shield(checking)).lark
-            if len(self._checked) > CHECKED_MAX:
-                self._checked.popitem(last=False)
-        self._checked.move_to_end(digest)
+            task = asyncio.ensure_future(self._check_in_process(constraint))
+            task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
+            lark = self._checked_grammars[digest] = (await asyncio.shield(task)).lark
+            if len(self._checked_grammars) > CHECKED_GRAMMARS_MAX:
+                self._checked_grammars.popitem(last=False)
+        self._checked_grammars.move_to_end(digest)
         return msgspec.structs.replace(constraint, lark=lark, source=b"")
 
-    async def _check_apart(self, constraint: Constraint) -> Constraint:
+    async def _check_in_process(self, constraint: Constraint) -> Constraint:
         lark, param = constraint.lark, constraint.param
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
-            checked: Constraint = await self._compilers.run(
-                b"", lambda process: process.call(GRAMMAR_S_MAX, _check, constraint)
+            checked_constraint: Constraint = await self._compilers.run(
+                b"", lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint)
             )
         except WorkerProcessError as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
             message = f"{param}: takes more time or memory to compile than it may"
             raise RequestError(message, param=param) from error
-        return checked
+        return checked_constraint
 
     def close(self) -> None:
         self._processes.close()
@@ -119,22 +119,22 @@ class BodyReader:
 # In the process -------------------------------------------------------------------------------------------------------
 
 
-def _load(folder: str, chat_template: str | None, limits: ModelLimits) -> tuple[Tokenizer, ModelLimits]:
+def _load_tokenizer(folder: str, chat_template: str | None, limits: ModelLimits) -> tuple[Tokenizer, ModelLimits]:
     return Tokenizer.load(folder, chat_template=chat_template), limits
 
 
-def _load_words(folder: str, vocab_size: int) -> GrammarVocabulary:
+def _load_vocabulary(folder: str, vocab_size: int) -> GrammarVocabulary:
     resource.setrlimit(resource.RLIMIT_STACK, (GRAMMAR_STACK_BYTES_MAX, GRAMMAR_STACK_BYTES_MAX))
     return GrammarVocabulary(Tokenizer.load(folder, cache_bytes=0), vocab_size)
 
 
-def _check(words: GrammarVocabulary, constraint: Constraint) -> Constraint:
+def _check_with_time_limit(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # nobody handles its signal: it ends the process
     try:
-        return check_constraint(words, constraint)
+        return check_constraint(vocabulary, constraint)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _read(loaded: tuple[Tokenizer, ModelLimits], work: BodyParser[T], data: bytes) -> T:
-    return work(data, *loaded)
+def _parse_body(tokenizer_and_limits: tuple[Tokenizer, ModelLimits], parse: BodyParser[T], data: bytes) -> T:
+    return parse(data, *tokenizer_and_limits)

@@ -1,8 +1,8 @@
 """Chats, completions, Messages and Responses: a body in, JSON or a stream of SSE chunks out.
 
 Response headers of a stream are sent with its first token, so that what fails before it has the right status; where
-that takes longer than `QUIET_S`, with a comment, as clients and proxies give up on connections without a byte. A
-client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
+that takes longer than `KEEPALIVE_COMMENT_S`, with a comment, as clients and proxies give up on connections without a
+byte. A client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
 outputs merge; it never makes the core wait.
 """
 
@@ -44,12 +44,12 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-QUIET_S = 5.0
+KEEPALIVE_COMMENT_S = 5.0
 """A stream that says nothing for so long sends a comment."""
-COMMENT = b": keep-alive\n\n"
-PAUSE_LOGPROBS = 2048
+KEEPALIVE_COMMENT = b": keep-alive\n\n"
+LOGPROBS_PER_PAUSE = 2048
 """Logprobs that are formatted between two pauses of the loop: some milliseconds."""
-LAST_WORDS_S = 1.0
+FINAL_ERROR_S = 1.0
 """For the error that ends a stream at its deadline."""
 ResponseFormatter = ChatFormatter | CompletionFormatter | MessagesFormatter | ResponsesFormatter
 SMALL_WRITE_BYTES = 32 << 10
@@ -57,111 +57,120 @@ SMALL_WRITE_BYTES = 32 << 10
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await _answer(request, read_chat, "chatcmpl-")
+    return await _handle(request, read_chat, "chatcmpl-")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await _answer(request, read_completion, "cmpl-")
+    return await _handle(request, read_completion, "cmpl-")
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    return await _answer(request, read_messages, "msg_")
+    return await _handle(request, read_messages, "msg_")
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    data, before = await state.body(request), None
+    data, previous_messages = await state.read_body(request), None
     items: dict[str, bytes] = {}
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
-        with state.admission():
-            named = await state.reader.read(read_response_references, data)
-        if named.previous_response_id is not None:
-            before = state.stored.get(named.previous_response_id, "previous_response_id").messages
-        items = {name: state.stored.item(name, param) for name, param in named.items.items()}
-    brought = len(before or b"") + sum(map(len, items.values()))
-    return await _answer(request, partial(read_response, before, items=items), "resp_", brought=brought)
+        with state.reserve_admission():
+            references = await state.reader.read(read_response_references, data)
+        if references.previous_response_id is not None:
+            previous_messages = state.response_store.get(
+                references.previous_response_id, "previous_response_id"
+            ).messages
+        items = {name: state.response_store.get_item(name, param) for name, param in references.items.items()}
+    extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
+    return await _handle(
+        request, partial(read_response, previous_messages, items=items), "resp_", extra_bytes=extra_bytes
+    )
 
 
-async def _answer(
-    request: web.Request, work: BodyParser[ParsedRequest], kind: str, brought: int = 0
+async def _handle(
+    request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
     state = request.app[STATE]
-    data = await state.body(request)
-    with state.admission():
-        reading = await state.reader.read(work, data, brought=brought)
-        body = reading.body
+    data = await state.read_body(request)
+    with state.reserve_admission():
+        parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes)
+        body = parsed_request.body
         state.check_model(body.model)
-        constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
-        generation = _plan(state, request, reading, kind, constraint)
-        answer: ResponseFormatter
-        if reading.response_context is not None:
-            if reading.response_context.skipped_item_types:
+        constraint = None if parsed_request.constraint is None else await state.reader.check(parsed_request.constraint)
+        generation = _make_generation(state, request, parsed_request, id_prefix, constraint)
+        formatter: ResponseFormatter
+        if parsed_request.response_context is not None:
+            if parsed_request.response_context.skipped_item_types:
                 log.warning(
                     "items of a response's input are not shown: %s",
-                    ", ".join(reading.response_context.skipped_item_types)[:1000],
+                    ", ".join(parsed_request.response_context.skipped_item_types)[:1000],
                 )
-            answer = ResponsesFormatter(generation, reading.response_context)
-        elif kind == "msg_":
-            answer = MessagesFormatter(generation)
+            formatter = ResponsesFormatter(generation, parsed_request.response_context)
+        elif id_prefix == "msg_":
+            formatter = MessagesFormatter(generation)
         elif isinstance(body, ChatRequest):
-            answer = ChatFormatter(generation, body, state.factory)
+            formatter = ChatFormatter(generation, body, state.detokenizer_factory)
         else:
-            answer = CompletionFormatter(generation, body, state.factory, reading.prompt_texts)
+            formatter = CompletionFormatter(generation, body, state.detokenizer_factory, parsed_request.prompt_texts)
         stream = state.submit(generation.requests)
-    return await _serve(state, request, generation, stream, answer)
+    return await _respond(state, request, generation, stream, formatter)
 
 
-def _plan(
-    state: ServerState, request: web.Request, reading: ParsedRequest, kind: str, constraint: Constraint | None
+def _make_generation(
+    state: ServerState,
+    request: web.Request,
+    parsed_request: ParsedRequest,
+    id_prefix: str,
+    constraint: Constraint | None,
 ) -> Generation:
-    body = reading.body
-    wanted = body.request_id or request.headers.get("X-Request-Id") or ""
+    body = parsed_request.body
+    client_id = body.request_id or request.headers.get("X-Request-Id") or ""
     return make_generation(
         body,
-        reading.prompts,
-        id=kind + (wanted if _ID.fullmatch(wanted) and kind != "resp_" else random_id()),  # who knows it may read it
-        request_prefix=state.unique_id(),
-        model=body.model or state.names[0],
+        parsed_request.prompts,
+        id=id_prefix
+        + (client_id if _ID.fullmatch(client_id) and id_prefix != "resp_" else random_id()),  # who knows it may read it
+        request_prefix=state.make_request_prefix(),
+        model=body.model or state.model_names[0],
         limits=state.limits,
-        factory=state.factory,
-        parser_config=reading.parser_config,
+        factory=state.detokenizer_factory,
+        parser_config=parsed_request.parser_config,
         constraint=constraint,
     )
 
 
-async def _serve(
-    state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, answer: ResponseFormatter
+async def _respond(
+    state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, formatter: ResponseFormatter
 ) -> web.StreamResponse:
     """Follow what was submitted to the end, answer. Whatever ends this early aborts what still runs."""
-    state.enter()
+    state.begin_request()
     limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
-    deadline = None if limit_s is None else loop.call_later(limit_s, stream.fail, _too_late(limit_s))
+    deadline = None if limit_s is None else loop.call_later(limit_s, stream.fail, _timeout_error(limit_s))
     writer = ResponseWriter(request, state.config, None if deadline is None else deadline.when())
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
-        follower = DeltaStream(state, generation, stream)
+        delta_stream = DeltaStream(state, generation, stream)
         if generation.body.stream:
-            return await _stream(state, generation, writer, follower, answer)
-        async for pieces in follower:
-            await follower.format_logprobs(answer, pieces)
-        whole = answer.format_response()
-        _store(state, answer)
-        return await writer.whole(whole)
+            return await _stream_response(state, generation, writer, delta_stream, formatter)
+        async for deltas in delta_stream:
+            await delta_stream.format_logprobs(formatter, deltas)
+        response_body = formatter.format_response()
+        _store_response(state, formatter)
+        return await writer.write_body(response_body)
     finally:
         if deadline is not None:
             deadline.cancel()
-        unfinished = sum(choice.finish_reason is None for choice in generation.choices)
-        state.metrics.finished["abort"] += unfinished
+        unfinished_count = sum(choice.finish_reason is None for choice in generation.choices)
+        state.metrics.finished_sequences["abort"] += unfinished_count
         stream.close()
-        state.leave()
+        state.end_request()
 
 
-def _store(state: ServerState, answer: ResponseFormatter) -> None:
-    if isinstance(answer, ResponsesFormatter) and answer.context.should_store:
-        state.stored.put(StoredResponse(answer.final_response(), answer.encode_messages()))
+def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
+    if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
+        state.response_store.put(StoredResponse(formatter.final_response(), formatter.encode_messages()))
 
 
-def _too_late(limit_s: float) -> RequestError:
+def _timeout_error(limit_s: float) -> RequestError:
     return RequestError(
         f"the request took longer than {limit_s:g} s (--request-timeout)",
         param=None,
@@ -170,7 +179,7 @@ def _too_late(limit_s: float) -> RequestError:
     )
 
 
-def _ended(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
+def _sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
     """Why a sequence ended with an error: the client's fault, or the engine's."""
     if not output.is_client_error:
         return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
@@ -192,70 +201,76 @@ class DeltaStream:
     async def __anext__(self) -> list[tuple[Choice, ChoiceDelta]]:
         outputs = await self._stream.__anext__()
         now_s = time.perf_counter()
-        return [self._take(output, now_s) for output in outputs]
+        return [self._apply_output(output, now_s) for output in outputs]
 
-    async def format_logprobs(self, answer: ResponseFormatter, pieces: list[tuple[Choice, ChoiceDelta]]) -> None:
+    async def format_logprobs(self, formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]]) -> None:
         """Format the logprobs of pieces, some at a time: between them the loop serves everybody else."""
-        if not isinstance(answer, (ChatFormatter, CompletionFormatter)):
+        if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
             return
         since_pause = 0
-        for choice, piece in pieces:
-            while count := answer.format_logprob_slice(choice, piece):
+        for choice, delta in deltas:
+            while count := formatter.format_logprob_slice(choice, delta):
                 if self._generation.body.stream:
                     self._stream.logprobs.release(count)
                 since_pause += count
-                if since_pause >= PAUSE_LOGPROBS:
+                if since_pause >= LOGPROBS_PER_PAUSE:
                     since_pause = 0
                     await asyncio.sleep(0)
 
-    def _take(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
+    def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
         choice = self._generation.choices_by_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
-            self._clock.finish("error", len(self._generation.prompt_of_choice(choice)), choice.completion_tokens, now_s)
-            raise _ended(output, choice.params.constraint)
-        piece = choice.push(output)
-        self._clock.tokens(choice.index, len(piece.token_ids), now_s)
-        if piece.should_abort:
+            self._clock.record_finish(
+                "error", len(self._generation.prompt_of_choice(choice)), choice.completion_tokens, now_s
+            )
+            raise _sequence_error(output, choice.params.constraint)
+        delta = choice.push(output)
+        self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
+        if delta.should_abort:
             self._stream.close(output.request_id)
-        if piece.finish_reason is not None:
+        if delta.finish_reason is not None:
             prompt_tokens = len(self._generation.prompt_of_choice(choice))
-            self._clock.finish(piece.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
-        return choice, piece
+            self._clock.record_finish(delta.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
+        return choice, delta
 
 
-async def _stream(
-    state: ServerState, generation: Generation, writer: ResponseWriter, follower: DeltaStream, answer: ResponseFormatter
+async def _stream_response(
+    state: ServerState,
+    generation: Generation,
+    writer: ResponseWriter,
+    delta_stream: DeltaStream,
+    formatter: ResponseFormatter,
 ) -> web.StreamResponse:
-    commenting = asyncio.ensure_future(writer.comment_while_quiet())
+    comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
-        async for pieces in follower:
-            await follower.format_logprobs(answer, pieces)
-            await writer.write(b"".join([answer.format_delta(choice, piece) for choice, piece in pieces]))
-        last = answer.format_end()
-        _store(state, answer)  # a client may go on from it as soon as it has the end
-        await writer.write(last)
+        async for deltas in delta_stream:
+            await delta_stream.format_logprobs(formatter, deltas)
+            await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
+        end = formatter.format_end()
+        _store_response(state, formatter)  # a client may go on from it as soon as it has the end
+        await writer.write(end)
     except (RequestError, EngineDeadError) as error:
-        if not writer.started:
+        if not writer.has_started:
             raise
         if isinstance(error, EngineDeadError):
             error = not_running(error)
-        state.metrics.count_refusal(error.status)
-        await writer.write(answer.format_error(error))
+        state.metrics.count_error(error.status)
+        await writer.write(formatter.format_error(error))
     finally:
-        commenting.cancel()
+        comment_task.cancel()
     return await writer.end()
 
 
 class ResponseWriter:
     """Sends one answer, and waits where the client does not take what was written; for ever it may not."""
 
-    def __init__(self, request: web.Request, config: ServerConfig, ends_s: float | None) -> None:
-        """`ends_s`: of the loop's clock, when the client must have all; None: when it pleases."""
+    def __init__(self, request: web.Request, config: ServerConfig, deadline_s: float | None) -> None:
+        """`deadline_s`: of the loop's clock, when the client must have all; None: when it pleases."""
         self._request = request
         self._stall_s = config.stall_timeout_s
-        self._ends_s = ends_s
-        self._writes = 0
+        self._deadline_s = deadline_s
+        self._write_count = 0
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -265,18 +280,18 @@ class ResponseWriter:
         )
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self._response.prepared
 
-    async def whole(self, body: bytes) -> web.StreamResponse:
+    async def write_body(self, body: bytes) -> web.StreamResponse:
         self._response = web.Response(body=body, content_type="application/json")
         await self._response.prepare(self._request)
         return await self.end()
 
     async def write(self, data: bytes) -> None:
         """The next bytes of a stream; its head goes with the first call."""
-        self._writes += 1
-        if not self.started:
+        self._write_count += 1
+        if not self.has_started:
             await self._response.prepare(self._request)
         if not data:
             return
@@ -284,29 +299,29 @@ class ResponseWriter:
         if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
             await self._response.write(data)  # cannot have to wait
         else:
-            await self._unstalled(self._response.write(data))
+            await self._wait_for_client(self._response.write(data))
 
-    async def comment_while_quiet(self) -> None:
-        """Send a comment whenever nothing was written for `QUIET_S` to a client that has taken all; cancel it."""
+    async def send_keepalive_comments(self) -> None:
+        """Send a comment to a client that has taken all whenever nothing was written for `KEEPALIVE_COMMENT_S`."""
         while True:
-            before = self._writes
-            await asyncio.sleep(QUIET_S)
+            write_count = self._write_count
+            await asyncio.sleep(KEEPALIVE_COMMENT_S)
             transport = self._request.transport
-            if self._writes == before and transport is not None and transport.get_write_buffer_size() == 0:
+            if self._write_count == write_count and transport is not None and transport.get_write_buffer_size() == 0:
                 try:
-                    await self.write(COMMENT)
+                    await self.write(KEEPALIVE_COMMENT)
                 except ConnectionError:  # the client has left, which the stream finds out by itself
                     return
 
     async def end(self) -> web.StreamResponse:
-        await self._unstalled(self._response.write_eof())
+        await self._wait_for_client(self._response.write_eof())
         return self._response
 
-    async def _unstalled(self, writing: Coroutine[Any, Any, None]) -> None:
+    async def _wait_for_client(self, writing: Coroutine[Any, Any, None]) -> None:
         limit_s = self._stall_s
-        if self._ends_s is not None:
-            left_s = self._ends_s - asyncio.get_running_loop().time()
-            limit_s = min(limit_s, max(left_s, LAST_WORDS_S))
+        if self._deadline_s is not None:
+            remaining_s = self._deadline_s - asyncio.get_running_loop().time()
+            limit_s = min(limit_s, max(remaining_s, FINAL_ERROR_S))
         try:
             await asyncio.wait_for(writing, limit_s)
         except asyncio.TimeoutError:

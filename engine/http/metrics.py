@@ -63,8 +63,8 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.refused: dict[str, int] = {}
+        self.finished_sequences: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.error_responses: dict[str, int] = {}
         """HTTP status -> requests answered with an error."""
         self.time_to_first_token = Histogram(_TTFT)
         self.inter_token_latency = Histogram(_ITL)
@@ -73,8 +73,8 @@ class ServerMetrics:
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
 
-    def count_refusal(self, status: int) -> None:
-        self.refused[str(status)] = self.refused.get(str(status), 0) + 1
+    def count_error(self, status: int) -> None:
+        self.error_responses[str(status)] = self.error_responses.get(str(status), 0) + 1
 
 
 class RequestClock:
@@ -87,7 +87,7 @@ class RequestClock:
         self._start_s = start_s
         self._last_s: dict[int, float] = {}
 
-    def tokens(self, index: int, count: int, now_s: float) -> None:
+    def record_tokens(self, index: int, count: int, now_s: float) -> None:
         """`count` tokens of choice `index` have arrived."""
         if not count:
             return
@@ -99,10 +99,10 @@ class RequestClock:
         self._last_s[index] = now_s
         self._metrics.generation_tokens += count
 
-    def finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
+    def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
         """A choice has ended."""
         metrics = self._metrics
-        metrics.finished[reason] = metrics.finished.get(reason, 0) + 1
+        metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
         metrics.e2e_request_latency.observe(now_s - self._start_s)
         metrics.request_prompt_tokens.observe(prompt_tokens)
         metrics.request_generation_tokens.observe(completion_tokens)
@@ -124,12 +124,12 @@ class MetricsPage:
     def __init__(
         self,
         metrics: ServerMetrics,
-        told: CoreReport,
+        core_report: CoreReport,
         info: CoreInfo,
         model_name: str,
     ) -> None:
         self._metrics = metrics
-        self._told = told
+        self._core_report = core_report
         self._info = info
         self._labels = {"model_name": model_name, "engine": "0"}
 
@@ -139,13 +139,13 @@ class MetricsPage:
 
     def collect(self) -> Iterator[Metric]:
         """What `generate_latest` asks of a registry."""
-        told = self._told
-        if told.stats is not None:  # else the core has not said anything yet
-            yield from self._core_metrics(told.stats)
-            if told.events is not None:
-                yield from self._event_metrics(told.events)
-            if told.lateness is not None:
-                yield from self._lateness(told.lateness)
+        core_report = self._core_report
+        if core_report.stats is not None:  # else the core has not said anything yet
+            yield from self._core_metrics(core_report.stats)
+            if core_report.events is not None:
+                yield from self._event_metrics(core_report.events)
+            if core_report.lateness is not None:
+                yield from self._lag_metrics(core_report.lateness)
         yield from self._request_metrics()
 
     def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
@@ -168,7 +168,7 @@ class MetricsPage:
             (counter, "host_cache_copy_seconds", "Of these copies, where steps wait for them.", stats.host_copy_s),
             (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
         ):
-            yield self._one(kind, name, text, value)
+            yield self._make_family(kind, name, text, value)
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -192,29 +192,29 @@ class MetricsPage:
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 
-    def _lateness(self, late: SimulationLag) -> Iterator[Metric]:
+    def _lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (
-            ("steps", "Steps that were simulated.", late.steps),
-            ("step_seconds", "What they should have taken.", late.step_s),
-            ("late_seconds", "Of each one's end after it was due, in sum.", late.lag_s),
+            ("steps", "Steps that were simulated.", lag.steps),
+            ("step_seconds", "What they should have taken.", lag.step_s),
+            ("late_seconds", "Of each one's end after it was due, in sum.", lag.lag_s),
         ):
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
-        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=late.lag_s_max)
+        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=lag.lag_s_max)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily
-        yield self._one(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
-        yield self._one(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)
-        success = counter(
+        yield self._make_family(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield self._make_family(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        finished_sequences = counter(
             "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
-        for reason, count in metrics.finished.items():
-            success.add_metric([*self._labels.values(), reason], count)
-        yield success
-        refused = counter("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
-        for status, count in sorted(metrics.refused.items()):
-            refused.add_metric([status], count)
-        yield refused
+        for reason, count in metrics.finished_sequences.items():
+            finished_sequences.add_metric([*self._labels.values(), reason], count)
+        yield finished_sequences
+        errors = counter("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
+        for status, count in sorted(metrics.error_responses.items()):
+            errors.add_metric([status], count)
+        yield errors
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From the request to its first token.", metrics.time_to_first_token),
             ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.inter_token_latency),
@@ -227,7 +227,7 @@ class MetricsPage:
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _one(self, kind: MetricFamilyType, name: str, text: str, value: float) -> Metric:
+    def _make_family(self, kind: MetricFamilyType, name: str, text: str, value: float) -> Metric:
         family = kind(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

@@ -31,37 +31,41 @@ class ResponseStore:
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.bytes = 0
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.used_bytes = 0
 
-    def put(self, stored: StoredResponse) -> None:
+    def put(self, stored_response: StoredResponse) -> None:
         """Keep it; what was not used for the longest makes room."""
-        stored.size = len(stored.messages) + len(msgspec.json.encode(stored.response))
-        self._stored[stored.response.id] = stored
-        self.bytes += stored.size
-        while self._stored and (self.bytes > self._bytes_max or len(self._stored) > STORED_MAX):
-            self._drop(next(iter(self._stored)))
+        stored_response.size = len(stored_response.messages) + len(msgspec.json.encode(stored_response.response))
+        self._responses[stored_response.response.id] = stored_response
+        self.used_bytes += stored_response.size
+        while self._responses and (self.used_bytes > self._bytes_max or len(self._responses) > STORED_MAX):
+            self._drop(next(iter(self._responses)))
 
     def get(self, name: str, param: str) -> StoredResponse:
         """Raises RequestError 404."""
-        found = self._stored.get(name)
-        if found is None:
+        stored_response = self._responses.get(name)
+        if stored_response is None:
             message = (
                 f"{param}: no response {name[:256]!r} is stored here: it was never made, made with store: false, "
                 "deleted, or newer ones took its place"
             )
             raise RequestError(message, param=param, code="response_not_found", status=404)
-        self._stored.move_to_end(name)
-        return found
+        self._responses.move_to_end(name)
+        return stored_response
 
-    def item(self, name: str, param: str) -> bytes:
+    def get_item(self, name: str, param: str) -> bytes:
         """Return an item of a stored response, as JSON. Raises RequestError 404."""
-        found = self._stored.get(response_of(name))
-        item = None if found is None else next((item for item in found.response.output if item.id == name), None)
+        stored_response = self._responses.get(response_of(name))
+        item = (
+            None
+            if stored_response is None
+            else next((item for item in stored_response.response.output if item.id == name), None)
+        )
         if item is None:
             message = f"{param}: no item {name[:256]!r} of a response that is stored here"
             raise RequestError(message, param=param, code="item_not_found", status=404)
-        self._stored.move_to_end(response_of(name))
+        self._responses.move_to_end(response_of(name))
         return msgspec.json.encode(item)
 
     def delete(self, name: str) -> None:
@@ -70,8 +74,8 @@ class ResponseStore:
         self._drop(name)
 
     def _drop(self, name: str) -> None:
-        self.bytes -= self._stored.pop(name).size
+        self.used_bytes -= self._responses.pop(name).size
 
     def check_invariants(self) -> None:
-        assert self.bytes == sum(stored.size for stored in self._stored.values())
-        assert self.bytes <= self._bytes_max
+        assert self.used_bytes == sum(stored_response.size for stored_response in self._responses.values())
+        assert self.used_bytes <= self._bytes_max

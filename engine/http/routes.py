@@ -16,7 +16,7 @@ from engine.api.support import check_supported
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
-from engine.http.state import ASLEEP, not_running, unavailable
+from engine.http.state import ASLEEP_MESSAGE, not_running, unavailable
 from events.sources import encode_sources
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.schemas import TokenIdField, decode_json, parse_chat
@@ -30,30 +30,32 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_response(ModelList(data=[_card(request, name) for name in state.names]))
+    return json_response(ModelList(data=[_make_model_card(request, name) for name in state.model_names]))
 
 
 async def model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     request.app[STATE].check_model(name)
-    return json_response(_card(request, name))
+    return json_response(_make_model_card(request, name))
 
 
-def _card(request: web.Request, name: str) -> ModelCard:
+def _make_model_card(request: web.Request, name: str) -> ModelCard:
     state = request.app[STATE]
-    return ModelCard(id=name, created=state.created, root=state.info.model_path, max_model_len=state.info.max_model_len)
+    return ModelCard(
+        id=name, created=state.start_time_s, root=state.info.model_path, max_model_len=state.info.max_model_len
+    )
 
 
 async def response(request: web.Request) -> web.Response:
-    stored = request.app[STATE].stored.get(request.match_info["response_id"], "response_id")
+    stored_response = request.app[STATE].response_store.get(request.match_info["response_id"], "response_id")
     if request.query.get("stream", "false") != "false":
         raise RequestError("stream: a stored response is not streamed, ask for it whole", param="stream")
-    return json_response(stored.response)
+    return json_response(stored_response.response)
 
 
 async def delete_response(request: web.Request) -> web.Response:
     name = request.match_info["response_id"]
-    request.app[STATE].stored.delete(name)
+    request.app[STATE].response_store.delete(name)
     return json_response(DeletedResponse(name))
 
 
@@ -62,10 +64,10 @@ async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if state.client.dead is not None:
         raise not_running(state.client.dead)
-    if state.draining:
+    if state.is_draining:
         raise unavailable("the server is shutting down")
-    if state.asleep:
-        raise unavailable(ASLEEP)
+    if state.is_asleep:
+        raise unavailable(ASLEEP_MESSAGE)
     return web.Response(headers={"x-core-silent-seconds": f"{state.client.silent_s():.1f}"})
 
 
@@ -77,8 +79,8 @@ def served_paths(app: web.Application) -> list[str]:
 
 async def about(request: web.Request) -> web.Response:
     """What answers at this address, for people and for clients that look whether anybody is there."""
-    served = served_paths(request.app)
-    return json_response({"name": "blockcast engine", "version": __version__, "served_here": served})
+    paths = served_paths(request.app)
+    return json_response({"name": "blockcast engine", "version": __version__, "paths": paths})
 
 
 async def version(request: web.Request) -> web.Response:
@@ -86,7 +88,7 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    page = request.app[STATE].page.render()
+    page = request.app[STATE].metrics_page.render()
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -132,20 +134,20 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    return await _read(request, read_tokenize)
+    return await _read_and_respond(request, read_tokenize)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    return await _read(request, read_count)
+    return await _read_and_respond(request, read_count)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    return await _read(request, read_detokenize)
+    return await _read_and_respond(request, read_detokenize)
 
 
-async def _read(request: web.Request, work: BodyParser[tuple[str | None, bytes]]) -> web.Response:
+async def _read_and_respond(request: web.Request, parse: BodyParser[tuple[str | None, bytes]]) -> web.Response:
     state = request.app[STATE]
-    model, answer = await state.reader.read(work, await state.body(request))
+    model, answer = await state.reader.read(parse, await state.read_body(request))
     state.check_model(model)
     return web.Response(body=answer, content_type=_JSON)
 

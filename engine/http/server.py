@@ -61,7 +61,7 @@ OPERATOR_HANDLERS = frozenset({reset_prefix_cache, weights.sleep, weights.wake_u
 """What changes the engine for everybody: no client's key opens it."""
 CONNECTIONS_MAX = 4096
 """Where --max-connections says nothing."""
-FILES_BESIDES = 64
+OTHER_FILE_DESCRIPTORS = 64
 """File descriptors of everything but clients' connections."""
 KEEPALIVE_S = 120.0
 """A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
@@ -70,7 +70,7 @@ DEATH_GRACE_S = 1.0
 
 
 def build_app(state: ServerState) -> web.Application:
-    app = web.Application(middlewares=[errors], client_max_size=state.config.max_body_bytes)
+    app = web.Application(middlewares=[handle_errors], client_max_size=state.config.max_body_bytes)
     app[STATE] = state
     app.router.add_get("/", about)
     app.router.add_post("/v1/chat/completions", chat_completions)
@@ -101,7 +101,7 @@ def build_app(state: ServerState) -> web.Application:
 
 
 @web.middleware
-async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Everything that goes wrong becomes an error body of the API that was asked."""
     state = request.app[STATE]
     try:
@@ -130,7 +130,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def error_response(
     state: ServerState, request: web.Request, error: RequestError, allow: str | None = None
 ) -> web.Response:
-    state.metrics.count_refusal(error.status)
+    state.metrics.count_error(error.status)
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -150,8 +150,8 @@ def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 404:
         return unknown_path(request.path, served_paths(request.app))
     if error.status == 405:
-        allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
-        message = f"{request.method} {request.path}: expected {allowed}"
+        allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
+        message = f"{request.method} {request.path}: expected {allowed_methods}"
         return RequestError(message, param=None, code="method_not_allowed", status=405)
     if error.status == 413:
         limit = request.app[STATE].config.max_body_bytes
@@ -181,17 +181,17 @@ def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
     )
 
 
-def connections_max(wanted: int | None) -> int:
-    """`wanted`, or as many as this process has file descriptors for, which is said. Raises the soft limit."""
-    room = max(1, raise_file_limit() - FILES_BESIDES)
-    if wanted is None:
-        return min(CONNECTIONS_MAX, room)
-    if wanted > room:
+def connections_max(setting: int | None) -> int:
+    """`setting`, or as many as this process has file descriptors for, which is said. Raises the soft limit."""
+    descriptors = max(1, raise_file_limit() - OTHER_FILE_DESCRIPTORS)
+    if setting is None:
+        return min(CONNECTIONS_MAX, descriptors)
+    if setting > descriptors:
         log.warning(
             "file descriptors are too few for --max-connections %d: at most %d connections are taken (ulimit -Hn, "
-            "LimitNOFILE=)", wanted, room,
+            "LimitNOFILE=)", setting, descriptors,
         )  # fmt: skip
-    return min(wanted, room)
+    return min(setting, descriptors)
 
 
 class ConnectionLimit:
@@ -237,8 +237,8 @@ class Server:
         self._config = config
         self._stop: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """Resolved to None by a signal, to the reason by the core's death."""
-        self._signals = 0
-        self._hurry = asyncio.Event()
+        self._signal_count = 0
+        self._stop_now = asyncio.Event()
         self._tls = server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
@@ -248,7 +248,9 @@ class Server:
         try:
             listener = bind(self._config.host, self._config.port)
         except OSError as error:
-            return _fail(f"cannot listen on {self._config.host}:{self._config.port}: {error.strerror or error}")
+            return _report_failure(
+                f"cannot listen on {self._config.host}:{self._config.port}: {error.strerror or error}"
+            )
         client = await EngineClient.start(self._engine_config, self._on_death)
         try:
             return await self._serve(client, listener)
@@ -267,14 +269,14 @@ class Server:
             info = ready.result()
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
         except (EngineDeadError, TokenizerError) as error:
-            return _fail(str(error))
+            return _report_failure(str(error))
         state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         assert runner.server is not None
         connections = ConnectionLimit(runner.server, connections_max(self._config.max_connections))
         server = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=2048, ssl=self._tls)
-        announce(self._engine_config, self._config, state, listener)
+        print_startup(self._engine_config, self._config, state, listener)
         reason = await self._stop
         if reason is None:
             await self._drain(state)
@@ -283,30 +285,30 @@ class Server:
         server.close()
         await runner.cleanup()
         state.close()
-        return 0 if reason is None else _fail(reason)
+        return 0 if reason is None else _report_failure(reason)
 
     def _load_tokenizer(self, info: CoreInfo) -> Tokenizer:
         folder = self._engine_config.tokenizer or info.model_path
         return Tokenizer.load(Path(folder), chat_template=self._config.chat_template)
 
     async def _drain(self, state: ServerState) -> None:
-        state.draining = True
-        if not state.active:
+        state.is_draining = True
+        if not state.active_requests:
             return
         timeout_s = self._config.shutdown_timeout_s
-        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active, timeout_s)
-        idle = asyncio.ensure_future(state.idle())
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait({idle, hurry}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (idle, hurry):
+        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active_requests, timeout_s)
+        idle = asyncio.ensure_future(state.wait_until_idle())
+        stop_now = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait({idle, stop_now}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, stop_now):
             task.cancel()
-        if state.active:
-            log.warning("ending with %d requests unfinished", state.active)
+        if state.active_requests:
+            log.warning("ending with %d requests unfinished", state.active_requests)
 
     def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            self._hurry.set()
+        self._signal_count += 1
+        if self._signal_count > 1:
+            self._stop_now.set()
         if not self._stop.done():
             self._stop.set_result(None)
 
@@ -331,12 +333,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket) -> None:
+def print_startup(
+    engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket
+) -> None:
     """The lines a person (or a script) waits for."""
     info = state.info
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"model     {', '.join(state.names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
+    url_host = f"[{host}]" if ":" in host else host
+    print(f"model     {', '.join(state.model_names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
     if engine_config.simulate is not None:
         scale = "" if engine_config.time_scale == 1 else f", {engine_config.time_scale:g} times as long"
         print(f"          simulated: nothing is computed, steps take the time of {info.device}{scale}")
@@ -358,10 +362,10 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
     elif not config.api_keys:
         print("reach     the network, without an API key (--api-key, or keep the network private)")
     scheme = "http" if config.tls_cert is None else "https"
-    print(f"ready     {scheme}://{shown}:{port}", flush=True)
+    print(f"ready     {scheme}://{url_host}:{port}", flush=True)
 
 
-def _fail(message: str) -> int:
+def _report_failure(message: str) -> int:
     print(f"engine: {message}", file=sys.stderr, flush=True)
     return 1
 

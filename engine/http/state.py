@@ -29,7 +29,7 @@ from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import format_value
 
 RETRY_AFTER_S = 1
-ASLEEP = "the engine sleeps, or is given other weights"
+ASLEEP_MESSAGE = "the engine sleeps, or is given other weights"
 
 
 class ServerState:
@@ -43,32 +43,34 @@ class ServerState:
         self.client = client
         self.info = info
         self.tokenizer = tokenizer
-        self.factory = DetokenizerFactory(tokenizer.hf)
-        self.names = config.served_model_names or (info.model_name,)
-        calls, thought = resolve_formats(config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template)
+        self.detokenizer_factory = DetokenizerFactory(tokenizer.hf)
+        self.model_names = config.served_model_names or (info.model_name,)
+        call_format, reasoning_format = resolve_formats(
+            config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template
+        )
         self.limits = ModelLimits(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             default_sampling=info.default_sampling,
-            call_format=calls,
-            reasoning_format=thought,
+            call_format=call_format,
+            reasoning_format=reasoning_format,
             constraint_refusal=info.unconstrained,
             script=info.script,
         )
-        self.stored = ResponseStore()
+        self.response_store = ResponseStore()
         self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
-        self.page = MetricsPage(self.metrics, client, info, self.names[0])
-        self.created = int(time.time())
-        self.draining = False
-        self.asleep = False
+        self.metrics_page = MetricsPage(self.metrics, client, info, self.model_names[0])
+        self.start_time_s = int(time.time())
+        self.is_draining = False
+        self.is_asleep = False
         """Or about to be, or to have other weights: nothing new is taken in."""
-        self.changing = asyncio.Lock()
-        self.active = 0
+        self.change_lock = asyncio.Lock()
+        self.active_requests = 0
         """Completion requests being answered."""
-        self._entering = 0
+        self._reading_requests = 0
         """Requests that are being read; each counts as one sequence."""
-        self._names = frozenset(self.names)
+        self._model_names = frozenset(self.model_names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
         self._admin_keys = () if config.admin_api_key is None else (config.admin_api_key.encode(),)
         self._numbers = itertools.count()
@@ -78,7 +80,7 @@ class ServerState:
     def check_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
         """Compare a bearer token, or without one Anthropic's header, with the API keys in constant time. Raises
         RequestError 401."""
-        if self._api_keys and not _matches(self._api_keys, authorization, x_api_key):
+        if self._api_keys and not _matches_any_key(self._api_keys, authorization, x_api_key):
             raise RequestError(
                 "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
                 param=None,
@@ -89,7 +91,7 @@ class ServerState:
     def check_admin_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
         """Whether the operator asks. Raises RequestError: 401 for another key, 403 where only clients have keys."""
         if self._admin_keys:
-            if not _matches(self._admin_keys, authorization, x_api_key):
+            if not _matches_any_key(self._admin_keys, authorization, x_api_key):
                 raise RequestError(
                     "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
                     "--admin-api-key",
@@ -107,63 +109,63 @@ class ServerState:
 
     def check_model(self, model: str | None) -> None:
         """None is the served model. Raises RequestError 404 for another."""
-        if model is not None and model not in self._names:
-            error = bad_value("model", model, f"one of {', '.join(self.names)}")
+        if model is not None and model not in self._model_names:
+            error = bad_value("model", model, f"one of {', '.join(self.model_names)}")
             error.status, error.code = 404, "model_not_found"
             raise error
 
     @contextmanager
-    def admission(self) -> Iterator[None]:
+    def reserve_admission(self) -> Iterator[None]:
         """A place for a request that is being read. Raises RequestError 503 or 429."""
-        self._admit(1)
-        self._entering += 1
+        self._check_capacity(1)
+        self._reading_requests += 1
         try:
             yield
         finally:
-            self._entering -= 1
+            self._reading_requests -= 1
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Let the sequences of an admitted request in, all or none. Raises RequestError 503, 429 or 400."""
         limit = self.config.max_queue
         if limit and len(requests) > limit:
             raise RequestError(f"n: {len(requests)} sequences, expected at most {limit} (--max-queue)", param="n")
-        self._admit(len(requests) - 1)
+        self._check_capacity(len(requests) - 1)
         return self.client.submit(requests)
 
-    def _admit(self, more: int) -> None:
+    def _check_capacity(self, additional_sequences: int) -> None:
         if self.client.dead is not None:
             raise not_running(self.client.dead)
-        if self.draining:
+        if self.is_draining:
             raise unavailable("the server is shutting down")
-        if self.asleep:
-            raise unavailable(ASLEEP)
-        limit, inside = self.config.max_queue, self.client.in_flight + self._entering
-        if limit and inside + more > limit:
+        if self.is_asleep:
+            raise unavailable(ASLEEP_MESSAGE)
+        limit, current_sequences = self.config.max_queue, self.client.in_flight + self._reading_requests
+        if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
-                f"the engine is full: {inside} sequences are running or waiting, at most {limit} may",
+                f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",
                 param=None,
                 code="queue_full",
                 status=429,
             )
 
-    def enter(self) -> None:
-        self.active += 1
+    def begin_request(self) -> None:
+        self.active_requests += 1
         self._idle.clear()
 
-    def leave(self) -> None:
-        self.active -= 1
-        if not self.active:
+    def end_request(self) -> None:
+        self.active_requests -= 1
+        if not self.active_requests:
             self._idle.set()
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no completion request is being answered."""
         await self._idle.wait()
 
-    def unique_id(self) -> str:
+    def make_request_prefix(self) -> str:
         """Names a request's sequences in the core."""
         return format(next(self._numbers), "x")
 
-    async def body(self, request: web.Request) -> bytes:
+    async def read_body(self, request: web.Request) -> bytes:
         """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before.
 
         A compressed body is refused: a few bytes may stand for gigabytes.
@@ -189,9 +191,9 @@ class ServerState:
         self.reader.close()
 
 
-def _matches(keys: Sequence[bytes], authorization: str | None, x_api_key: str | None) -> bool:
-    scheme, _, given = (authorization or "").partition(" ")
-    token = (given if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
+def _matches_any_key(keys: Sequence[bytes], authorization: str | None, x_api_key: str | None) -> bool:
+    scheme, _, credentials = (authorization or "").partition(" ")
+    token = (credentials if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
     matches = [hmac.compare_digest(token, key) for key in keys]  # all, so that time tells nothing
     return any(matches)
 

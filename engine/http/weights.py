@@ -37,7 +37,7 @@ async def sleep(request: web.Request) -> web.Response:
         raise bad_value("level", level, "1 or 2")
     if mode != "wait":
         raise bad_value("mode", mode, "wait")
-    await asyncio.shield(_change(state, "sleep", asleep=True, level=int(level)))
+    await asyncio.shield(_change(state, "sleep", asleep_after=True, level=int(level)))
     return web.json_response({"status": "sleeping", "level": int(level)})
 
 
@@ -45,18 +45,18 @@ async def wake_up(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if "tags" in request.query:
         raise bad_value("tags", request.query["tags"], "none: all wakes up at once")
-    await asyncio.shield(_change(state, "wake", asleep=False))
+    await asyncio.shield(_change(state, "wake", asleep_after=False))
     return web.json_response({"status": "awake", "tags": None})
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
-    return web.json_response({"is_sleeping": request.app[STATE].asleep})
+    return web.json_response({"is_sleeping": request.app[STATE].is_asleep})
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
     """`{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}`; without a path, the folder of last time."""
     state = request.app[STATE]
-    body: RpcBody = decode_json(_rpc, await state.body(request))
+    body: RpcBody = decode_json(_rpc, await state.read_body(request))
     path = body.kwargs.get("weights_path")
     if body.method != "reload_weights" or body.args:
         raise bad_value("method", body.method, "reload_weights, without args")
@@ -64,9 +64,9 @@ async def collective_rpc(request: web.Request) -> web.Response:
         raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
     if path is not None:
         path = allowed_folder(path, (*state.config.weights_folders, state.info.model_path))
-    if state.asleep:
+    if state.is_asleep:
         raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
-    await asyncio.shield(_change(state, "reload", asleep=False, path=path))
+    await asyncio.shield(_change(state, "reload", asleep_after=False, path=path))
     return web.json_response({"results": [None]})
 
 
@@ -80,16 +80,18 @@ def allowed_folder(path: str, roots: Sequence[str]) -> str:
     return str(folder)
 
 
-async def _change(state: ServerState, what: Literal["sleep", "wake", "reload"], *, asleep: bool, **how: Any) -> None:
-    """While nothing new is taken in, and once what runs has ended; `asleep` after it. Where it fails all is as before.
+async def _change(
+    state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
+) -> None:
+    """While nothing new is taken in, and once what runs has ended; `asleep_after` it. Where it fails all is as before.
     Shielded by the caller: it is done to its end also where the client leaves."""
-    async with state.changing:
-        before, state.asleep = state.asleep, True
+    async with state.change_lock:
+        asleep_before, state.is_asleep = state.is_asleep, True
         try:
-            await state.idle()
-            await state.client.change(what, **how)
-            before = asleep
+            await state.wait_until_idle()
+            await state.client.change(action, **options)
+            asleep_before = asleep_after
         except ValueError as error:
             raise RequestError(str(error), param=None, code="conflict", status=409) from None
         finally:
-            state.asleep = before
+            state.is_asleep = asleep_before

@@ -146,7 +146,7 @@ class Admin:
             "name": "blockcast router",
             "version": self._version,
             "forwarded_to_workers": [*self._passed],
-            "served_here": self.routes.paths(public=True),
+            "paths": self.routes.paths(public=True),
         }
         return Answer(msgspec.json.encode(body))
 

@@ -170,10 +170,10 @@ def test_items_are_found_by_their_names() -> None:
     whole = json.loads(answer.format_response())
     store.put(StoredResponse(answer.final_response(), b"[]"))
     for item in whole["output"]:
-        assert json.loads(store.item(item["id"], "input[0].id")) == item
+        assert json.loads(store.get_item(item["id"], "input[0].id")) == item
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
         with pytest.raises(RequestError, match=r"^input\[0\]\.id: no item") as refused:
-            store.item(name, "input[0].id")
+            store.get_item(name, "input[0].id")
         assert refused.value.status == 404
 
 

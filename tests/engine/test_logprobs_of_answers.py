@@ -17,7 +17,7 @@ from engine.api.generation import Generation, make_generation
 from engine.api.logprobs import FLOOR
 from engine.api.params import ModelLimits
 from engine.api.response_formatters import ChatFormatter, CompletionFormatter
-from engine.http.generate import PAUSE_LOGPROBS, DeltaStream
+from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream
 from engine.messages import PROMPT_LOGPROBS_MAX, split_output
 from engine.process.client import EngineClient, OutputStream, merge
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
@@ -157,7 +157,7 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 
     asyncio.run(main())
     in_all = samples * (tokens + prompt) * 21
-    assert turns >= in_all // (2 * PAUSE_LOGPROBS)
+    assert turns >= in_all // (2 * LOGPROBS_PER_PAUSE)
     assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
 
 

@@ -33,8 +33,8 @@ class Client:
 
 def make_state(limit: int, client: Any) -> ServerState:
     state = object.__new__(ServerState)
-    state.config, state.client, state._entering = ServerConfig(max_queue=limit), client, 0
-    state.draining = state.asleep = False
+    state.config, state.client, state._reading_requests = ServerConfig(max_queue=limit), client, 0
+    state.is_draining = state.is_asleep = False
     return state
 
 
@@ -48,15 +48,15 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, asked: list[tuple[in
         for count, submits in asked:
             place = ExitStack()
             try:
-                place.enter_context(state.admission())
+                place.enter_context(state.reserve_admission())
             except RequestError as error:
                 refused = error.status
-                assert (refused, client.in_flight + state._entering) == (429, limit)
+                assert (refused, client.in_flight + state._reading_requests) == (429, limit)
                 continue
             inside.append((reading.enter_context(place), count, submits))
         for place, count, submits in inside:
             if submits:
-                before = client.in_flight + state._entering
+                before = client.in_flight + state._reading_requests
                 try:
                     state.submit([SimpleNamespace()] * count)
                     refused = 200
@@ -65,17 +65,17 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, asked: list[tuple[in
                 fits = before + count - 1 <= limit
                 assert refused == (200 if fits else 400 if count > limit else 429)
             place.close()
-            assert client.in_flight + state._entering <= limit
-    assert state._entering == 0
+            assert client.in_flight + state._reading_requests <= limit
+    assert state._reading_requests == 0
 
 
 def test_nobody_is_let_in_while_the_server_ends() -> None:
     state = make_state(0, Client())
-    with state.admission():
-        state.draining = True
+    with state.reserve_admission():
+        state.is_draining = True
         with pytest.raises(RequestError, match="shutting down"):
             state.submit([SimpleNamespace()])
-    with pytest.raises(RequestError, match="shutting down"), state.admission():
+    with pytest.raises(RequestError, match="shutting down"), state.reserve_admission():
         raise AssertionError
 
 
@@ -84,7 +84,7 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
     ends_in_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before it would be for standing still; the error that ends its stream may still be waited for a moment."""
-    monkeypatch.setattr(generate, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(generate, "FINAL_ERROR_S", 0.01)
     dropped: list[bool] = []
 
     async def never() -> None:
@@ -95,7 +95,7 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
         writer = ResponseWriter(
             request, ServerConfig(stall_timeout_s=3600), asyncio.get_running_loop().time() + ends_in_s
         )
-        await writer._unstalled(never())
+        await writer._wait_for_client(never())
 
     with pytest.raises(ConnectionResetError):
         asyncio.run(run())
@@ -103,14 +103,14 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
 
 
 def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "QUIET_S", 0.01)
+    monkeypatch.setattr(generate, "KEEPALIVE_COMMENT_S", 0.01)
 
     async def play() -> bytes:
         computed = asyncio.Event()
 
         async def handler(request: web.Request) -> web.StreamResponse:
             writer = ResponseWriter(request, ServerConfig(), None)
-            commenting = asyncio.ensure_future(writer.comment_while_quiet())
+            commenting = asyncio.ensure_future(writer.send_keepalive_comments())
             await computed.wait()
             await writer.write(b"data: a\n\n")
             commenting.cancel()
@@ -125,7 +125,7 @@ def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pyt
             reader, sender = await asyncio.open_connection(*runner.addresses[0][:2])
             sender.write(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
             answered = b""
-            while answered.count(generate.COMMENT) < 3:
+            while answered.count(generate.KEEPALIVE_COMMENT) < 3:
                 answered += await reader.read(1)
             computed.set()
             answered += await reader.read()
@@ -138,4 +138,4 @@ def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pyt
     answered = asyncio.run(play())
     assert answered.startswith(b"HTTP/1.1 200")
     assert b"text/event-stream" in answered
-    assert answered.rindex(generate.COMMENT) < answered.index(b"data: a\n\n")
+    assert answered.rindex(generate.KEEPALIVE_COMMENT) < answered.index(b"data: a\n\n")

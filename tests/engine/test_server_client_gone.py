@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession, web
 
 from engine.http.generate import STATE
-from engine.http.server import errors
+from engine.http.server import handle_errors
 
 
 async def _gone(request: web.Request) -> web.StreamResponse:
@@ -29,7 +29,7 @@ async def _here(request: web.Request) -> web.Response:
 
 def test_a_client_gone_before_the_answers_head_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        app = web.Application(middlewares=[errors])
+        app = web.Application(middlewares=[handle_errors])
         app[STATE] = cast(Any, SimpleNamespace(check_key=lambda *_: None))
         app.add_routes([web.get("/gone", _gone), web.get("/here", _here)])
         runner = web.AppRunner(app)

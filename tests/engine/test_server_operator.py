@@ -45,11 +45,11 @@ class Client:
 def make_state(client: Client, **config: Any) -> ServerState:
     state = object.__new__(ServerState)
     state.config = ServerConfig(sleep_mode=True, **config)
-    state.client, state.metrics, state.names = client, ServerMetrics(), ("m",)  # type: ignore[assignment]
+    state.client, state.metrics, state.model_names = client, ServerMetrics(), ("m",)  # type: ignore[assignment]
     state.info = SimpleNamespace(model_path="/models/own", max_model_len=8)  # type: ignore[assignment]
-    state.asleep = state.draining = False
-    state.created, state.active = 0, 0
-    state.changing, state._idle = asyncio.Lock(), asyncio.Event()
+    state.is_asleep = state.is_draining = False
+    state.start_time_s, state.active_requests = 0, 0
+    state.change_lock, state._idle = asyncio.Lock(), asyncio.Event()
     state._idle.set()
     state._api_keys = tuple(key.encode() for key in state.config.api_keys)
     state._admin_keys = () if state.config.admin_api_key is None else (state.config.admin_api_key.encode(),)
@@ -164,9 +164,9 @@ def test_fewer_file_descriptors_are_fewer_connections(
 ) -> None:
     monkeypatch.setattr(server, "raise_file_limit", lambda: 200)
     assert connections_max(100) == 100
-    assert connections_max(None) == 200 - server.FILES_BESIDES
+    assert connections_max(None) == 200 - server.OTHER_FILE_DESCRIPTORS
     assert not caplog.records
-    assert connections_max(4096) == 200 - server.FILES_BESIDES
+    assert connections_max(4096) == 200 - server.OTHER_FILE_DESCRIPTORS
     assert "file descriptors are too few for --max-connections 4096: at most 136" in caplog.text
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
 
@@ -187,6 +187,6 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, statu
     output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", is_client_error=refused)
     output.finish_reason = FinishReason.ERROR
     with pytest.raises(RequestError, match="too complex") as caught:
-        follower._take(output, 0.0)
+        follower._apply_output(output, 0.0)
     assert caught.value.status == status
     assert caught.value.param == ("structured_outputs.regex" if refused else None)

@@ -77,7 +77,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()
-    assert len(data) > body_workers.THREAD_BYTES
+    assert len(data) > body_workers.THREAD_BYTES_MAX
 
     async def outcome(reader: BodyReader) -> Any:
         try:
@@ -86,7 +86,7 @@ def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypa
             return error.body(), error.status
 
     there = with_reader(outcome)
-    monkeypatch.setattr(body_workers, "AT_ONCE_BYTES", 1 << 30)
+    monkeypatch.setattr(body_workers, "INLINE_BYTES_MAX", 1 << 30)
     assert with_reader(outcome) == there
 
 
@@ -136,7 +136,7 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
 
 def test_what_a_body_goes_on_from_counts_for_where_it_is_read(odd: Any) -> None:
     async def use(reader: BodyReader) -> list[int]:
-        found = [await reader.read(odd.length, b"{}", brought=brought) for brought in (0, 10_000, 10**7)]
+        found = [await reader.read(odd.length, b"{}", extra_bytes=brought) for brought in (0, 10_000, 10**7)]
         return [pid for _, pid in found]
 
     here, thread, apart_pid = with_reader(use)

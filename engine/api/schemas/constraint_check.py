@@ -34,8 +34,8 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
         except GrammarError:
             if not constraint.source:
                 raise
-            requested = msgspec.json.decode(constraint.source, type=RequestedConstraint)
-            lark = check(vocabulary, write_lark(_relax_constraint(requested, vocabulary), vocabulary.added_tokens))
+            spec = msgspec.json.decode(constraint.source, type=RequestedConstraint)
+            lark = check(vocabulary, write_lark(_relax_constraint(spec, vocabulary), vocabulary.added_tokens))
     except GrammarError as error:
         raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
     except RecursionError as error:
@@ -44,7 +44,7 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
     return msgspec.structs.replace(constraint, lark=lark, source=b"")
 
 
-def _relax_constraint(requested: RequestedConstraint, vocabulary: GrammarVocabulary) -> RequestedConstraint:
+def _relax_constraint(spec: RequestedConstraint, vocabulary: GrammarVocabulary) -> RequestedConstraint:
     compiler = _BudgetedCompiler(vocabulary)
 
     def relax(value: Any) -> Any:
@@ -53,10 +53,10 @@ def _relax_constraint(requested: RequestedConstraint, vocabulary: GrammarVocabul
         if not isinstance(value, dict):
             return value
         if value.get("type") == "json_schema" and "json_schema" in value:
-            return _relax_format(value, requested.param, compiler)
+            return _relax_format(value, spec.param, compiler)
         return {name: relax(item) for name, item in value.items()}
 
-    return RequestedConstraint(requested.param, relax(requested.format))
+    return RequestedConstraint(spec.param, relax(spec.format))
 
 
 def _relax_format(format: Format, param: str, compiler: _BudgetedCompiler) -> Format:

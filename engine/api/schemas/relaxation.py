@@ -27,19 +27,19 @@ _REQUIRED_KEYWORDS = {"additionalProperties": ("properties", "patternProperties"
 def relax_schema(schema: Json, check: SchemaCheck, check_inner: SchemaCheck) -> Json:
     """The schema with what can be compiled of it. `check`: of the schema as it stands; `check_inner`: of what is inside
     of its properties."""
-    relaxed = _relax_without_references(schema, check, check_inner)
-    for name, parts in _definitions(relaxed).items():  # compiled only where something refers to them
+    loose_schema = _relax_without_references(schema, check, check_inner)
+    for name, parts in _definitions(loose_schema).items():  # compiled only where something refers to them
         if isinstance(parts, dict):
             relaxed_parts = {
                 inner: _relax_without_references(part, check_inner, check_inner) for inner, part in parts.items()
             }
-            relaxed = {**relaxed, name: relaxed_parts}
-    if check(relaxed) is None:
-        return relaxed
+            loose_schema = {**loose_schema, name: relaxed_parts}
+    if check(loose_schema) is None:
+        return loose_schema
     bad_references = {
-        ref for ref in _references(relaxed) if check_inner({**_definitions(relaxed), "$ref": ref}) is not None
+        ref for ref in _references(loose_schema) if check_inner({**_definitions(loose_schema), "$ref": ref}) is not None
     }
-    for candidate in (_without_references(relaxed, bad_references), _without_references(relaxed, None)):
+    for candidate in (_without_references(loose_schema, bad_references), _without_references(loose_schema, None)):
         if check(candidate) is None:
             return candidate
     return {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
@@ -80,25 +80,25 @@ def _relax_without_references(schema: Json, check: SchemaCheck, check_inner: Sch
         return schema
     if not isinstance(schema, dict):
         return {}
-    relaxed = dict(schema)
+    loose_schema = dict(schema)
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
             is_styled = keyword == "properties" and check is not check_inner
             part_check = _make_property_check(check) if is_styled else check_inner
-            relaxed[keyword] = {
+            loose_schema[keyword] = {
                 name: _relax_without_references(part, part_check, check_inner) for name, part in value.items()
             }
         elif keyword in _LISTS and isinstance(value, list):
-            relaxed[keyword] = [_relax_without_references(part, check_inner, check_inner) for part in value]
+            loose_schema[keyword] = [_relax_without_references(part, check_inner, check_inner) for part in value]
         elif keyword in _SINGLES and isinstance(value, dict):
-            relaxed[keyword] = _relax_without_references(value, check_inner, check_inner)
-    accepted: dict[str, Json] = {}
-    for keyword in _ordered_keywords(relaxed):
-        if any(name in relaxed and name not in accepted for name in _REQUIRED_KEYWORDS.get(keyword, ())):
+            loose_schema[keyword] = _relax_without_references(value, check_inner, check_inner)
+    valid_keywords: dict[str, Json] = {}
+    for keyword in _ordered_keywords(loose_schema):
+        if any(name in loose_schema and name not in valid_keywords for name in _REQUIRED_KEYWORDS.get(keyword, ())):
             continue
-        if check(_without_references({**accepted, keyword: relaxed[keyword]}, None)) is None:
-            accepted[keyword] = relaxed[keyword]
-    return accepted
+        if check(_without_references({**valid_keywords, keyword: loose_schema[keyword]}, None)) is None:
+            valid_keywords[keyword] = loose_schema[keyword]
+    return valid_keywords
 
 
 def _make_property_check(check: SchemaCheck) -> SchemaCheck:

@@ -150,8 +150,8 @@ def test_the_root_tells_what_answers_here(edge: Any) -> None:
         status, _, body = parts(await edge.exchange(get("/")))
         about = json.loads(body)
         assert (status, about["name"], about["version"]) == (200, "blockcast router", "test")
-        assert {"/health", "/v1/models"} <= set(about["served_here"])
-        assert "/workers" not in about["served_here"]
+        assert {"/health", "/v1/models"} <= set(about["paths"])
+        assert "/workers" not in about["paths"]
         assert parts(await edge.exchange(get("/", method="HEAD")))[0] == 200
         assert parts(await edge.exchange(get("/", method="POST")))[0] == 405
 
