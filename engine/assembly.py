@@ -15,7 +15,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
-from engine.grammars import Grammars, GrammarVocabulary, why_not
+from engine.grammars import Grammars, GrammarVocabulary, unsupported_reason
 from engine.messages import CoreInfo
 from engine.model_files import default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -76,7 +76,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     grammars = None
     try:
         eos_token_ids = tokenizer.eos_token_ids
-        unconstrained = why_not(tokenizer)
+        unconstrained = unsupported_reason(tokenizer)
         if unconstrained is None:
             grammars = Grammars(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
         spec = executor.spec

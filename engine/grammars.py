@@ -1,9 +1,9 @@
 """Grammars that answers must match, compiled by llguidance: off the step, bounded, kept for who asks again.
 
-A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check` runs first, in a
-process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while. What has
-passed is compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has limits too,
-and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
+A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check_grammar` runs
+first, in a process that may die (`engine.http.body_workers`): it compiles the grammar and walks through it for a while.
+What has passed is compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has
+limits too, and a matcher that breaks one fails for good; who asked for it is told. Knows no torch.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from prompts import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT_MAX = 256
-KEPT_CHARS_MAX = 16 << 20
+GRAMMARS_MAX = 256
+GRAMMAR_CHARS_MAX = 16 << 20
 """Compiled grammars that are kept, and of their texts together; the ones used last."""
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
+_POSITION = re.compile(r"^at \d+\(\d+\): ")
 """Where in a grammar that no client has written."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
 """Lines that show a grammar, or point at a place in it."""
-_HEAD = "failed to compile JSON schema: "
-STORY_CHARS_MAX = 400
+_ERROR_PREFIX = "failed to compile JSON schema: "
+ERROR_CHARS_MAX = 400
 WALK_TOKENS = 96
 WALK_S_MAX = 1.0
 """CPU time of the thread for a walk of so many tokens: a hundred times what a slow schema of the field takes."""
 
 
-def why_not(tokenizer: Tokenizer) -> str | None:
+def unsupported_reason(tokenizer: Tokenizer) -> str | None:
     """Why no answer can be made to match anything here; None where one can."""
     if find_spec("llguidance") is None:
         return "the package `llguidance` is missing on the server: install blockcast[engine]"
@@ -64,12 +64,12 @@ class GrammarVocabulary:
         from llguidance import LLParserLimits, LLTokenizer
 
         slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
-        self.count = max(vocab_size, tokenizer.vocab_size)
+        self.token_count = max(vocab_size, tokenizer.vocab_size)
         """Bits of a mask."""
         self.added_tokens = added_tokens(tokenizer)
-        self.ends = [token for token in tokenizer.eos_token_ids if token < self.count]
+        self.end_token_ids = [token for token in tokenizer.eos_token_ids if token < self.token_count]
         self.tokens: LLTokenizer = LLTokenizer(
-            tokenizer.hf.to_str(), n_vocab=self.count, eos_token=self.ends, slices=slices
+            tokenizer.hf.to_str(), n_vocab=self.token_count, eos_token=self.end_token_ids, slices=slices
         )
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000,
@@ -87,7 +87,7 @@ class GrammarVocabulary:
 
         matcher = LLMatcher(self.tokens, lark, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(story(matcher))
+            raise GrammarError(error_summary(matcher))
         return matcher
 
 
@@ -95,54 +95,56 @@ class Grammars:
     """Of one core. `close` it."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
-        """`load`: makes the words, on the thread of these."""
+        """`load`: makes the vocabulary, on the thread of these."""
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load = load
         self._compiling: dict[str, Future[LLMatcher]] = {}
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._chars = 0
+        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._text_chars = 0
 
     @cached_property
-    def words(self) -> GrammarVocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         """Made for the first answer that must match something."""
         return self._load()
 
     def prepare(self, lark: str) -> Future[LLMatcher] | None:
         """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
-        if lark in self._kept:
+        if lark in self._matchers:
             return None
         if lark not in self._compiling or self._compiling[lark].done():
-            self._compiling = {text: doing for text, doing in self._compiling.items() if not doing.done()}
+            self._compiling = {text: future for text, future in self._compiling.items() if not future.done()}
             self._compiling[lark] = self._threads.submit(self._compile, lark)
         return self._compiling[lark]
 
     def matcher(self, lark: str) -> LLMatcher:
         """One of its own for an answer that begins. Raises GrammarError."""
         with self._lock:
-            kept = self._kept.get(lark)
-            if kept is not None:
-                self._kept.move_to_end(lark)
-        if kept is None:  # what was prepared has been pushed out meanwhile
-            kept = self._compile(lark)
-        return kept.deep_copy()
+            cached_matcher = self._matchers.get(lark)
+            if cached_matcher is not None:
+                self._matchers.move_to_end(lark)
+        if cached_matcher is None:  # what was prepared has been pushed out meanwhile
+            cached_matcher = self._compile(lark)
+        return cached_matcher.deep_copy()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, lark: str) -> LLMatcher:
-        matcher = self.words.compile(lark)
+        matcher = self.vocabulary.compile(lark)
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
-            if lark not in self._kept:
-                self._kept[lark] = matcher
-                self._chars += len(lark)
-            while len(self._kept) > KEPT_MAX or (self._chars > KEPT_CHARS_MAX and len(self._kept) > 1):
-                self._chars -= len(self._kept.popitem(last=False)[0])
+            if lark not in self._matchers:
+                self._matchers[lark] = matcher
+                self._text_chars += len(lark)
+            while len(self._matchers) > GRAMMARS_MAX or (
+                self._text_chars > GRAMMAR_CHARS_MAX and len(self._matchers) > 1
+            ):
+                self._text_chars -= len(self._matchers.popitem(last=False)[0])
         return matcher
 
 
-def check(words: GrammarVocabulary, text: str) -> str:
+def check_grammar(vocabulary: GrammarVocabulary, text: str) -> str:
     """The grammar as it is to be compiled. Raises GrammarError for what no answer can be asked to match.
 
     May crash, or take long: see above. A grammar in GBNF becomes one in Lark.
@@ -153,31 +155,31 @@ def check(words: GrammarVocabulary, text: str) -> str:
         lark = any_to_lark(text)
     except Exception as error:
         raise GrammarError(f"not a grammar in GBNF: {error}") from error
-    matcher = words.compile(lark)
+    matcher = vocabulary.compile(lark)
     rng = random.Random(0)
     begin_s = time.thread_time()
     for _ in range(WALK_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(story(matcher))
+            raise GrammarError(error_summary(matcher))
         if time.thread_time() - begin_s > WALK_S_MAX:
             raise GrammarError(f"too slow to follow: {WALK_TOKENS} tokens take more than {WALK_S_MAX:g} s")
         if matcher.is_stopped():
             break
-        matcher.consume_token(_drawn(mask, rng))
+        matcher.consume_token(_draw_allowed_token(mask, rng))
     return lark
 
 
-def story(matcher: LLMatcher) -> str:
+def error_summary(matcher: LLMatcher) -> str:
     """What is wrong with it, in a line: the compiler's words without the grammar that they are about."""
-    lines = _PLACE.sub("", matcher.get_error()).splitlines()
-    told = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
-    return told.removeprefix(_HEAD)[:STORY_CHARS_MAX] or "unknown error"
+    lines = _POSITION.sub("", matcher.get_error()).splitlines()
+    message = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
+    return message.removeprefix(_ERROR_PREFIX)[:ERROR_CHARS_MAX] or "unknown error"
 
 
-def _drawn(mask: bytes, rng: random.Random) -> int:
+def _draw_allowed_token(mask: bytes, rng: random.Random) -> int:
     """A token that the mask, a bit each, allows."""
-    begin = rng.randrange(len(mask))
-    turned = mask[begin:] + mask[:begin]
-    at = (begin + len(turned) - len(turned.lstrip(b"\0"))) % len(mask)
-    return 8 * at + rng.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+    start = rng.randrange(len(mask))
+    rotated_mask = mask[start:] + mask[:start]
+    byte_index = (start + len(rotated_mask) - len(rotated_mask.lstrip(b"\0"))) % len(mask)
+    return 8 * byte_index + rng.choice([bit for bit in range(8) if mask[byte_index] >> bit & 1])

@@ -223,7 +223,7 @@ class LLM:
         if constraint is not None:
             assert self._assembled is not None
             assert self._assembled.grammars is not None
-            constraint = check_constraint(self._assembled.grammars.words, constraint)
+            constraint = check_constraint(self._assembled.grammars.vocabulary, constraint)
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.grammars import GrammarError, Grammars, story
+from engine.grammars import GrammarError, Grammars, error_summary
 from engine.types import Constraint, Sequence
 from kernels.transfer import to_device
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MaskWords = npt.NDArray[np.uint32]
-_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
+_LOGIT_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 """Of eight tokens, by the byte of their bits."""
-_SOME = 4
+_LISTED_DIVISOR = 4
 """Where fewer than one in so many tokens may be drawn, or may not, these are named one by one."""
-_FEW = 32
+_SHORT_LIST_DIVISOR = 32
 """Where fewer than one in so many may be drawn, nothing else is looked at."""
-_KEPT_MAX = 64
+_ENTRIES_MAX = 64
 """Of the masks used last, the tokens that they name are kept: most answers are within a text most of the time."""
 
 
@@ -43,10 +43,10 @@ class _MatcherState:
     constraint: Constraint
     matcher: LLMatcher | None = None
     """None: it has not begun."""
-    read: int = 0
+    read_tokens: int = 0
     """Tokens of the answer that it has seen."""
-    failed: str | None = None
-    thinks: bool | None = None
+    failure: str | None = None
+    is_reasoning: bool | None = None
     """None: its first token will say."""
 
 
@@ -54,16 +54,16 @@ class _MatcherState:
 class MaskRequest:
     """What a row's mask is made of, as far as the host knows it when the step is drafted."""
 
-    place: int
+    logits_row: int
     """Of the row among the logits."""
-    row: int
+    state_row: int
     """Of what is kept."""
-    follower: _MatcherState
-    new: list[int]
+    state: _MatcherState
+    new_tokens: list[int]
     """Tokens of the answer that the matcher has not seen."""
-    fed: bool
+    has_token_on_device: bool
     """One more comes from the step before."""
-    banned: list[int]
+    banned_tokens: list[int]
     """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
 
 
@@ -71,17 +71,17 @@ class MaskRequest:
 class CpuMasks:
     """Masks in the form that costs least to apply there. Indices are into the logits [rows * vocab]."""
 
-    barred: npt.NDArray[np.int64]
+    forbidden_indices: npt.NDArray[np.int64]
     """Of the rows in which most may be drawn."""
-    only: list[int]
+    sparse_rows: list[int]
     """Places of the rows in which few may be drawn,"""
-    allowed: npt.NDArray[np.int64]
+    allowed_indices: npt.NDArray[np.int64]
     """and these few."""
-    others: list[tuple[int, npt.NDArray[np.float32]]]
+    dense_rows: list[tuple[int, npt.NDArray[np.float32]]]
     """(place, [tokens]: -inf where it may not, else 0)."""
-    few: list[int]
+    short_rows: list[int]
     """Places of the rows in which very few may be drawn: their logits are left as they are,"""
-    few_ids: npt.NDArray[np.int64]
+    short_row_ids: npt.NDArray[np.int64]
     """and these are drawn from, [rows, the most that any has], by rising id; the rest of a row is -1."""
 
 
@@ -89,12 +89,12 @@ class CpuMasks:
 class TokenMasks:
     """The masks of a step."""
 
-    places: list[int]
+    logits_rows: list[int]
     """Rows of logits that have one."""
     bits: MaskWords
     """[places, words]: a bit for each token, set where it may be drawn."""
-    cpu: CpuMasks | None
-    failed: dict[int, str]
+    cpu_masks: CpuMasks | None
+    failures: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
 
 
@@ -108,113 +108,132 @@ class Masks:
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
-        self._named = _TokenListCache(vocab_size)
-        self._followers: dict[int, _MatcherState] = {}
+        self._token_lists = _TokenListCache(vocab_size)
+        self._matcher_states: dict[int, _MatcherState] = {}
 
     def forget(self, rows: Rows[int] | None = None) -> None:
         """These rows (None: all) belong to others now."""
-        for row in list(self._followers) if rows is None else rows:
-            self._followers.pop(row, None)
+        for row in list(self._matcher_states) if rows is None else rows:
+            self._matcher_states.pop(row, None)
 
-    def want(self, place: int, row: int, seq: Sequence, end: int, banned: list[int]) -> MaskRequest:
+    def make_request(self, logits_row: int, row: int, seq: Sequence, end: int, banned_tokens: list[int]) -> MaskRequest:
         """What is known of the mask for the token at `end`."""
         constraint = seq.request.params.constraint
         assert constraint is not None
-        follower = self._followers.get(row)
-        if follower is None:
-            thinks = (
+        state = self._matcher_states.get(row)
+        if state is None:
+            is_reasoning = (
                 False
                 if constraint.reasoning_end_token is None
                 else None
                 if constraint.reasoning_start_token is not None
                 else True
             )
-            follower = self._followers[row] = _MatcherState(constraint, thinks=thinks)
-        known = min(end, len(seq.token_ids))
-        new = seq.token_ids[seq.prompt_len + follower.read : known]
-        follower.read += len(new) + (end - known)
-        return MaskRequest(place, row, follower, new, known < end, banned)
+            state = self._matcher_states[row] = _MatcherState(constraint, is_reasoning=is_reasoning)
+        known_tokens = min(end, len(seq.token_ids))
+        new_tokens = seq.token_ids[seq.prompt_len + state.read_tokens : known_tokens]
+        state.read_tokens += len(new_tokens) + (end - known_tokens)
+        return MaskRequest(logits_row, row, state, new_tokens, known_tokens < end, banned_tokens)
 
-    def begin(self, wanted: list[MaskRequest], drawn: Callable[[], Mapping[int, int]]) -> Future[TokenMasks]:
-        """Make the masks. `drawn`: row -> the token that the step before drew there; it may wait."""
-        return self._thread.submit(self._make, wanted, drawn)
+    def submit(
+        self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
+    ) -> Future[TokenMasks]:
+        """Make the masks. `read_last_tokens`: row -> the token that the step before drew there; it may wait."""
+        return self._thread.submit(self._compute_masks, requests, read_last_tokens)
 
-    def apply(self, logits: Tensor, allowed: TokenMasks) -> None:
+    def apply(self, logits: Tensor, masks: TokenMasks) -> None:
         """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
-        if not allowed.places:
+        if not masks.logits_rows:
             return
-        if allowed.cpu is not None:
-            _apply_on_cpu(logits, allowed.cpu)
+        if masks.cpu_masks is not None:
+            _apply_on_cpu(logits, masks.cpu_masks)
             return
-        there = to_device(allowed.bits.view(np.uint8), self._device)
+        device_bits = to_device(masks.bits.view(np.uint8), self._device)
         bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
-        barred = ((there[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
-        places = to_device(np.array(allowed.places, np.int64), self._device)
-        logits.index_copy_(0, places, logits.index_select(0, places).masked_fill_(barred, float("-inf")))
+        is_forbidden = ((device_bits[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
+        logits_rows = to_device(np.array(masks.logits_rows, np.int64), self._device)
+        logits.index_copy_(
+            0, logits_rows, logits.index_select(0, logits_rows).masked_fill_(is_forbidden, float("-inf"))
+        )
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     # On the thread --------------------------------------------------------------------------------------------------
 
-    def _make(self, wanted: list[MaskRequest], drawn: Callable[[], Mapping[int, int]]) -> TokenMasks:
-        tokens: Mapping[int, int] = drawn() if any(one.fed for one in wanted) else {}
-        masked = []
-        for one in wanted:
-            new = [*one.new, tokens[one.row]] if one.fed else one.new
-            if self._read(one.follower, new) or one.banned:
-                masked.append(one)
-        bits = np.full((len(masked), -(-self._grammars.words.count // 32)), 0xFFFFFFFF, np.uint32)
-        self._fill([(one.follower.matcher, at) for at, one in enumerate(masked) if _lives(one.follower)], bits)
-        failed: dict[int, str] = {}
-        for at, one in enumerate(masked):
-            follower = one.follower
-            if follower.failed is None and follower.matcher is not None and follower.matcher.is_error():
-                follower.failed = story(follower.matcher)
-            if follower.failed is not None:
-                failed[one.place] = follower.failed
-                bits[at] = 0xFFFFFFFF
+    def _compute_masks(
+        self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
+    ) -> TokenMasks:
+        tokens: Mapping[int, int] = (
+            read_last_tokens() if any(request.has_token_on_device for request in requests) else {}
+        )
+        masked_requests = []
+        for request in requests:
+            new_tokens = (
+                [*request.new_tokens, tokens[request.state_row]] if request.has_token_on_device else request.new_tokens
+            )
+            if self._advance_matcher(request.state, new_tokens) or request.banned_tokens:
+                masked_requests.append(request)
+        bits = np.full((len(masked_requests), -(-self._grammars.vocabulary.token_count // 32)), 0xFFFFFFFF, np.uint32)
+        self._fill_bits(
+            [
+                (request.state.matcher, index)
+                for index, request in enumerate(masked_requests)
+                if _has_live_matcher(request.state)
+            ],
+            bits,
+        )
+        failures: dict[int, str] = {}
+        for index, request in enumerate(masked_requests):
+            state = request.state
+            if state.failure is None and state.matcher is not None and state.matcher.is_error():
+                state.failure = error_summary(state.matcher)
+            if state.failure is not None:
+                failures[request.logits_row] = state.failure
+                bits[index] = 0xFFFFFFFF
                 continue
-            if one.banned:
-                _ban(bits[at], one.banned)
-            if follower.thinks is None and follower.constraint.reasoning_start_token is not None:
-                _set(bits[at], follower.constraint.reasoning_start_token)
-        places = [one.place for one in masked]
-        cpu = self._named.on_cpu(places, bits) if self._device.type == "cpu" else None
-        return TokenMasks(places, bits, cpu, failed)
+            if request.banned_tokens:
+                _ban_unless_all(bits[index], request.banned_tokens)
+            if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
+                _allow_token(bits[index], state.constraint.reasoning_start_token)
+        logits_rows = [request.logits_row for request in masked_requests]
+        cpu_masks = self._token_lists.make_cpu_masks(logits_rows, bits) if self._device.type == "cpu" else None
+        return TokenMasks(logits_rows, bits, cpu_masks, failures)
 
-    def _read(self, follower: _MatcherState, new: list[int]) -> bool:
+    def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""
-        if follower.failed is not None:
+        if state.failure is not None:
             return True
-        constraint = follower.constraint
-        if follower.thinks is None and new:
-            follower.thinks = constraint.reasoning_start_token is None or new[0] == constraint.reasoning_start_token
-        if follower.thinks:
-            if constraint.reasoning_end_token not in new:
+        constraint = state.constraint
+        if state.is_reasoning is None and new_tokens:
+            state.is_reasoning = (
+                constraint.reasoning_start_token is None or new_tokens[0] == constraint.reasoning_start_token
+            )
+        if state.is_reasoning:
+            if constraint.reasoning_end_token not in new_tokens:
                 return False
-            new = new[new.index(constraint.reasoning_end_token) + 1 :]
-            follower.thinks = False
-        if follower.matcher is None:
+            new_tokens = new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
+            state.is_reasoning = False
+        if state.matcher is None:
             try:
-                follower.matcher = self._grammars.matcher(constraint.lark)
+                state.matcher = self._grammars.matcher(constraint.lark)
             except GrammarError as error:
-                follower.failed = str(error)
+                state.failure = str(error)
                 return True
-        for token in new:
-            if follower.matcher.is_stopped():
+        for token in new_tokens:
+            if state.matcher.is_stopped():
                 break  # whoever ignores the end repeats it
-            if not follower.matcher.consume_token(token):
-                follower.failed = f"the answer so far does not match: {story(follower.matcher)}"
+            if not state.matcher.consume_token(token):
+                state.failure = f"the answer so far does not match: {error_summary(state.matcher)}"
                 break
         return True
 
-    def _fill(self, matchers: list[Any], bits: MaskWords) -> None:
+    def _fill_bits(self, matchers: list[Any], bits: MaskWords) -> None:
         if not matchers:
             return
         if len(matchers) == 1 or self._threads == 1:
-            for matcher, at in matchers:
-                matcher.unsafe_compute_mask_ptr(bits[at].ctypes.data, bits[at].nbytes)
+            for matcher, index in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits[index].nbytes)
             return
         if self._executor is None:
             from llguidance import LLExecutor
@@ -228,76 +247,86 @@ class _TokenListCache:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
 
-    def on_cpu(self, places: list[int], bits: MaskWords) -> CpuMasks:
-        none, vocab_size = np.empty(0, np.int64), self._vocab_size
-        barred, allowed, few_ids = [none], [none], list[npt.NDArray[np.int64]]()
-        only, few = list[int](), list[int]()
-        others: list[tuple[int, npt.NDArray[np.float32]]] = []
-        for place, row in zip(places, bits.view(np.uint8)):
-            may, ids = self._ids(row)
+    def make_cpu_masks(self, logits_rows: list[int], bits: MaskWords) -> CpuMasks:
+        empty, vocab_size = np.empty(0, np.int64), self._vocab_size
+        forbidden_indices, allowed_indices, short_row_ids = [empty], [empty], list[npt.NDArray[np.int64]]()
+        sparse_rows, short_rows = list[int](), list[int]()
+        dense_rows: list[tuple[int, npt.NDArray[np.float32]]] = []
+        for logits_row, row in zip(logits_rows, bits.view(np.uint8)):
+            is_allowed_list, ids = self._list_tokens(row)
             if ids is None:
-                others.append((place, np.take(_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
-            elif not may:
-                barred.append(ids + place * vocab_size)
-            elif 0 < _FEW * len(ids) <= vocab_size:
-                few.append(place)
-                few_ids.append(ids)
+                dense_rows.append((logits_row, np.take(_LOGIT_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
+            elif not is_allowed_list:
+                forbidden_indices.append(ids + logits_row * vocab_size)
+            elif 0 < _SHORT_LIST_DIVISOR * len(ids) <= vocab_size:
+                short_rows.append(logits_row)
+                short_row_ids.append(ids)
             else:
-                only.append(place)
-                allowed.append(ids + place * vocab_size)
-        padded = np.full((len(few), max(map(len, few_ids), default=0)), -1, np.int64)
-        for row_ids, ids in zip(padded, few_ids):
+                sparse_rows.append(logits_row)
+                allowed_indices.append(ids + logits_row * vocab_size)
+        padded_ids = np.full((len(short_rows), max(map(len, short_row_ids), default=0)), -1, np.int64)
+        for row_ids, ids in zip(padded_ids, short_row_ids):
             row_ids[: len(ids)] = ids
-        return CpuMasks(np.concatenate(barred), only, np.concatenate(allowed), others, few, padded)
+        return CpuMasks(
+            np.concatenate(forbidden_indices),
+            sparse_rows,
+            np.concatenate(allowed_indices),
+            dense_rows,
+            short_rows,
+            padded_ids,
+        )
 
-    def _ids(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
+    def _list_tokens(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
         """(whether they may be drawn or may not, these tokens); None: they are too many either way."""
         key = row.tobytes()
-        found = self._kept.get(key)
-        if found is None:
-            may = np.unpackbits(row, count=self._vocab_size, bitorder="little").view(np.bool_)
-            count = int(np.count_nonzero(may))
-            most = _SOME * (self._vocab_size - count) <= self._vocab_size
-            some = most or _SOME * count <= self._vocab_size
-            found = self._kept[key] = (not most, np.flatnonzero(~may if most else may) if some else None)
-            if len(self._kept) > _KEPT_MAX:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return found
+        entry = self._entries.get(key)
+        if entry is None:
+            is_allowed = np.unpackbits(row, count=self._vocab_size, bitorder="little").view(np.bool_)
+            count = int(np.count_nonzero(is_allowed))
+            lists_forbidden = _LISTED_DIVISOR * (self._vocab_size - count) <= self._vocab_size
+            is_listed = lists_forbidden or _LISTED_DIVISOR * count <= self._vocab_size
+            entry = self._entries[key] = (
+                not lists_forbidden,
+                np.flatnonzero(~is_allowed if lists_forbidden else is_allowed) if is_listed else None,
+            )
+            if len(self._entries) > _ENTRIES_MAX:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return entry
 
 
 def _apply_on_cpu(logits: Tensor, masks: CpuMasks) -> None:
     flat = logits.view(-1)
-    if len(masks.barred):
-        flat.index_fill_(0, torch.from_numpy(masks.barred), float("-inf"))
-    if masks.only:
-        allowed = torch.from_numpy(masks.allowed)
-        kept = flat.index_select(0, allowed)
-        for place in masks.only:
-            logits[place].fill_(float("-inf"))
-        flat.index_copy_(0, allowed, kept)
-    for place, summands in masks.others:
-        logits[place].add_(torch.from_numpy(summands))
+    if len(masks.forbidden_indices):
+        flat.index_fill_(0, torch.from_numpy(masks.forbidden_indices), float("-inf"))
+    if masks.sparse_rows:
+        allowed_indices = torch.from_numpy(masks.allowed_indices)
+        allowed_logits = flat.index_select(0, allowed_indices)
+        for logits_row in masks.sparse_rows:
+            logits[logits_row].fill_(float("-inf"))
+        flat.index_copy_(0, allowed_indices, allowed_logits)
+    for logits_row, summands in masks.dense_rows:
+        logits[logits_row].add_(torch.from_numpy(summands))
 
 
-def _lives(follower: _MatcherState) -> bool:
-    return follower.failed is None and follower.matcher is not None
+def _has_live_matcher(state: _MatcherState) -> bool:
+    return state.failure is None and state.matcher is not None
 
 
-def _set(bits: MaskWords, token: int) -> None:
+def _allow_token(bits: MaskWords, token: int) -> None:
     bits[token // 32] |= np.uint32(1 << token % 32)
 
 
-def _unset(bits: MaskWords, tokens: list[int]) -> None:
+def _forbid_tokens(bits: MaskWords, tokens: list[int]) -> None:
     for token in tokens:
         bits[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _ban(bits: MaskWords, tokens: list[int]) -> None:
+def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:
     """Take these out, unless nothing is left."""
-    without = bits.copy()
-    _unset(without, tokens)
-    if without.any():
-        bits[:] = without
+    remaining_bits = bits.copy()
+    _forbid_tokens(remaining_bits, tokens)
+    if remaining_bits.any():
+        bits[:] = remaining_bits

@@ -173,7 +173,7 @@ class Sampler:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
             seq = batch.sequences[i]
             banned = self._ends(seq.request.params) if positions[i] < seq.request.params.min_tokens else []
-            wanted.append(self._masks.want(i, batch.rows[i], seq, int(ends[i]), banned))
+            wanted.append(self._masks.make_request(i, batch.rows[i], seq, int(ends[i]), banned))
         return wanted
 
     def _numbers(self, batch: Batch, positions: IntArray) -> Tensor:
@@ -194,11 +194,11 @@ class Sampler:
         """Make what constrained rows may draw, on a thread. `drawn`: row -> the token of the step before."""
         if draft.wanted:
             assert self._masks is not None
-            draft.allowed = self._masks.begin(draft.wanted, drawn)
+            draft.allowed = self._masks.submit(draft.wanted, drawn)
 
     def failed(self, draft: Draft) -> dict[int, str]:
         """After `sample`: row -> why its answer cannot go on."""
-        return {} if draft.allowed is None else draft.allowed.result().failed
+        return {} if draft.allowed is None else draft.allowed.result().failures
 
     def sample(self, logits: Tensor, draft: Draft) -> tuple[Tensor, list[Tensor]]:
         """(the next token of each row, [rows] int64; `token_logprobs` of the rows `draft.batch.logprobs`).
@@ -212,8 +212,10 @@ class Sampler:
         draws = Draws(
             kinds.temperature, kinds.min_p, kinds.top_k, kinds.top_p, draft.at, kinds.kinds, draft.allowed is not None
         )
-        few = None if draft.allowed is None else draft.allowed.result().cpu
-        tokens = self._draw(changed, draws) if few is None or not few.few else self._draw_some(changed, draws, few)
+        few = None if draft.allowed is None else draft.allowed.result().cpu_masks
+        tokens = (
+            self._draw(changed, draws) if few is None or not few.short_rows else self._draw_some(changed, draws, few)
+        )
         if batch.penalties is not None:
             assert draft.penalties is not None
             self._penalties.count(tokens, batch.penalties, draft.penalties)
@@ -226,12 +228,12 @@ class Sampler:
 
     def _draw_some(self, logits: Tensor, draws: Draws, masks: CpuMasks) -> Tensor:
         """[rows]: of rows in which few tokens may be drawn only these are looked at."""
-        few = set(masks.few)
+        few = set(masks.short_rows)
         rest = [row for row in range(len(logits)) if row not in few]
         tokens = torch.empty(len(logits), dtype=torch.int64)
         if rest:
             tokens[rest] = self._draw(logits[rest], draws.of(rest))
-        places, ids = torch.tensor(masks.few), torch.from_numpy(masks.few_ids)
+        places, ids = torch.tensor(masks.short_rows), torch.from_numpy(masks.short_row_ids)
         there = ids.clamp(min=0)
         values = logits.view(-1)[there + places[:, None] * self._vocab_size].masked_fill_(ids < 0, float("-inf"))
         drawn = self._draw(values, draws.of(places))

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.grammars import Grammars, why_not
+from engine.grammars import Grammars, unsupported_reason
 from engine.model_files import locate
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import Answers, SimulatedRunner
@@ -39,7 +39,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if given:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
-    if spec.turns and (reason := why_not(tokenizer)) is not None:
+    if spec.turns and (reason := unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     words, script = some_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []

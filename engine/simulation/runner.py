@@ -114,7 +114,7 @@ class SimulatedRunner:
         token: int | str | None = self._answers.next(seq) if chunk.should_sample else None
         if token is not None and seq.request.params.constraint is not None:
             assert self._constrained is not None, "a constraint without grammars"
-            token = self._constrained.next(seq, self._answers.next)
+            token = self._constrained.next_token(seq, self._answers.next)
         if isinstance(token, str):
             result.failures[index] = token
             token = 0

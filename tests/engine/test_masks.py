@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from engine import LLM, SamplingParams, StructuredOutputsParams
 from engine.execution.masks import Masks, TokenMasks
 from engine.execution.sampler import Sampler
-from engine.grammars import GrammarError, Grammars, GrammarVocabulary, check
+from engine.grammars import GrammarError, Grammars, GrammarVocabulary, check_grammar
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, Request, Sequence
 from prompts import Tokenizer
@@ -89,16 +89,16 @@ def walk(lark: str, seed: int, length: int) -> list[int]:
 def allowed(masks: Masks, seq: Sequence, row: int = 0, banned: list[int] | None = None) -> set[int]:
     """The tokens that are left of a row of logits."""
     logits = torch.zeros(1, VOCAB)
-    wanted = [masks.want(0, row, seq, len(seq.token_ids), banned or [])]
-    return left_by(masks.begin(wanted, dict).result(), masks, logits)[0]
+    wanted = [masks.make_request(0, row, seq, len(seq.token_ids), banned or [])]
+    return left_by(masks.submit(wanted, dict).result(), masks, logits)[0]
 
 
 def left_by(found: TokenMasks, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
     """Of each row; where few are left, the logits of the others stay as they are."""
     masks.apply(logits, found)
     left = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
-    assert found.cpu is not None
-    for place, ids in zip(found.cpu.few, found.cpu.few_ids):
+    assert found.cpu_masks is not None
+    for place, ids in zip(found.cpu_masks.short_rows, found.cpu_masks.short_row_ids):
         assert len(left[place]) == VOCAB
         left[place] = set(ids.tolist()) - {-1}
     return left
@@ -177,10 +177,10 @@ def test_a_thought_need_not_come(masks: Masks) -> None:
 def test_an_answer_that_cannot_go_on_says_why_and_leaves_the_others_alone(masks: Masks) -> None:
     wrong = sequence(LARKS["choice"], TOKENIZER.encode("maybe"))
     right = sequence(LARKS["choice"])
-    wanted = [masks.want(0, 0, wrong, len(wrong.token_ids), []), masks.want(1, 1, right, 3, [])]
-    found = masks.begin(wanted, dict).result()
-    assert list(found.failed) == [0]
-    assert "does not match" in found.failed[0]
+    wanted = [masks.make_request(0, 0, wrong, len(wrong.token_ids), []), masks.make_request(1, 1, right, 3, [])]
+    found = masks.submit(wanted, dict).result()
+    assert list(found.failures) == [0]
+    assert "does not match" in found.failures[0]
     assert 0 < len(left_by(found, masks, torch.zeros(2, VOCAB))[1]) < VOCAB
 
 
@@ -189,8 +189,8 @@ def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
     rows = [sequence(lark, walk(lark, seed, 7)) for seed, lark in enumerate([*LARKS.values()] * 3)]
     bits = []
     for masks in (one, many):
-        wanted = [masks.want(i, i, seq, len(seq.token_ids), []) for i, seq in enumerate(rows)]
-        bits.append(masks.begin(wanted, dict).result().bits)
+        wanted = [masks.make_request(i, i, seq, len(seq.token_ids), []) for i, seq in enumerate(rows)]
+        bits.append(masks.submit(wanted, dict).result().bits)
         masks.close()
     assert (bits[0] == bits[1]).all()
 
@@ -240,7 +240,7 @@ def test_where_few_may_be_drawn_the_same_is_drawn(seed: int, lengths: list[int])
     drawn = []
     for few in (32, 10**9):
         with pytest.MonkeyPatch.context() as patch, contextlib.closing(Grammars(lambda: WORDS)) as grammars:
-            patch.setattr("engine.execution.masks._FEW", few)
+            patch.setattr("engine.execution.masks._SHORT_LIST_DIVISOR", few)
             masks = Masks(grammars, VOCAB, CPU, threads=1)
             sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
             places = list(range(len(rows)))
@@ -369,7 +369,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.grammars.KEPT_MAX", 2)
+    monkeypatch.setattr("engine.grammars.GRAMMARS_MAX", 2)
     compiled: list[str] = []
 
     class Counting(GrammarVocabulary):
@@ -401,12 +401,12 @@ def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.Monk
 )  # fmt: skip
 def test_what_no_answer_can_be_asked_to_match(text: str, says: str) -> None:
     with pytest.raises(GrammarError, match=says):
-        check(WORDS, text)
+        check_grammar(WORDS, text)
 
 
 def test_gbnf_becomes_lark() -> None:
-    assert "::=" not in check(WORDS, 'root ::= "a" [0-9]+')
-    assert check(WORDS, 'start: "::="') == 'start: "::="'
+    assert "::=" not in check_grammar(WORDS, 'root ::= "a" [0-9]+')
+    assert check_grammar(WORDS, 'start: "::="') == 'start: "::="'
 
 
 def test_an_answer_that_max_tokens_cuts_says_so() -> None:

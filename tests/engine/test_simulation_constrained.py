@@ -55,7 +55,7 @@ def say(grammars: Grammars, constraint: Constraint, length: int | None = None, t
     request = Request(request_id="r", token_ids=[5, 6], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5, 6], prompt_len=2, arrival_s=0.0)
     for _ in range(tokens):
-        token = answers.next(seq, free.next)
+        token = answers.next_token(seq, free.next)
         assert isinstance(token, int), token
         if token == EOS:
             return TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)
@@ -110,10 +110,10 @@ def test_a_preempted_answer_goes_on_as_it_was(grammars: Grammars) -> None:
     answers, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := answers.next(seq, free.next)) != EOS:
+    while (token := answers.next_token(seq, free.next)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
-        answers._followers.clear()
+        answers._matcher_states.clear()
     assert TOKENIZER.decode(seq.token_ids[1:], skip_special_tokens=False) == "abc " * 20 + "d"
 
 
@@ -184,7 +184,7 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
     made, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=asked((ScriptTurn(text=text),))))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := made.next(seq, free.next)) != EOS:
+    while (token := made.next_token(seq, free.next)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
     assert seq.token_ids[1:] == TOKENIZER.hf.encode(text, add_special_tokens=False).ids

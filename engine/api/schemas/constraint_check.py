@@ -10,7 +10,7 @@ import msgspec
 from engine.api.constraint import Format, RequestedConstraint
 from engine.api.lark import write_lark
 from engine.api.schemas.relaxation import SchemaCheck, find_unsupported_keyword, relax_schema
-from engine.grammars import GrammarError, GrammarVocabulary, check
+from engine.grammars import GrammarError, GrammarVocabulary, check_grammar
 from engine.types import Constraint
 from prompts import RequestError
 
@@ -30,12 +30,12 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
     """
     try:
         try:
-            lark = check(vocabulary, constraint.lark)
+            lark = check_grammar(vocabulary, constraint.lark)
         except GrammarError:
             if not constraint.source:
                 raise
             spec = msgspec.json.decode(constraint.source, type=RequestedConstraint)
-            lark = check(vocabulary, write_lark(_relax_constraint(spec, vocabulary), vocabulary.added_tokens))
+            lark = check_grammar(vocabulary, write_lark(_relax_constraint(spec, vocabulary), vocabulary.added_tokens))
     except GrammarError as error:
         raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
     except RecursionError as error:
