@@ -106,16 +106,16 @@ class MessagesFormatter:
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
         action, block, text = event
-        if action == "grows":
+        if action == "delta":
             if self._delta_template is None or self._delta_template[0] != block.index:
                 before, after = _format_block_delta(block, _PLACEHOLDER).split(_encoder.encode(_PLACEHOLDER))
                 self._delta_template = block.index, before, after
             return self._delta_template[1] + _encoder.encode(text) + self._delta_template[2]
-        if action == "begins":
+        if action == "start":
             content_block = _make_content_block(block, "")
             return format_event("content_block_start", index=block.index, content_block=content_block)
         events = format_event("content_block_stop", index=block.index)
-        if block.kind == "thought":
+        if block.kind == "reasoning":
             signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
             events = format_event("content_block_delta", index=block.index, delta=signature_delta) + events
         return events
@@ -139,7 +139,7 @@ def _make_content_block(block: ContentBlock, text: str) -> TextBlock | ThinkingB
     """The block when it has said so much."""
     if block.kind == "text":
         return TextBlock(text)
-    if block.kind == "thought":
+    if block.kind == "reasoning":
         return ThinkingBlock(text, uuid.uuid4().hex if text else "")
     return ToolUseBlock(block.id, block.name, arguments_object(text))
 
@@ -156,7 +156,7 @@ def arguments_object(arguments: str) -> Raw:
 
 def _format_block_delta(block: ContentBlock, text: str) -> bytes:
     type, field = {
-        "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
+        "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
         "call": ("input_json_delta", "partial_json"),
     }[block.kind]  # fmt: skip
     return format_event("content_block_delta", index=block.index, delta={"type": type, field: text})

@@ -6,13 +6,11 @@ Pure. Invariants: one block is open at a time; a block that was closed grows no 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.api.choice import Choice, ChoiceDelta
 
-BlockKind = Literal["thought", "text", "call"]
-BlockEvent = tuple[Literal["begins", "grows", "ends"], "ContentBlock", str]
-"""What happens to a block; by what it grows."""
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
@@ -31,6 +29,15 @@ class ContentBlock:
         return "".join(self.texts)
 
 
+class BlockEvent(NamedTuple):
+    """A change of one block."""
+
+    action: Literal["start", "delta", "stop"]
+    block: ContentBlock
+    text: str = ""
+    """Text that a delta adds."""
+
+
 class ContentBlocks:
     """Of one choice, while it grows."""
 
@@ -41,7 +48,7 @@ class ContentBlocks:
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
         events: list[BlockEvent] = []
         if delta.reasoning:
-            self._append_text("thought", delta.reasoning, events)
+            self._append_text("reasoning", delta.reasoning, events)
         if delta.text:
             self._append_text("text", delta.text, events)
         for call in delta.tool_calls:
@@ -64,17 +71,17 @@ class ContentBlocks:
         assert self._current_block is not None
         if text:
             self._current_block.texts.append(text)
-            events.append(("grows", self._current_block, text))
+            events.append(BlockEvent("delta", self._current_block, text))
 
     def _start_block(self, block: ContentBlock, events: list[BlockEvent]) -> None:
         self._stop_block(events)
         self.blocks.append(block)
         self._current_block = block
-        events.append(("begins", block, ""))
+        events.append(BlockEvent("start", block))
 
     def _stop_block(self, events: list[BlockEvent]) -> None:
         if self._current_block is not None:
-            events.append(("ends", self._current_block, ""))
+            events.append(BlockEvent("stop", self._current_block))
             self._current_block = None
 
 

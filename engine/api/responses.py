@@ -150,7 +150,7 @@ ECHOED_FIELDS = (
     "tool_choice", "tools", "top_p", "truncation", "user",
 )  # fmt: skip
 _echoed_decoder = msgspec.json.Decoder(dict[str, Raw])
-_ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
+_ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
 class ResponsesFormatter:
@@ -197,11 +197,11 @@ class ResponsesFormatter:
         if block.kind != "call":
             position["content_index"] = 0
         name = self._event_base_name(block)
-        if action == "grows":
+        if action == "delta":
             return self._format_growth(name, position, block, text)
         is_cut = self._is_over and self._choice.finish_reason == "length"
-        status = "in_progress" if action == "begins" else "incomplete" if is_cut else "completed"
-        if action == "begins":
+        status = "in_progress" if action == "start" else "incomplete" if is_cut else "completed"
+        if action == "start":
             item = {"output_index": block.index, "item": self._make_item(block, status)}
             events = self._format_event("response.output_item.added", **item)
             if block.kind == "text":
@@ -221,7 +221,7 @@ class ResponsesFormatter:
                 )
             else:
                 events += self._format_event(f"{name}.done", **position, input=custom.text)
-        elif block.kind == "thought":
+        elif block.kind == "reasoning":
             events = self._format_event(f"{name}.done", **position, text=block.text)
         else:
             events = self._format_event(f"{name}.done", **position, text=block.text, logprobs=[])
@@ -304,7 +304,7 @@ class ResponsesFormatter:
             if custom is not None:
                 return CustomToolCall(**fields, input=custom.text if text else "")
             return FunctionCall(**fields, arguments=text)
-        if block.kind == "thought":
+        if block.kind == "reasoning":
             content = [ReasoningText(text)] if text else []
             return ReasoningItem(id=name, status=status, content=content)
         texts = [] if status == "in_progress" else [OutputText(text)]

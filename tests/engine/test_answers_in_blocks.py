@@ -63,15 +63,15 @@ def test_one_block_is_open_at_a_time() -> None:
     steps = [step for one in PIECES for step in blocks.push(one)] + blocks.finish()
     opened: list[int] = []
     for what, block, _ in steps:
-        if what == "begins":
+        if what == "start":
             assert not opened
             opened.append(block.index)
         else:
             assert opened == [block.index]
-            if what == "ends":
+            if what == "stop":
                 opened.pop()
     assert [(b.kind, b.text, b.name) for b in blocks.blocks] == [
-        ("thought", "I think", ""), ("text", "Let me see", ""), ("call", '{"a": 1}', "f"), ("call", "{}", "g"),
+        ("reasoning", "I think", ""), ("text", "Let me see", ""), ("call", '{"a": 1}', "f"), ("call", "{}", "g"),
     ]  # fmt: skip
 
 
