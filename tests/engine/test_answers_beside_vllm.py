@@ -23,7 +23,7 @@ SERVERS = json.loads(gzip.decompress(CAPTURE.read_bytes()))
 NAMES = [f"{server['tools']}-{server['thought']}-{len(server['tokens'])}" for server in SERVERS]
 
 
-class Reader:
+class RecordedServer:
     """Our half: an answer of the tokens that vLLM told."""
 
     def __init__(self, server: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Reader:
             factory=self.factory,
             parser_config=plan,
         )
-        answer, (choice,), sent = ChatFormatter(generation, body, self.factory), generation.choices, b""
+        answer, (choice,), streamed_bytes = ChatFormatter(generation, body, self.factory), generation.choices, b""
         pieces = list(filter(None, pieces))
         if not pieces:  # vLLM hides tokens with the thought
             pieces = [[i] for i in self.tokenizer.encode(exchange["text"]).ids] + [[min(self.ends)]]
@@ -61,30 +61,34 @@ class Reader:
             output = SequenceOutput(request_id="u-0", token_ids=ids, logprobs=scores)
             if number == len(pieces) - 1:
                 output.finish_reason = FinishReason.STOP if ids[-1] in self.ends else FinishReason.LENGTH
-                stopped = [c.get("stop_reason") for chunk in chunks for c in chunk["choices"]][-1]
-                output.stop_token_id = stopped if isinstance(stopped, int) else None
+                stop_reason = [c.get("stop_reason") for chunk in chunks for c in chunk["choices"]][-1]
+                output.stop_token_id = stop_reason if isinstance(stop_reason, int) else None
             if choice.finish_reason is None:
                 piece = choice.push(output)
                 while answer.format_logprob_slice(choice, piece):
                     pass
-                sent += answer.format_delta(choice, piece) if body.stream else b""
+                streamed_bytes += answer.format_delta(choice, piece) if body.stream else b""
         if not body.stream:
             return json.loads(answer.format_response())
         return [
             json.loads(event[6:])
-            for event in (sent + answer.format_end()).split(b"\n\n")
+            for event in (streamed_bytes + answer.format_end()).split(b"\n\n")
             if event.startswith(b"data: {")
         ]
 
 
-def told(answer: Any) -> dict[str, Any]:
+def answer_fields(answer: Any) -> dict[str, Any]:
     """What a client makes of an answer: of a stream, by concatenation."""
     if isinstance(answer, dict):
         (choice,) = answer["choices"]
         message, calls = choice["message"], choice["message"].get("tool_calls") or []
-        made = {"content": message["content"], "reasoning": message.get("reasoning")}
-        found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        return {**made, "calls": [(name, value(given)) for name, given in found], "reason": choice["finish_reason"]}
+        text_fields = {"content": message["content"], "reasoning": message.get("reasoning")}
+        call_pairs = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        return {
+            **text_fields,
+            "calls": [(name, value(arguments)) for name, arguments in call_pairs],
+            "reason": choice["finish_reason"],
+        }
     texts, by_index, reason = {"content": "", "reasoning": ""}, dict[int, list[str]](), None
     for choice in (choice for chunk in answer for choice in chunk["choices"]):
         for name in texts:
@@ -94,7 +98,7 @@ def told(answer: Any) -> dict[str, Any]:
             name_and_arguments[0] += (call.get("function") or {}).get("name") or ""
             name_and_arguments[1] += (call.get("function") or {}).get("arguments") or ""
         reason = choice["finish_reason"] or reason
-    calls = [(name, value(given)) for name, given in by_index.values()]
+    calls = [(name, value(arguments)) for name, arguments in by_index.values()]
     return {**{name: text or None for name, text in texts.items()}, "calls": calls, "reason": reason}
 
 
@@ -108,9 +112,9 @@ def value(arguments: str) -> Any:
 def paths(node: Any, at: str = "") -> set[str]:
     """Where an answer has a value."""
     if isinstance(node, dict):
-        return {found for name, one in node.items() for found in paths(one, f"{at}.{name}")}
+        return {path for name, child in node.items() for path in paths(child, f"{at}.{name}")}
     if isinstance(node, list):
-        return {at, *(found for one in node for found in paths(one, at))}
+        return {at, *(path for child in node for path in paths(child, at))}
     return set() if node is None else {at}
 
 
@@ -123,7 +127,9 @@ def thought_tokens(answer: Any) -> int | None:
     return (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
 
 
-def why(ours: dict[str, Any], theirs: dict[str, Any], server: dict[str, Any], exchange: dict[str, Any]) -> str:
+def why(
+    our_fields: dict[str, Any], vllm_fields: dict[str, Any], server: dict[str, Any], exchange: dict[str, Any]
+) -> str:
     """Why the two differ; KeyError where nothing explains it."""
     label = exchange["label"]
     if label in ("required", "named"):
@@ -132,23 +138,28 @@ def why(ours: dict[str, Any], theirs: dict[str, Any], server: dict[str, Any], ex
         return "stop strings begin after the thought"
     if server["thought"] == "qwen3" and label in ("plain", "effort"):
         return "marks say what is thought, not what the template was told"
-    if label in ("none", "no tools") and not ours["calls"] and ours["content"] == exchange["text"]:
+    if label in ("none", "no tools") and not our_fields["calls"] and our_fields["content"] == exchange["text"]:
         return "without tools there is only text"
-    mine, its = ours["content"] or "", theirs["content"] or ""
-    cut = ours["reason"] == "length" and theirs["reason"] == "tool_calls"
-    calls_agree = ours["calls"] == theirs["calls"]
-    if calls_agree and (cut or ours["reason"] == theirs["reason"]) and ours["reasoning"] == theirs["reasoning"]:
+    mine, its = our_fields["content"] or "", vllm_fields["content"] or ""
+    cut = our_fields["reason"] == "length" and vllm_fields["reason"] == "tool_calls"
+    calls_agree = our_fields["calls"] == vllm_fields["calls"]
+    if (
+        calls_agree
+        and (cut or our_fields["reason"] == vllm_fields["reason"])
+        and our_fields["reasoning"] == vllm_fields["reasoning"]
+    ):
         if mine == its:
             return "what was cut says so, also after a call"
         if mine == its.rstrip():
             return "white space beside a call is its markup"
         if len(mine) > len(its.strip()):
             return "no text is lost"
-    if all(given in ("", {}) for _, given in theirs["calls"]) and not ours["calls"] and mine.strip():
+    if all(arguments in ("", {}) for _, arguments in vllm_fields["calls"]) and not our_fields["calls"] and mine.strip():
         return "half a call is text"
-    if [name for name, _ in ours["calls"]] == [name for name, _ in theirs["calls"]] and ours["calls"]:
-        if all(given == "" or "swapped" in label for one, (_, given) in zip(ours["calls"], theirs["calls"])
-               if one[1] != given):  # fmt: skip
+    if [name for name, _ in our_fields["calls"]] == [name for name, _ in vllm_fields["calls"]] and our_fields["calls"]:
+        if all(arguments == "" or "swapped" in label
+               for entry, (_, arguments) in zip(our_fields["calls"], vllm_fields["calls"])
+               if entry[1] != arguments):  # fmt: skip
             return "arguments are whole"
         if label == "cut":
             return "arguments of a call that was cut stay open"
@@ -163,22 +174,22 @@ def why(ours: dict[str, Any], theirs: dict[str, Any], server: dict[str, Any], ex
 
 @pytest.mark.parametrize(("server", "name"), list(zip(SERVERS, NAMES)), ids=NAMES)
 def test_the_same_fields_or_a_reason(server: dict[str, Any], name: str) -> None:
-    reader, equal = Reader(server), 0
+    reader, equal = RecordedServer(server), 0
     for exchange in server["exchanges"]:
         assert exchange["status"] == 200
-        answer, recorded = reader.answer(exchange), exchange["answer"]
-        ours, theirs = told(answer), told(recorded)
-        theirs["content"] = theirs["content"] or None
-        ours["content"] = ours["content"] or None
-        if ours != theirs:
-            assert why(ours, theirs, server, exchange), (exchange["label"], ours, theirs)
+        answer, recorded_answer = reader.answer(exchange), exchange["answer"]
+        our_fields, vllm_fields = answer_fields(answer), answer_fields(recorded_answer)
+        vllm_fields["content"] = vllm_fields["content"] or None
+        our_fields["content"] = our_fields["content"] or None
+        if our_fields != vllm_fields:
+            assert why(our_fields, vllm_fields, server, exchange), (exchange["label"], our_fields, vllm_fields)
             continue
         equal += 1
-        counted = [thought_tokens(one) for one in (answer, recorded)]
+        token_counts = [thought_tokens(response) for response in (answer, recorded_answer)]
         # Of DeepSeek vLLM counts what follows an opening mark, the end too; of hidden ones we know no tokens.
         odd = ["plain", "no thought", "only its end", "thought alone"] if server["thought"] == "deepseek_r1" else []
-        assert counted[0] == counted[1] or exchange["label"] in [*odd, "hidden"], exchange["label"]
-        mine, its = paths(answer), paths(recorded)
+        assert token_counts[0] == token_counts[1] or exchange["label"] in [*odd, "hidden"], exchange["label"]
+        mine, its = paths(answer), paths(recorded_answer)
         if exchange["label"] == "hidden":
             continue
         for missing in its - mine:

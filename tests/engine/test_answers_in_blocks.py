@@ -28,12 +28,12 @@ ASKED = ResponseContext(
 )
 
 
-def piece(text: str = "", thought: str = "", calls: Any = ()) -> ChoiceDelta:
-    return ChoiceDelta(text, [], [], reasoning=thought, tool_calls=list(calls))
+def piece(text: str = "", reasoning: str = "", calls: Any = ()) -> ChoiceDelta:
+    return ChoiceDelta(text, [], [], reasoning=reasoning, tool_calls=list(calls))
 
 
 PIECES = [
-    piece(thought="I "), piece(thought="think"), piece("Let me"), piece(" see"),
+    piece(reasoning="I "), piece(reasoning="think"), piece("Let me"), piece(" see"),
     piece(calls=[ToolCallDelta(0, '{"a"', "f", "call_1")]),
     piece(calls=[ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", "g", "call_2")]),
 ]  # fmt: skip
@@ -50,8 +50,8 @@ def generation() -> tuple[Generation, Choice]:
     choice.call_parts = [(ToolCallDelta(0, '{"a": 1}', "f", "call_1"), []), (ToolCallDelta(1, "{}", "g", "call_2"), [])]
     choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens = "stop", 2, 9, 4
     body = ChatRequest(messages=[{"role": "user"}])
-    made = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])
-    return made, choice
+    new_generation = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])
+    return new_generation, choice
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -60,62 +60,66 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 def test_one_block_is_open_at_a_time() -> None:
     blocks = ContentBlocks()
-    steps = [step for one in PIECES for step in blocks.push(one)] + blocks.finish()
-    opened: list[int] = []
-    for what, block, _ in steps:
-        if what == "start":
-            assert not opened
-            opened.append(block.index)
+    events = [event for delta in PIECES for event in blocks.push(delta)] + blocks.finish()
+    open_indices: list[int] = []
+    for action, block, _ in events:
+        if action == "start":
+            assert not open_indices
+            open_indices.append(block.index)
         else:
-            assert opened == [block.index]
-            if what == "stop":
-                opened.pop()
+            assert open_indices == [block.index]
+            if action == "stop":
+                open_indices.pop()
     assert [(b.kind, b.text, b.name) for b in blocks.blocks] == [
         ("reasoning", "I think", ""), ("text", "Let me see", ""), ("call", '{"a": 1}', "f"), ("call", "{}", "g"),
     ]  # fmt: skip
 
 
 def test_messages() -> None:
-    made, choice = generation()
-    whole = json.loads(MessagesFormatter(made).format_response())
-    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
-    assert whole["content"][2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
-    answer = MessagesFormatter(made)
-    told = events(b"".join(answer.format_delta(choice, one) for one in PIECES) + answer.format_end())
+    new_generation, choice = generation()
+    message = json.loads(MessagesFormatter(new_generation).format_response())
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message["content"][2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
+    answer = MessagesFormatter(new_generation)
+    stream_events = events(b"".join(answer.format_delta(choice, delta) for delta in PIECES) + answer.format_end())
     deltas: dict[int, list[Any]] = {}
-    for event in told:
+    for event in stream_events:
         if event["type"] == "content_block_delta":
             deltas.setdefault(event["index"], []).append(event["delta"])
     assert [d["type"] for d in deltas[0]] == ["thinking_delta", "thinking_delta", "signature_delta"]
     assert "".join(d["partial_json"] for d in deltas[2]) == '{"a": 1}'
-    starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+    starts = [event["content_block"] for event in stream_events if event["type"] == "content_block_start"]
     assert starts[1] == {"type": "text", "text": ""}
     assert starts[2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}
 
 
 def test_responses() -> None:
-    made, choice = generation()
-    whole = json.loads(ResponsesFormatter(made, ASKED).format_response())
-    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
-    assert whole["tools"] == [1]
-    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
-    answer = ResponsesFormatter(made, ASKED)
-    told = events(b"".join(answer.format_delta(choice, one) for one in PIECES) + answer.format_end())
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    items = {event["output_index"]: event["item"] for event in told if event["type"] == "response.output_item.done"}
-    assert list(items.values()) == told[-1]["response"]["output"]
+    new_generation, choice = generation()
+    response = json.loads(ResponsesFormatter(new_generation, ASKED).format_response())
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert response["tools"] == [1]
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    answer = ResponsesFormatter(new_generation, ASKED)
+    stream_events = events(b"".join(answer.format_delta(choice, delta) for delta in PIECES) + answer.format_end())
+    assert [event["sequence_number"] for event in stream_events] == list(range(len(stream_events)))
+    items = {
+        event["output_index"]: event["item"] for event in stream_events if event["type"] == "response.output_item.done"
+    }
+    assert list(items.values()) == stream_events[-1]["response"]["output"]
 
     def bare(items: list[Any]) -> list[Any]:
         return [{k: v for k, v in item.items() if k != "id"} for item in items]
 
-    assert bare(told[-1]["response"]["output"]) == bare(whole["output"])
+    assert bare(stream_events[-1]["response"]["output"]) == bare(response["output"])
     arguments = [
-        e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 2
+        e["delta"]
+        for e in stream_events
+        if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 2
     ]
     assert "".join(arguments) == '{"a": 1}'
-    kept = json.loads(answer.encode_messages())
-    assert kept[0] == {"role": "user", "content": "q"}
-    assert [call["id"] for call in kept[1]["tool_calls"]] == ["call_1", "call_2"]
+    stored_messages = json.loads(answer.encode_messages())
+    assert stored_messages[0] == {"role": "user", "content": "q"}
+    assert [call["id"] for call in stored_messages[1]["tool_calls"]] == ["call_1", "call_2"]
 
 
 TOOLS = {"f": ShownTool("read", "fs"), "g": ShownTool("apply_patch", None, True)}
@@ -127,16 +131,16 @@ CALLS = [
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
-    asked = structs.replace(ASKED, tools=TOOLS)
-    made, choice = generation()
+    context = structs.replace(ASKED, tools=TOOLS)
+    new_generation, choice = generation()
     choice.reasoning_texts, choice.texts, choice.finish_reason = [], ["so"], finish
     choice.call_parts = [
         (ToolCallDelta(0, "{}", "f", "c1"), []),
         (ToolCallDelta(1, '{"input": "a\\nb"}', "g", "c2"), []),
     ]
-    answer = ResponsesFormatter(made, asked)
-    told = events(b"".join(answer.format_delta(choice, one) for one in CALLS) + answer.format_end())
-    read, patch, message = told[-1]["response"]["output"]
+    answer = ResponsesFormatter(new_generation, context)
+    stream_events = events(b"".join(answer.format_delta(choice, delta) for delta in CALLS) + answer.format_end())
+    read, patch, message = stream_events[-1]["response"]["output"]
     del read["id"], patch["id"], message["id"]
     assert read == {
         "type": "function_call", "status": "completed", "call_id": "c1", "name": "read", "namespace": "fs",
@@ -146,53 +150,55 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
         "type": "custom_tool_call", "status": "completed", "call_id": "c2", "name": "apply_patch", "input": "a\nb"
     }  # fmt: skip
     status = "incomplete" if finish == "length" else "completed"
-    assert (message["status"], told[-1]["response"]["status"]) == (status, status)
-    last = [event["item"] for event in told if event["type"] == "response.output_item.done"][-1]
+    assert (message["status"], stream_events[-1]["response"]["status"]) == (status, status)
+    last = [event["item"] for event in stream_events if event["type"] == "response.output_item.done"][-1]
     assert last["status"] == status
-    deltas = [event["delta"] for event in told if event["type"] == "response.custom_tool_call_input.delta"]
+    deltas = [event["delta"] for event in stream_events if event["type"] == "response.custom_tool_call_input.delta"]
     assert deltas == ["a", "\nb"]
-    (done,) = [event for event in told if event["type"] == "response.custom_tool_call_input.done"]
-    assert (done["input"], done["output_index"]) == ("a\nb", 1)
-    (done,) = [event for event in told if event["type"] == "response.function_call_arguments.done"]
-    assert done["name"] == "read"
-    whole = json.loads(ResponsesFormatter(made, asked).format_response())
-    assert {item["type"]: item.get("input", item.get("namespace")) for item in whole["output"][1:]} == {
+    (done_event,) = [event for event in stream_events if event["type"] == "response.custom_tool_call_input.done"]
+    assert (done_event["input"], done_event["output_index"]) == ("a\nb", 1)
+    (done_event,) = [event for event in stream_events if event["type"] == "response.function_call_arguments.done"]
+    assert done_event["name"] == "read"
+    response = json.loads(ResponsesFormatter(new_generation, context).format_response())
+    assert {item["type"]: item.get("input", item.get("namespace")) for item in response["output"][1:]} == {
         "function_call": "fs", "custom_tool_call": "a\nb"
     }  # fmt: skip
-    kept = json.loads(answer.encode_messages())
-    assert [call["function"]["name"] for call in kept[1]["tool_calls"]] == ["f", "g"], "as the model is shown them"
+    stored_messages = json.loads(answer.encode_messages())
+    assert [call["function"]["name"] for call in stored_messages[1]["tool_calls"]] == ["f", "g"], (
+        "as the model is shown them"
+    )
 
 
 def test_items_are_found_by_their_names() -> None:
-    made, _ = generation()
-    made.id, store = "resp_0af", ResponseStore(5_000)
-    answer = ResponsesFormatter(made, ASKED)
-    whole = json.loads(answer.format_response())
+    new_generation, _ = generation()
+    new_generation.id, store = "resp_0af", ResponseStore(5_000)
+    answer = ResponsesFormatter(new_generation, ASKED)
+    response = json.loads(answer.format_response())
     store.put(StoredResponse(answer.final_response(), b"[]"))
-    for item in whole["output"]:
+    for item in response["output"]:
         assert json.loads(store.get_item(item["id"], "input[0].id")) == item
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
-        with pytest.raises(RequestError, match=r"^input\[0\]\.id: no item") as refused:
+        with pytest.raises(RequestError, match=r"^input\[0\]\.id: no item") as error_info:
             store.get_item(name, "input[0].id")
-        assert refused.value.status == 404
+        assert error_info.value.status == 404
 
 
 def test_a_response_that_breaks_off_has_failed() -> None:
-    made, choice = generation()
-    answer = ResponsesFormatter(made, ASKED)
+    new_generation, choice = generation()
+    answer = ResponsesFormatter(new_generation, ASKED)
     answer.format_delta(choice, PIECES[2])
-    (failed,) = events(answer.format_error(RequestError("late", param=None, status=504)))
-    assert failed["type"] == "response.failed"
-    assert failed["response"]["error"]["message"] == "late"
-    assert failed["response"]["output"][0]["status"] == "incomplete"
+    (failed_event,) = events(answer.format_error(RequestError("late", param=None, status=504)))
+    assert failed_event["type"] == "response.failed"
+    assert failed_event["response"]["error"]["message"] == "late"
+    assert failed_event["response"]["output"][0]["status"] == "incomplete"
 
 
 def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
-    made, _ = generation()
+    new_generation, _ = generation()
     store = ResponseStore(5_000)
     for i in range(8):
-        made.id = f"resp_{i}"
-        store.put(StoredResponse(ResponsesFormatter(made, ASKED).final_response(), b"x" * 1_000))
+        new_generation.id = f"resp_{i}"
+        store.put(StoredResponse(ResponsesFormatter(new_generation, ASKED).final_response(), b"x" * 1_000))
         store.check_invariants()
         store.get("resp_0", "response_id")
     assert store.get("resp_7", "response_id").messages
@@ -200,8 +206,8 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
         store.get("resp_2", "previous_response_id")
     store.delete("resp_0")
     store.check_invariants()
-    made.id = "resp_huge"
-    store.put(StoredResponse(ResponsesFormatter(made, ASKED).final_response(), b"x" * 9_000))
+    new_generation.id = "resp_huge"
+    store.put(StoredResponse(ResponsesFormatter(new_generation, ASKED).final_response(), b"x" * 9_000))
     with pytest.raises(RequestError):
         store.get("resp_huge", "response_id")
     store.check_invariants()

@@ -29,8 +29,10 @@ def generation(stream: bool) -> Generation:
     return make_generation(body, [[1, 2, 3]], id="msg_1", request_prefix="u", model="m", limits=LIMITS, factory=factory)
 
 
-def say(made: Generation, ids: list[int], finish: FinishReason | None, cuts: int) -> tuple[Choice, list[Any]]:
-    (choice,) = made.choices
+def push_all(
+    message_generation: Generation, ids: list[int], finish: FinishReason | None, cuts: int
+) -> tuple[Choice, list[Any]]:
+    (choice,) = message_generation.choices
     pieces = []
     for start in range(0, len(ids), cuts):
         last = start + cuts >= len(ids)
@@ -45,12 +47,12 @@ def say(made: Generation, ids: list[int], finish: FinishReason | None, cuts: int
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
-    found = []
+    parsed_events = []
     for block in data.decode().strip().split("\n\n"):
         name, body = block.split("\n")
-        found.append(json.loads(body.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+        parsed_events.append(json.loads(body.removeprefix("data: ")))
+        assert name == f"event: {parsed_events[-1]['type']}"
+    return parsed_events
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 9])
@@ -66,29 +68,29 @@ def events(data: bytes) -> list[dict[str, Any]]:
 def test_a_stream_is_the_message_in_the_order_of_events(
     ids: list[int], finish: FinishReason, reason: str, sequence: str | None, cuts: int
 ) -> None:
-    made = generation(stream=False)
-    say(made, ids, finish, cuts)
-    whole = json.loads(MessagesFormatter(made).format_response())
-    assert (whole["type"], whole["role"], whole["id"], whole["model"]) == ("message", "assistant", "msg_1", "m")
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
-    assert whole["usage"]["cache_read_input_tokens"] == 2
-    assert whole["usage"]["input_tokens"] == 1
+    whole_generation = generation(stream=False)
+    push_all(whole_generation, ids, finish, cuts)
+    message = json.loads(MessagesFormatter(whole_generation).format_response())
+    assert (message["type"], message["role"], message["id"], message["model"]) == ("message", "assistant", "msg_1", "m")
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+    assert message["usage"]["cache_read_input_tokens"] == 2
+    assert message["usage"]["input_tokens"] == 1
 
-    made = generation(stream=True)
-    answer = MessagesFormatter(made)
-    choice, pieces = say(made, ids, finish, cuts)
-    told = events(b"".join(answer.format_delta(choice, piece) for piece in pieces) + answer.format_end())
-    names = [event["type"] for event in told]
-    deltas = [event["delta"]["text"] for event in told if event["type"] == "content_block_delta"]
+    whole_generation = generation(stream=True)
+    answer = MessagesFormatter(whole_generation)
+    choice, pieces = push_all(whole_generation, ids, finish, cuts)
+    stream_events = events(b"".join(answer.format_delta(choice, piece) for piece in pieces) + answer.format_end())
+    names = [event["type"] for event in stream_events]
+    deltas = [event["delta"]["text"] for event in stream_events if event["type"] == "content_block_delta"]
     order = ["message_start", "content_block_start", *["content_block_delta"] * len(deltas), "content_block_stop"]
     assert names == [*order, "message_delta", "message_stop"]
-    assert "".join(deltas) == whole["content"][0]["text"]
-    assert told[0]["message"]["content"] == []
-    assert told[0]["message"]["usage"]["cache_read_input_tokens"] == 2
-    assert told[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
-    assert told[-2]["usage"] == whole["usage"]
+    assert "".join(deltas) == message["content"][0]["text"]
+    assert stream_events[0]["message"]["content"] == []
+    assert stream_events[0]["message"]["usage"]["cache_read_input_tokens"] == 2
+    assert stream_events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+    assert stream_events[-2]["usage"] == message["usage"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_of_this_api() -> None:
-    said = MessagesFormatter(generation(stream=True)).format_error(RequestError("late", param=None, status=504))
-    assert events(said) == [{"type": "error", "error": {"type": "timeout_error", "message": "late"}}]
+    error_bytes = MessagesFormatter(generation(stream=True)).format_error(RequestError("late", param=None, status=504))
+    assert events(error_bytes) == [{"type": "error", "error": {"type": "timeout_error", "message": "late"}}]

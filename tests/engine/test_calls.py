@@ -43,17 +43,17 @@ def run(row: ToolCallFormat, pieces: list[str], *, ends: bool = True) -> Told:
     """(what was said, [(name, arguments)]) of a text that came in these pieces."""
     ids = (f"id{number}" for number in itertools.count())
     parser = ToolCallParser(row, TYPES, lambda: next(ids))
-    said, calls = "", dict[int, list[str]]()
-    for text, told in [*map(parser.push, pieces), *([parser.finish()] if ends else [])]:
-        said += text
-        for piece in told:
+    output_text, calls = "", dict[int, list[str]]()
+    for text, deltas in [*map(parser.push, pieces), *([parser.finish()] if ends else [])]:
+        output_text += text
+        for piece in deltas:
             assert (piece.name is None) == (piece.id is None) == (piece.index in calls)
             assert piece.index == len(calls) or piece.name is None
             if piece.name is not None:
                 calls[piece.index] = [piece.name, ""]
             calls[piece.index][1] += piece.arguments
     assert parser.call_count == len(calls)
-    return said, [(name, arguments) for name, arguments in calls.values()]
+    return output_text, [(name, arguments) for name, arguments in calls.values()]
 
 
 WEATHER = '{"city": "Bad \\"Säckingen\\" {1}", "days": 3}'
@@ -124,20 +124,20 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
-def test_calls_wherever_the_text_is_cut(name: str, text: str, said: str, calls: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("name", "text", "expected_text", "calls"), CASES, ids=IDS)
+def test_calls_wherever_the_text_is_cut(name: str, text: str, expected_text: str, calls: list[tuple[str, str]]) -> None:
     row = CALL_FORMATS[name]
-    assert run(row, [text]) == (said, calls)
-    assert run(row, list(text)) == (said, calls)
+    assert run(row, [text]) == (expected_text, calls)
+    assert run(row, list(text)) == (expected_text, calls)
     for cut in range(len(text)):
-        assert run(row, [text[:cut], text[cut:]]) == (said, calls), text[:cut]
+        assert run(row, [text[:cut], text[cut:]]) == (expected_text, calls), text[:cut]
     for _, arguments in calls:
         json.loads(arguments)
 
 
-@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "text", "expected_text", "calls"), CASES, ids=IDS)
 def test_what_was_said_depends_on_what_has_come_alone(
-    name: str, text: str, said: str, calls: list[tuple[str, str]]
+    name: str, text: str, expected_text: str, calls: list[tuple[str, str]]
 ) -> None:
     """So a stream that another worker goes on with, from some token on, repeats nothing and leaves nothing out."""
     row, rng = CALL_FORMATS[name], random.Random(text)
@@ -147,18 +147,18 @@ def test_what_was_said_depends_on_what_has_come_alone(
         assert run(row, pieces, ends=False) == run(row, [text[:end]], ends=False), text[:end]
 
 
-@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "text", "expected_text", "calls"), CASES, ids=IDS)
 def test_a_text_that_ends_early_is_a_beginning_or_text(
-    name: str, text: str, said: str, calls: list[tuple[str, str]]
+    name: str, text: str, expected_text: str, calls: list[tuple[str, str]]
 ) -> None:
     for end in range(len(text)):
-        _, told = run(CALL_FORMATS[name], [text[:end]])
-        for (got, got_arguments), (wanted, whole) in zip(told, calls):
-            assert got == wanted
+        _, early_calls = run(CALL_FORMATS[name], [text[:end]])
+        for (early_name, early_arguments), (full_name, full_arguments) in zip(early_calls, calls):
+            assert early_name == full_name
             assert (
-                whole.startswith(got_arguments) or name == "qwen3_coder"
+                full_arguments.startswith(early_arguments) or name == "qwen3_coder"
             )  # of a value that was cut: as it was written
-        if not told:
+        if not early_calls:
             assert run(CALL_FORMATS[name], [text[:end]])[0] == text[:end]
 
 
@@ -205,10 +205,10 @@ def test_malformed_markup_comes_back_as_text(name: str, text: str) -> None:
     for before, after in (("", ""), ("Well:\n", " So."), ("\n ", "\n")):
         if name in ("pythonic", "llama3_json") and before.strip():
             continue
-        whole = before + text + after
-        assert run(CALL_FORMATS[name], [whole]) == (whole, [])
-        if len(whole) < 1000:
-            assert run(CALL_FORMATS[name], list(whole)) == (whole, [])
+        full_text = before + text + after
+        assert run(CALL_FORMATS[name], [full_text]) == (full_text, [])
+        if len(full_text) < 1000:
+            assert run(CALL_FORMATS[name], list(full_text)) == (full_text, [])
 
 
 def test_a_call_after_malformed_markup_is_found() -> None:
@@ -220,18 +220,22 @@ def test_a_call_after_malformed_markup_is_found() -> None:
 
 def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
     """Their call has been told by then."""
-    said, calls = run(CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'))
-    assert (said, calls) == ("", [("now", '{"a": }')])
-    said, calls = run(CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.'))
-    assert (said, calls) == (" oops}</tool_call>.", BOTH[1:])
-    said, calls = run(
+    output_text, calls = run(
+        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>')
+    )
+    assert (output_text, calls) == ("", [("now", '{"a": }')])
+    output_text, calls = run(
+        CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.')
+    )
+    assert (output_text, calls) == (" oops}</tool_call>.", BOTH[1:])
+    output_text, calls = run(
         CALL_FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>')
     )
-    assert (said, calls) == (', "more": 1}</tool_call>', BOTH[1:])
+    assert (output_text, calls) == (', "more": 1}</tool_call>', BOTH[1:])
 
 
 def test_formats_are_found_in_chat_templates() -> None:
-    shown = {
+    templates = {
         "hermes": "<tool_call>\\n{\"name\": <function-name>, ...}\\n</tool_call>",
         "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=x>",
         "mistral": '{{- "[TOOL_CALLS] [" }}',
@@ -239,11 +243,11 @@ def test_formats_are_found_in_chat_templates() -> None:
         "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}',
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
     }  # fmt: skip
-    assert set(shown) == set(CALL_FORMATS)
-    for name, text in shown.items():
-        found = detect_call_format("{%- for message in messages %}" + text)
-        assert found is not None
-        assert found.name == name
+    assert set(templates) == set(CALL_FORMATS)
+    for name, text in templates.items():
+        call_format = detect_call_format("{%- for message in messages %}" + text)
+        assert call_format is not None
+        assert call_format.name == name
     assert detect_call_format("{{ messages[0].content }}") is None
 
 
@@ -266,32 +270,32 @@ def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject)
     text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    said, calls = run(CALL_FORMATS[name], pieces)
-    assert (said, calls) == run(CALL_FORMATS[name], [text])
-    assert (said, calls) == run(CALL_FORMATS[name], list(text))
-    everything = said + "".join(name + arguments for name, arguments in calls)
-    assert everything.count("§") == text.count("§")
+    output_text, calls = run(CALL_FORMATS[name], pieces)
+    assert (output_text, calls) == run(CALL_FORMATS[name], [text])
+    assert (output_text, calls) == run(CALL_FORMATS[name], list(text))
+    all_output = output_text + "".join(name + arguments for name, arguments in calls)
+    assert all_output.count("§") == text.count("§")
     if not calls:
-        assert said == text
+        assert output_text == text
     half = "".join(pieces[: len(pieces) // 2])
     assert run(CALL_FORMATS[name], pieces[: len(pieces) // 2], ends=False) == run(
         CALL_FORMATS[name], [half], ends=False
     )
 
 
-class _Counted(str):
+class _CountingStr(str):
     """Counts the characters that are looked at or copied by what grows with the text."""
 
-    looked = 0
+    read_chars = 0
 
     def __getitem__(self, key: Any) -> Any:
-        found = _Counted(str.__getitem__(self, key))
-        _Counted.looked += len(found)
-        return found
+        part = _CountingStr(str.__getitem__(self, key))
+        _CountingStr.looked += len(part)
+        return part
 
     def __add__(self, other: str) -> Any:
-        _Counted.looked += len(self) + len(other)
-        return _Counted(str.__add__(self, other))
+        _CountingStr.looked += len(self) + len(other)
+        return _CountingStr(str.__add__(self, other))
 
 
 HOSTILE = {
@@ -312,12 +316,12 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     def work(copies: int, at_a_time: int) -> int:
         row, text = CALL_FORMATS[name], scrap * copies
         parser = ToolCallParser(row, TYPES)
-        _Counted.looked = 0
+        _CountingStr.looked = 0
         for start in range(0, len(text), at_a_time):
-            parser._pending_text = _Counted(parser._pending_text)
-            parser.push(_Counted(text[start : start + at_a_time]))
+            parser._pending_text = _CountingStr(parser._pending_text)
+            parser.push(_CountingStr(text[start : start + at_a_time]))
         parser.finish()
-        return _Counted.looked
+        return _CountingStr.looked
 
     for at_a_time in (3, 1 << 20):
         small, large = work(200, at_a_time), work(1600, at_a_time)
@@ -325,7 +329,7 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "types", "wanted"),
+    ("value", "types", "expected_json"),
     [
         ("5", ("integer",), "5"), ("5.5", ("number",), "5.5"), ("five", ("integer",), '"five"'),
         ("5", ("string",), '"5"'), ("5", ("integer", "string"), "5"), ("x", ("integer", "string"), '"x"'),
@@ -338,8 +342,8 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
         ("{1}", ("array",), '"{1}"'),
     ],
 )  # fmt: skip
-def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], wanted: str) -> None:
-    assert markup_calls.encode_as_types(value, types) == wanted
+def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], expected_json: str) -> None:
+    assert markup_calls.encode_as_types(value, types) == expected_json
 
 
 ROOT = {

@@ -86,9 +86,9 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def grammar(body: ChatRequest | CompletionRequest, markup: str | None = None) -> str:
-    asked = requested_constraint(body, markup)
-    assert asked is not None
-    return write_lark(asked, TOKENS)
+    constraint = requested_constraint(body, markup)
+    assert constraint is not None
+    return write_lark(constraint, TOKENS)
 
 
 def takes(lark: str, text: str) -> bool:
@@ -103,24 +103,24 @@ def takes(lark: str, text: str) -> bool:
 def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup: str) -> None:
     weather, time, wrong = CALLS[markup]
     begin, end = MARKUPS[markup].calls_begin, MARKUPS[markup].calls_end
-    both = begin + MARKUPS[markup].separator.join(
+    two_calls = begin + MARKUPS[markup].separator.join(
         call.removeprefix(begin).removesuffix(end) if end else call for call in (weather, time)
     ) + end  # fmt: skip
     lark = grammar(chat(tools=TOOLS, tool_choice="required"), markup)
     assert takes(lark, weather)
     assert takes(lark, time)
-    assert takes(lark, both)
+    assert takes(lark, two_calls)
     for text in (wrong, "", "Hello", weather[:-1], weather + " and more"):
         assert not takes(lark, text), text
-    one = grammar(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False), markup)
-    assert takes(one, weather)
-    assert not takes(one, both)
-    named = grammar(
+    single_grammar = grammar(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False), markup)
+    assert takes(single_grammar, weather)
+    assert not takes(single_grammar, two_calls)
+    named_grammar = grammar(
         chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "time"}}), markup
     )  # fmt: skip
-    assert takes(named, time)
-    assert not takes(named, weather)
-    assert not takes(named, both)
+    assert takes(named_grammar, time)
+    assert not takes(named_grammar, weather)
+    assert not takes(named_grammar, two_calls)
 
 
 @pytest.mark.parametrize("markup", MARKUPS)
@@ -178,47 +178,48 @@ def test_one_odd_schema_does_not_refuse_a_request(
             return f"[f(n=1, v={json.dumps(value)})]"
         if markup == "hermes":
             return f'<tool_call>\n{{"name": "f", "arguments": {{"n": 1, "v": {json.dumps(value)}}}}}\n</tool_call>'
-        told = value if isinstance(value, str) and odd.get("type") in ("string", None) else json.dumps(value)
-        return (f"<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n<parameter=v>\n{told}\n</parameter>\n"
+        argument_text = value if isinstance(value, str) and odd.get("type") in ("string", None) else json.dumps(value)
+        return (f"<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n"
+                f"<parameter=v>\n{argument_text}\n</parameter>\n"
                 "</function>\n</tool_call>")  # fmt: skip
 
-    lark = checked(parameters, markup, strict=False)
+    lark = check_tool(parameters, markup, strict=False)
     assert takes(lark, call(good))
     assert not takes(lark, call(good).replace("n=1", "n='x'").replace('"n": 1', '"n": ""').replace("\n1\n", "\nx\n"))
     for value in bad:
         if markup != "qwen3_coder" or odd["type"] != "string" or (isinstance(value, str) and "format" not in odd):
             assert not takes(lark, call(value)), value
-    with pytest.raises(RequestError) as refused:
-        checked(parameters, markup, strict=True)
-    assert refused.value.status == 400
+    with pytest.raises(RequestError) as error_info:
+        check_tool(parameters, markup, strict=True)
+    assert error_info.value.status == 400
     if path:
-        assert refused.value.param == f"tools[1].function.parameters.properties.v{path}"
-    assert refused.value.message.startswith(f"{refused.value.param}: ")
+        assert error_info.value.param == f"tools[1].function.parameters.properties.v{path}"
+    assert error_info.value.message.startswith(f"{error_info.value.param}: ")
 
 
-def checked(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
+def check_tool(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
     """The grammar that a call of the second of two tools must match, as the core gets it."""
     function = {"name": "f", "parameters": parameters, "strict": strict}
     tools = [TOOLS[1], {"type": "function", "function": function}]
     limits = ModelLimits(max_model_len=100, vocab_size=100, call_format=markup)
     constraint = build_constraint(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
     assert constraint is not None
-    found = check_constraint(GRAMMAR_WORDS, constraint)
-    assert found.source == b""
-    return found.lark
+    checked_constraint = check_constraint(GRAMMAR_WORDS, constraint)
+    assert checked_constraint.source == b""
+    return checked_constraint.lark
 
 
 def test_the_reason_is_told_whole() -> None:
     parameters = {"type": "object", "properties": {"v": {"type": "string", "pattern": EMAIL}}}
     with pytest.raises(RequestError, match="look-around, including look-ahead and look-behind, is not supported"):
-        checked(parameters, "hermes", strict=True)
+        check_tool(parameters, "hermes", strict=True)
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "x"}}}}
     limits = ModelLimits(max_model_len=100, vocab_size=100)
     constraint = build_constraint(chat(response_format=form), TOKENIZER, limits)
     assert constraint is not None
-    with pytest.raises(RequestError, match="Invalid type: x") as refused:
+    with pytest.raises(RequestError, match="Invalid type: x") as error_info:
         check_constraint(GRAMMAR_WORDS, constraint)
-    assert refused.value.param == "response_format.json_schema.schema.items.type"
+    assert error_info.value.param == "response_format.json_schema.schema.items.type"
 
 
 def test_schemas_too_deep_in_each_other_are_refused() -> None:
@@ -226,9 +227,9 @@ def test_schemas_too_deep_in_each_other_are_refused() -> None:
     for depth in range(900):
         deep = {"type": "array", "items": deep}
         if depth in (100, 899):
-            with pytest.raises(RequestError) as refused:
-                checked({"type": "object", "properties": {"v": deep}}, "hermes", strict=True)
-            assert len(refused.value.message) < 1000
+            with pytest.raises(RequestError) as error_info:
+                check_tool({"type": "object", "properties": {"v": deep}}, "hermes", strict=True)
+            assert len(error_info.value.message) < 1000
 
 
 def test_a_part_that_references_lead_to_is_loosened_where_it_stands() -> None:
@@ -237,13 +238,13 @@ def test_a_part_that_references_lead_to_is_loosened_where_it_stands() -> None:
             "required": ["v"], "additionalProperties": False}  # fmt: skip
     parameters = {"type": "object", "properties": {"node": {"$ref": "#/$defs/node"}}, "required": ["node"],
                   "$defs": {"node": node}}  # fmt: skip
-    lark = checked(parameters, "hermes", strict=False)
+    lark = check_tool(parameters, "hermes", strict=False)
     good = '<tool_call>\n{"name": "f", "arguments": {"node": {"next": {"next": null, "v": 1}, "v": 2}}}\n</tool_call>'
     assert takes(lark, good)
     assert not takes(lark, good.replace("1", '"1"'))
-    with pytest.raises(RequestError) as refused:
-        checked(parameters, "hermes", strict=True)
-    assert refused.value.param == "tools[1].function.parameters.$defs.node.properties.v.minimum"
+    with pytest.raises(RequestError) as error_info:
+        check_tool(parameters, "hermes", strict=True)
+    assert error_info.value.param == "tools[1].function.parameters.$defs.node.properties.v.minimum"
 
 
 def test_a_tool_that_is_not_strict_may_have_a_schema_that_is_not_known_here() -> None:
@@ -335,18 +336,20 @@ def test_any_call_that_is_forced_is_read_and_fits_its_schema(markup: str, argume
     tools = [{"type": "function", "function": {"name": "f-x", "parameters": schema, "strict": True}}]
     lark = grammar(chat(tools=tools, tool_choice="required", parallel_tool_calls=False), markup)
     for seed in range(3):
-        text = drawn(lark, random.Random(seed))
-        found = arguments_of(text, markup, tools)
-        assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(found)] == [], text
+        text = draw_text(lark, random.Random(seed))
+        parsed_arguments = arguments_of(text, markup, tools)
+        assert [
+            error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(parsed_arguments)
+        ] == [], text
 
 
-def drawn(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
+def draw_text(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
     """A text that the grammar means."""
     matcher, ids = LLMatcher(WORDS, lark, log_level=0), list[int]()
     while not matcher.is_accepting():
         mask = matcher.compute_bitmask()
-        allowed = [i for i in range(TOKENIZER.vocab_size) if mask[i // 8] >> i % 8 & 1]
-        ids.append(rng.choice(allowed))
+        allowed_tokens = [i for i in range(TOKENIZER.vocab_size) if mask[i // 8] >> i % 8 & 1]
+        ids.append(rng.choice(allowed_tokens))
         matcher.consume_token(ids[-1])
         assert len(ids) < tokens_max
     return TOKENIZER.decode(ids, skip_special_tokens=False)
@@ -355,10 +358,10 @@ def drawn(lark: str, rng: random.Random, tokens_max: int = 500) -> str:
 def arguments_of(text: str, markup: str, tools: list[dict[str, Any]]) -> Any:
     """The arguments of the one call that the reader of the markup finds."""
     parser = ToolCallParser(CALL_FORMATS[markup], parameter_types(tools))
-    told = [parser.push(text), parser.finish()]
-    assert "".join(said for said, _ in told) == ""
+    outputs = [parser.push(text), parser.finish()]
+    assert "".join(output_text for output_text, _ in outputs) == ""
     assert parser.call_count == 1
-    return json.loads("".join(piece.arguments for _, pieces in told for piece in pieces))
+    return json.loads("".join(piece.arguments for _, pieces in outputs for piece in pieces))
 
 
 @pytest.mark.parametrize("markup", MARKUPS)
@@ -399,9 +402,9 @@ def test_names_need_not_be_names_of_python(name: str) -> None:
 )  # fmt: skip
 def test_a_tool_that_the_markup_cannot_write_is_refused(markup: str, function: dict[str, Any], param: str) -> None:
     tools = [{"type": "function", "function": function}]
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error_info:
         grammar(chat(tools=tools, tool_choice="required"), markup)
-    assert refused.value.param == param
+    assert error_info.value.param == param
     loose = {name: value for name, value in function.items() if name != "strict"}
     if param.endswith("parameters") and isinstance(function["parameters"], dict):
         grammar(chat(tools=[{"type": "function", "function": loose}], tool_choice="required"), markup)
@@ -495,10 +498,10 @@ def test_options_of_the_compiler_are_not_the_clients() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_names_its_field(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error_info:
         grammar(chat(**fields), "hermes")
-    assert refused.value.param == param
-    assert refused.value.status == 400
+    assert error_info.value.param == param
+    assert error_info.value.status == 400
 
 
 def test_formats_inside_each_other_end_somewhere() -> None:
@@ -527,13 +530,13 @@ def test_a_forced_call_needs_a_markup() -> None:
 
 def test_an_engine_that_can_constrain_nothing_says_why() -> None:
     limits = ModelLimits(max_model_len=100, vocab_size=100, constraint_refusal="it has no bytes")
-    with pytest.raises(RequestError, match=r"response_format: it has no bytes") as refused:
+    with pytest.raises(RequestError, match=r"response_format: it has no bytes") as error_info:
         build_constraint(chat(response_format={"type": "json_object"}), TOKENIZER, limits)
-    assert refused.value.param == "response_format"
+    assert error_info.value.param == "response_format"
     assert build_constraint(chat(), TOKENIZER, limits) is None
-    assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=8))
+    assembly = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=8))
     try:
-        assert assembled.info.unconstrained is None
-        assert assembled.grammars is not None
+        assert assembly.info.unconstrained is None
+        assert assembly.grammars is not None
     finally:
-        assembled.close()
+        assembly.close()

@@ -69,11 +69,11 @@ def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: lis
 @given(text=st.text(max_size=30))
 def test_byte_level_never_emits_half_a_character(text: str) -> None:
     detokenizer = DetokenizerFactory(BYTE_LEVEL).create()
-    emitted = ""
+    output_text = ""
     for token_id in BYTE_LEVEL.encode(text).ids:
-        emitted += detokenizer.push([token_id])
-        assert text.startswith(emitted)
-    assert emitted + detokenizer.flush() == text
+        output_text += detokenizer.push([token_id])
+        assert text.startswith(output_text)
+    assert output_text + detokenizer.flush() == text
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -83,11 +83,11 @@ def test_window_equals_the_full_decode_of_text(text: str) -> None:
     detokenizer = factory.create()
     assert isinstance(detokenizer, WindowDetokenizer)
     ids = BYTE_FALLBACK.encode(text).ids
-    emitted = ""
+    output_text = ""
     for token_id in ids:
-        emitted += detokenizer.push([token_id])
-        assert text.startswith(emitted)
-    assert emitted + detokenizer.flush() == BYTE_FALLBACK.decode(ids) == text
+        output_text += detokenizer.push([token_id])
+        assert text.startswith(output_text)
+    assert output_text + detokenizer.flush() == BYTE_FALLBACK.decode(ids) == text
 
 
 @pytest.mark.parametrize("cut", [1, 7, 500])
@@ -96,18 +96,18 @@ def test_window_equals_the_full_decode_of_text(text: str) -> None:
 )
 def test_a_window_costs_so_much_a_token_and_not_more(token: str, cut: int) -> None:
     """What is decoded grows with the tokens, whatever they are, and the text is still that of all of them."""
-    decoded = 0
+    decoded_tokens = 0
 
     def decode(ids: list[int]) -> str:
-        nonlocal decoded
-        decoded += len(ids)
+        nonlocal decoded_tokens
+        decoded_tokens += len(ids)
         return str(BYTE_FALLBACK.decode(ids))
 
     ids = [BYTE_FALLBACK.token_to_id(token)] * 4000 + BYTE_FALLBACK.encode("b c").ids
     detokenizer = WindowDetokenizer(decode)
     pieces = [detokenizer.push(ids[start : start + cut]) for start in range(0, len(ids), cut)]
     assert "".join(pieces) + detokenizer.flush() == BYTE_FALLBACK.decode(ids)
-    assert decoded < 100 * len(ids)
+    assert decoded_tokens < 100 * len(ids)
 
 
 def test_special_tokens_are_spelled_only_on_request() -> None:
@@ -127,9 +127,9 @@ def test_an_incomplete_character_at_the_end_is_shown_as_replacement() -> None:
 
 def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            stop = max(found, key=len)
+        matching_stops = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching_stops:
+            stop = max(matching_stops, key=len)
             return text[: end if include else end - len(stop)], stop
     return text, None
 
@@ -142,21 +142,21 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
 )
 def test_stop_strings_match_a_character_by_character_search(pieces: list[str], stops: list[str], include: bool) -> None:
     checker = StopStrings(stops, include)
-    emitted, found = "", None
+    output_text, stop = "", None
     for piece in pieces:
-        final, found = checker.push(piece)
-        emitted += final
-        if found is not None:
+        final, stop = checker.push(piece)
+        output_text += final
+        if stop is not None:
             break
-        assert "".join(pieces).startswith(emitted + checker.pending_text)
-    emitted += checker.flush()
+        assert "".join(pieces).startswith(output_text + checker.pending_text)
+    output_text += checker.flush()
     expected, expected_stop = naive_stop("".join(pieces), stops, include)
-    assert (found, emitted) == (expected_stop, expected)
+    assert (stop, output_text) == (expected_stop, expected)
 
 
 @pytest.mark.parametrize("tail", ["", "x", "<|", "<|en"])
 def test_only_a_possible_beginning_is_held_back(tail: str) -> None:
     checker = StopStrings(["<|end|>"], includes_stop=False)
-    emitted, _ = checker.push("hello " + tail)
+    output_text, _ = checker.push("hello " + tail)
     assert checker.pending_text == (tail if tail.startswith("<") else "")
-    assert emitted + checker.flush() == "hello " + tail
+    assert output_text + checker.flush() == "hello " + tail

@@ -111,9 +111,11 @@ CALLS = {
 def constraint(form: Any, calls: str, choice: Any) -> str:
     request = parse_response(json.dumps({"input": "x", "tools": [form], "tool_choice": choice}).encode())
     limits = ModelLimits(max_model_len=100, vocab_size=4096, call_format=calls)
-    made = build_constraint(ChatRequest(**as_chat(request)), TOKENIZER, limits, grammars=shown_tools(request.tools))
-    assert made is not None
-    return made.lark
+    built_constraint = build_constraint(
+        ChatRequest(**as_chat(request)), TOKENIZER, limits, grammars=shown_tools(request.tools)
+    )
+    assert built_constraint is not None
+    return built_constraint.lark
 
 
 @pytest.mark.parametrize("calls", CALLS)

@@ -36,16 +36,20 @@ positions = st.builds(
 )
 
 
-def spelled(token_id: int) -> str:
+def token_text(token_id: int) -> str:
     return FACTORY.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def floored(logprob: float) -> float:
+def floor_logprob(logprob: float) -> float:
     return max(logprob, FLOOR)
 
 
 def in_chat(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": spelled(token_id), "logprob": floored(logprob), "bytes": list(FACTORY.token_bytes(token_id))}
+    return {
+        "token": token_text(token_id),
+        "logprob": floor_logprob(logprob),
+        "bytes": list(FACTORY.token_bytes(token_id)),
+    }
 
 
 def chat(**fields: Any) -> tuple[Generation, ChatFormatter]:
@@ -74,19 +78,19 @@ def test_a_chats_logprobs_are_those_of_the_engine(scores: list[TokenLogprobs], p
         piece = generation.choices[0].push(output)
         while answer.format_logprob_slice(generation.choices[0], piece):
             pass
-    told = json.loads(answer.format_response())
-    assert told["choices"][0]["logprobs"]["content"] == [
+    response = json.loads(answer.format_response())
+    assert response["choices"][0]["logprobs"]["content"] == [
         in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top]} for s in scores
     ]
-    assert told["prompt_logprobs"] == [None, *map(in_prompt, prompt)]
+    assert response["prompt_logprobs"] == [None, *map(in_prompt, prompt)]
 
 
 def in_prompt(score: TokenLogprobs) -> dict[str, Any]:
-    ranked = [(score.token_id, score.logprob, score.rank)]
-    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(score.top, 1)]
+    ranked_scores = [(score.token_id, score.logprob, score.rank)]
+    ranked_scores += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(score.top, 1)]
     return {
-        str(token_id): {"logprob": floored(logprob), "rank": rank, "decoded_token": spelled(token_id)}
-        for token_id, logprob, rank in ranked
+        str(token_id): {"logprob": floor_logprob(logprob), "rank": rank, "decoded_token": token_text(token_id)}
+        for token_id, logprob, rank in ranked_scores
     }
 
 
@@ -97,31 +101,32 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
 ) -> None:
     """However the core cuts the prompt's; a chunk without a token is not sent."""
     generation, answer = completion(echo=True, stream=stream)
-    first, *more = outputs_of(scores, [None, *prompt])
+    first, *later_outputs = outputs_of(scores, [None, *prompt])
     lone = SequenceOutput(request_id="u-0", token_ids=[], prompt_logprobs=[None])
     first.prompt_logprobs = list(prompt)
-    sent = b""
-    for output in [lone, first, *more]:
+    stream_bytes = b""
+    for output in [lone, first, *later_outputs]:
         piece = generation.choices[0].push(output)
         if stream:
-            sent += answer.format_delta(generation.choices[0], piece)
+            stream_bytes += answer.format_delta(generation.choices[0], piece)
         else:
             while answer.format_logprob_slice(generation.choices[0], piece):
                 pass
     if stream:
-        chunks = [json.loads(event[6:]) for event in sent.split(b"\n\n") if event]
+        chunks = [json.loads(event[6:]) for event in stream_bytes.split(b"\n\n") if event]
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         assert len(parts) == len(scores)
-        told = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        logprob_lists = {name: [value for part in parts for value in part[name]] for name in parts[0]}
     else:
-        told = json.loads(answer.format_response())["choices"][0]["logprobs"]
+        logprob_lists = json.loads(answer.format_response())["choices"][0]["logprobs"]
     every: list[TokenLogprobs | None] = [None, *prompt, *scores]
-    tokens = [spelled(PROMPT[0] if s is None else s.token_id) for s in every]
-    assert told["tokens"] == tokens
-    assert told["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
-    assert told["token_logprobs"] == [None if s is None else floored(s.logprob) for s in every]
-    assert told["top_logprobs"] == [
-        None if s is None else {spelled(i): floored(p) for i, p in [(s.token_id, s.logprob), *s.top]} for s in every
+    tokens = [token_text(PROMPT[0] if s is None else s.token_id) for s in every]
+    assert logprob_lists["tokens"] == tokens
+    assert logprob_lists["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    assert logprob_lists["token_logprobs"] == [None if s is None else floor_logprob(s.logprob) for s in every]
+    assert logprob_lists["top_logprobs"] == [
+        None if s is None else {token_text(i): floor_logprob(p) for i, p in [(s.token_id, s.logprob), *s.top]}
+        for s in every
     ]
 
 
@@ -142,18 +147,18 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
     ]  # fmt: skip
     turns = 0
 
-    async def others() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
     async def main() -> None:
-        beside = asyncio.ensure_future(others())
+        counting_task = asyncio.ensure_future(count_turns())
         follower = object.__new__(DeltaStream)
         follower._generation, follower._stream = generation, stream  # type: ignore[assignment]
         await follower.format_logprobs(answer, pieces)
-        beside.cancel()
+        counting_task.cancel()
 
     asyncio.run(main())
     in_all = samples * (tokens + prompt) * 21
@@ -164,24 +169,24 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 @given(st.integers(0, 4 * PROMPT_LOGPROBS_MAX))
 def test_the_logprobs_of_a_long_prompt_come_in_parts(count: int) -> None:
     scores: list[TokenLogprobs | None] = [TokenLogprobs(i, -1.0, 1, []) for i in range(count)]
-    whole = SequenceOutput(request_id="r", token_ids=[4], cached_tokens=0, prompt_logprobs=scores)
-    first, *more = split_output(whole)
-    assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *more))
-    assert [part.token_ids for part in (first, *more)] == [[]] * len(more) + [[4]]
-    for part in more:
+    full_output = SequenceOutput(request_id="r", token_ids=[4], cached_tokens=0, prompt_logprobs=scores)
+    first, *later_parts = split_output(full_output)
+    assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *later_parts))
+    assert [part.token_ids for part in (first, *later_parts)] == [[]] * len(later_parts) + [[4]]
+    for part in later_parts:
         first = merge(first, part)
     assert (first.token_ids, first.prompt_logprobs, first.cached_tokens) == ([4], scores, 0)
 
 
 class Client:
     def __init__(self) -> None:
-        self.aborted: list[str] = []
+        self.aborted_names: list[str] = []
 
     def abort(self, names: list[str]) -> None:
-        self.aborted += names
+        self.aborted_names += names
 
 
-def scored(name: str, tokens: int) -> SequenceOutput:
+def make_output(name: str, tokens: int) -> SequenceOutput:
     return SequenceOutput(request_id=name, token_ids=[1] * tokens, logprobs=[score(1)] * tokens)
 
 
@@ -191,17 +196,17 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
 
     async def main() -> None:
         stream = OutputStream(client, ["a", "b"], LogprobShare(budget))  # type: ignore[arg-type]
-        stream.deliver(scored("a", 3))
-        stream.deliver(scored("b", 2))
+        stream.deliver(make_output("a", 3))
+        stream.deliver(make_output("b", 2))
         await anext(stream)
         stream.logprobs.release(6)
-        stream.deliver(scored("a", 3))
-        assert not client.aborted
-        stream.deliver(scored("b", 1))
-        assert sorted(client.aborted) == ["a", "b"]
-        with pytest.raises(RequestError, match="logprobs") as caught:
+        stream.deliver(make_output("a", 3))
+        assert not client.aborted_names
+        stream.deliver(make_output("b", 1))
+        assert sorted(client.aborted_names) == ["a", "b"]
+        with pytest.raises(RequestError, match="logprobs") as error_info:
             await anext(stream)
-        assert caught.value.status == status
+        assert error_info.value.status == status
         assert budget.held == 0
 
     asyncio.run(main())
@@ -211,6 +216,6 @@ def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> N
     generation, _ = completion(prompt_logprobs=2, n=4)
     client = object.__new__(EngineClient)
     client.dead, client.logprobs = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
-    with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as caught:
+    with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as error_info:
         client.submit(generation.requests)
-    assert (caught.value.param, caught.value.status) == ("prompt_logprobs", 400)
+    assert (error_info.value.param, error_info.value.status) == ("prompt_logprobs", 400)

@@ -55,21 +55,21 @@ LARKS = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(lambda: WORDS)
-    yield made
-    made.close()
+    new_grammars = Grammars(lambda: WORDS)
+    yield new_grammars
+    new_grammars.close()
 
 
 @pytest.fixture
 def masks(grammars: Grammars) -> Iterator[Masks]:
-    made = Masks(grammars, VOCAB, CPU, threads=1)
-    yield made
-    made.close()
+    new_masks = Masks(grammars, VOCAB, CPU, threads=1)
+    yield new_masks
+    new_masks.close()
 
 
 def sequence(lark: str | None, answer: list[int] | None = None, name: str = "s", **params: Any) -> Sequence:
-    thought = {key: params.pop(key) for key in ("reasoning_start_token", "reasoning_end_token") if key in params}
-    constraint = None if lark is None else Constraint(lark, "structured_outputs.grammar", **thought)
+    reasoning_ids = {key: params.pop(key) for key in ("reasoning_start_token", "reasoning_end_token") if key in params}
+    constraint = None if lark is None else Constraint(lark, "structured_outputs.grammar", **reasoning_ids)
     prompt = [1, 2, 3]
     request = Request(request_id=name, token_ids=prompt, params=SamplingParams(constraint=constraint, **params))
     return Sequence(request, [*prompt, *(answer or [])], len(prompt), 0.0)
@@ -77,52 +77,55 @@ def sequence(lark: str | None, answer: list[int] | None = None, name: str = "s",
 
 def walk(lark: str, seed: int, length: int) -> list[int]:
     """A beginning of an answer, drawn."""
-    matcher, rng, found = WORDS.compile(lark), random.Random(seed), list[int]()
-    while len(found) < length and not matcher.is_stopped():
+    matcher, rng, walked_tokens = WORDS.compile(lark), random.Random(seed), list[int]()
+    while len(walked_tokens) < length and not matcher.is_stopped():
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         token = rng.choice([int(i) for i in bits.nonzero()[0] if i not in ENDS] or [EOS])
         assert matcher.consume_token(token)
-        found.append(token)
-    return found
+        walked_tokens.append(token)
+    return walked_tokens
 
 
-def allowed(masks: Masks, seq: Sequence, row: int = 0, banned: list[int] | None = None) -> set[int]:
+def allowed_tokens(masks: Masks, seq: Sequence, row: int = 0, banned_tokens: list[int] | None = None) -> set[int]:
     """The tokens that are left of a row of logits."""
     logits = torch.zeros(1, VOCAB)
-    wanted = [masks.make_request(0, row, seq, len(seq.token_ids), banned or [])]
-    return left_by(masks.submit(wanted, dict).result(), masks, logits)[0]
+    requests = [masks.make_request(0, row, seq, len(seq.token_ids), banned_tokens or [])]
+    return tokens_left_by(masks.submit(requests, dict).result(), masks, logits)[0]
 
 
-def left_by(found: TokenMasks, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
+def tokens_left_by(token_masks: TokenMasks, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
     """Of each row; where few are left, the logits of the others stay as they are."""
-    masks.apply(logits, found)
-    left = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
-    assert found.cpu_masks is not None
-    for place, ids in zip(found.cpu_masks.short_rows, found.cpu_masks.short_row_ids):
-        assert len(left[place]) == VOCAB
-        left[place] = set(ids.tolist()) - {-1}
-    return left
+    masks.apply(logits, token_masks)
+    tokens_by_row = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
+    assert token_masks.cpu_masks is not None
+    for place, ids in zip(token_masks.cpu_masks.short_rows, token_masks.cpu_masks.short_row_ids):
+        assert len(tokens_by_row[place]) == VOCAB
+        tokens_by_row[place] = set(ids.tolist()) - {-1}
+    return tokens_by_row
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(sorted(LARKS)), seed=st.integers(0, 10**6), length=st.integers(0, 25), more=st.integers(0, 4)
+    name=st.sampled_from(sorted(LARKS)),
+    seed=st.integers(0, 10**6),
+    length=st.integers(0, 25),
+    extra_tokens=st.integers(0, 4),
 )
-def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: int, more: int) -> None:
+def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: int, extra_tokens: int) -> None:
     """Also for a row that has read a part before. Nothing is forced here: else only a text's usual tokens are left."""
     lark = '%llguidance {"no_forcing": true}\n' + LARKS[name]
-    answer = walk(lark, seed, length + more)
+    answer = walk(lark, seed, length + extra_tokens)
     grammars = Grammars(lambda: WORDS)
     masks = Masks(grammars, VOCAB, CPU, threads=1)
     try:
         seq = sequence(lark, answer[:length], max_tokens=1000)
-        for seen in (length, len(answer)):
-            seq.token_ids = [1, 2, 3, *answer[:seen]]
+        for cut in (length, len(answer)):
+            seq.token_ids = [1, 2, 3, *answer[:cut]]
             matcher = WORDS.compile(lark)
-            assert matcher.consume_tokens(answer[:seen])
+            assert matcher.consume_tokens(answer[:cut])
             takes = {token for token in range(VOCAB) if matcher.validate_tokens([token])}
             takes |= ENDS if matcher.is_accepting() else set()
-            assert allowed(masks, seq) == takes
+            assert allowed_tokens(masks, seq) == takes
     finally:
         masks.close()
         grammars.close()
@@ -130,74 +133,77 @@ def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: in
 
 def test_the_end_is_allowed_only_where_the_answer_is_whole_and_then_again_and_again(masks: Masks) -> None:
     yes = TOKENIZER.encode("yes")
-    assert not ENDS & allowed(masks, sequence(LARKS["choice"]), row=0)
-    assert allowed(masks, sequence(LARKS["choice"], yes), row=1) >= ENDS
-    assert allowed(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=2) == ENDS
-    assert allowed(masks, sequence(LARKS["choice"], [*yes, EOS]), row=3) == ENDS
-    assert allowed(masks, sequence(LARKS["choice"], [*yes, EOS, EOS]), row=4) == ENDS
+    assert not ENDS & allowed_tokens(masks, sequence(LARKS["choice"]), row=0)
+    assert allowed_tokens(masks, sequence(LARKS["choice"], yes), row=1) >= ENDS
+    assert allowed_tokens(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=2) == ENDS
+    assert allowed_tokens(masks, sequence(LARKS["choice"], [*yes, EOS]), row=3) == ENDS
+    assert allowed_tokens(masks, sequence(LARKS["choice"], [*yes, EOS, EOS]), row=4) == ENDS
 
 
 def test_min_tokens_bans_the_end_unless_nothing_else_is_left(masks: Masks) -> None:
     yes = TOKENIZER.encode("yes")
-    assert not ENDS & allowed(masks, sequence(LARKS["choice"], yes), row=0, banned=list(ENDS))
-    assert allowed(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=1, banned=list(ENDS)) == ENDS
+    assert not ENDS & allowed_tokens(masks, sequence(LARKS["choice"], yes), row=0, banned_tokens=list(ENDS))
+    assert (
+        allowed_tokens(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=1, banned_tokens=list(ENDS))
+        == ENDS
+    )
 
 
 def test_a_thought_is_free(masks: Masks) -> None:
     end = TOKENIZER.token_to_id("</think>")
     assert end is not None
     seq = sequence(LARKS["choice"], TOKENIZER.encode("I think"), reasoning_end_token=end)
-    assert allowed(masks, seq) == set(range(VOCAB))
-    assert allowed(masks, seq, banned=list(ENDS)) == set(range(VOCAB)) - ENDS
+    assert allowed_tokens(masks, seq) == set(range(VOCAB))
+    assert allowed_tokens(masks, seq, banned_tokens=list(ENDS)) == set(range(VOCAB)) - ENDS
     seq.token_ids += [end]
-    first = allowed(masks, seq)
+    first = allowed_tokens(masks, seq)
     assert first
     assert first < set(range(VOCAB))
     seq.token_ids += TOKENIZER.encode("no")
-    assert allowed(masks, seq) == ENDS
-    again = sequence(LARKS["choice"], seq.token_ids[3:], reasoning_end_token=end)
-    assert allowed(masks, again, row=1) == ENDS
+    assert allowed_tokens(masks, seq) == ENDS
+    resumed_seq = sequence(LARKS["choice"], seq.token_ids[3:], reasoning_end_token=end)
+    assert allowed_tokens(masks, resumed_seq, row=1) == ENDS
 
 
 def test_a_thought_need_not_come(masks: Masks) -> None:
     begin, end = (TOKENIZER.token_to_id(mark) for mark in ("<think>", "</think>"))
     assert begin is not None
-    first = allowed(masks, sequence(LARKS["choice"]), row=9)
+    first = allowed_tokens(masks, sequence(LARKS["choice"]), row=9)
     assert begin not in first
     seq = sequence(LARKS["choice"], reasoning_start_token=begin, reasoning_end_token=end)
-    assert allowed(masks, seq) == first | {begin}
+    assert allowed_tokens(masks, seq) == first | {begin}
     seq.token_ids += TOKENIZER.encode("no")
-    assert allowed(masks, seq) == ENDS
+    assert allowed_tokens(masks, seq) == ENDS
     seq = sequence(LARKS["choice"], [begin], reasoning_start_token=begin, reasoning_end_token=end)
-    assert allowed(masks, seq, row=1) == set(range(VOCAB))
+    assert allowed_tokens(masks, seq, row=1) == set(range(VOCAB))
     seq.token_ids += [5, 6, end or 0]
-    assert allowed(masks, seq, row=1) == first
+    assert allowed_tokens(masks, seq, row=1) == first
 
 
 def test_an_answer_that_cannot_go_on_says_why_and_leaves_the_others_alone(masks: Masks) -> None:
     wrong = sequence(LARKS["choice"], TOKENIZER.encode("maybe"))
     right = sequence(LARKS["choice"])
-    wanted = [masks.make_request(0, 0, wrong, len(wrong.token_ids), []), masks.make_request(1, 1, right, 3, [])]
-    found = masks.submit(wanted, dict).result()
-    assert list(found.failures) == [0]
-    assert "does not match" in found.failures[0]
-    assert 0 < len(left_by(found, masks, torch.zeros(2, VOCAB))[1]) < VOCAB
+    mask_requests = [masks.make_request(0, 0, wrong, len(wrong.token_ids), []), masks.make_request(1, 1, right, 3, [])]
+    token_masks = masks.submit(mask_requests, dict).result()
+    assert list(token_masks.failures) == [0]
+    assert "does not match" in token_masks.failures[0]
+    assert 0 < len(tokens_left_by(token_masks, masks, torch.zeros(2, VOCAB))[1]) < VOCAB
 
 
 def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
-    one, many = (Masks(grammars, VOCAB, CPU, threads=threads) for threads in (1, 3))
+    single_masks, threaded_masks = (Masks(grammars, VOCAB, CPU, threads=threads) for threads in (1, 3))
     rows = [sequence(lark, walk(lark, seed, 7)) for seed, lark in enumerate([*LARKS.values()] * 3)]
     bits = []
-    for masks in (one, many):
-        wanted = [masks.make_request(i, i, seq, len(seq.token_ids), []) for i, seq in enumerate(rows)]
-        bits.append(masks.submit(wanted, dict).result().bits)
+    for masks in (single_masks, threaded_masks):
+        mask_requests = [masks.make_request(i, i, seq, len(seq.token_ids), []) for i, seq in enumerate(rows)]
+        bits.append(masks.submit(mask_requests, dict).result().bits)
         masks.close()
     assert (bits[0] == bits[1]).all()
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), constrained=st.lists(st.booleans(), min_size=4, max_size=4))
-def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: list[bool]) -> None:
+@given(seed=st.integers(0, 10**6), constrained_rows=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained_rows: list[bool]) -> None:
     grammars = Grammars(lambda: WORDS)
     masks = Masks(grammars, VOCAB, CPU, threads=1)
     params: list[dict[str, Any]] = [
@@ -205,23 +211,24 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: lis
         {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "min_tokens": 3},
     ]  # fmt: skip
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    drawn = []
+    draws = []
     try:
-        for some in (False, True):
+        for with_constraints in (False, True):
             sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
             rows = [
-                sequence(LARKS["json"] if some and constrained[i] else None, name=str(i), **params[i]) for i in range(4)
+                sequence(LARKS["json"] if with_constraints and constrained_rows[i] else None, name=str(i), **params[i])
+                for i in range(4)
             ]
             draft = sampler.draft(rows, np.array([3] * 4), [0, 1, 2, 3], 4)
             sampler.begin(draft, dict)
-            drawn.append(sampler.sample(logits.clone(), draft)[0].tolist())
+            draws.append(sampler.sample(logits.clone(), draft)[0].tolist())
             sampler.forget()
     finally:
         masks.close()
         grammars.close()
     for i in range(4):
-        assert constrained[i] or drawn[0][i] == drawn[1][i]
-        assert not constrained[i] or TOKENIZER.decode([drawn[1][i]]).startswith("{")
+        assert constrained_rows[i] or draws[0][i] == draws[1][i]
+        assert not constrained_rows[i] or TOKENIZER.decode([draws[1][i]]).startswith("{")
 
 
 @settings(max_examples=25, deadline=None)
@@ -237,18 +244,18 @@ def test_where_few_may_be_drawn_the_same_is_drawn(seed: int, lengths: list[int])
         for i, (length, name) in enumerate(zip(lengths, names * 9))
     ]
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    drawn = []
-    for few in (32, 10**9):
+    draws = []
+    for divisor in (32, 10**9):
         with pytest.MonkeyPatch.context() as patch, contextlib.closing(Grammars(lambda: WORDS)) as grammars:
-            patch.setattr("engine.execution.masks._SHORT_LIST_DIVISOR", few)
+            patch.setattr("engine.execution.masks._SHORT_LIST_DIVISOR", divisor)
             masks = Masks(grammars, VOCAB, CPU, threads=1)
             sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
             places = list(range(len(rows)))
             draft = sampler.draft(rows, np.array([len(row.token_ids) for row in rows]), places, len(rows))
             sampler.begin(draft, dict)
-            drawn.append(sampler.sample(logits.clone(), draft)[0].tolist())
+            draws.append(sampler.sample(logits.clone(), draft)[0].tolist())
             masks.close()
-    assert drawn[0] == drawn[1]
+    assert draws[0] == draws[1]
 
 
 def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logprobs_are_the_models(
@@ -256,13 +263,13 @@ def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logpr
 ) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     seq = sequence(LARKS["choice"], temperature=0.0, logprobs=1)
-    left = allowed(masks, seq)
+    allowed_ids = allowed_tokens(masks, seq)
     masks.forget()
     sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
     draft = sampler.draft([seq], np.array([3]), [0], 1)
     sampler.begin(draft, dict)
     tokens, logprobs = sampler.sample(logits, draft)
-    assert int(tokens[0]) == max(left, key=lambda token: float(logits[0, token]))
+    assert int(tokens[0]) == max(allowed_ids, key=lambda token: float(logits[0, token]))
     assert float(logprobs[1][0]) == pytest.approx(float(logits.log_softmax(-1)[0, int(tokens[0])]), abs=1e-5)
 
 
@@ -286,17 +293,17 @@ def answers(requests: list[Request], **settings: Any) -> tuple[dict[str, list[in
         return tokens, errors, llm
 
 
-def requests(count: int = 10, **more: Any) -> list[Request]:
+def requests(count: int = 10, **sampling: Any) -> list[Request]:
     """Constrained ones and free ones; all of them end."""
     prompt = TOKENIZER.encode("Tell me, in JSON, of a pet and of whatever else comes to your mind.")
-    made = []
+    new_requests = []
     for i in range(count):
         constraint = Constraint(LARKS["json"], "response_format") if i % 2 else None
         params = SamplingParams(
-            temperature=i % 3 / 2, seed=i, max_tokens=300 if constraint else 60, constraint=constraint, **more
+            temperature=i % 3 / 2, seed=i, max_tokens=300 if constraint else 60, constraint=constraint, **sampling
         )
-        made.append(Request(request_id=str(i), token_ids=prompt[: 3 + i], params=params))
-    return made
+        new_requests.append(Request(request_id=str(i), token_ids=prompt[: 3 + i], params=params))
+    return new_requests
 
 
 def assert_valid(tokens: dict[str, list[int]]) -> None:
@@ -323,11 +330,13 @@ def test_preempted_answers_parse() -> None:
 def test_an_answer_goes_on_where_another_engine_left_it() -> None:
     (request,) = requests(2)[1:]
     prompt, params = request.token_ids, request.params
-    whole = answers([request], num_gpu_blocks_override=64)[0]["1"]
-    for cut in (1, len(whole) // 2, len(whole) - 1):
-        later = Request(request_id="1", token_ids=[*prompt, *whole[:cut]], params=params, resumed_output_len=cut)
-        rest = answers([later], num_gpu_blocks_override=64)[0]["1"]
-        assert_valid({"1": whole[:cut] + rest})
+    full_answer = answers([request], num_gpu_blocks_override=64)[0]["1"]
+    for cut in (1, len(full_answer) // 2, len(full_answer) - 1):
+        continuation = Request(
+            request_id="1", token_ids=[*prompt, *full_answer[:cut]], params=params, resumed_output_len=cut
+        )
+        continued_answer = answers([continuation], num_gpu_blocks_override=64)[0]["1"]
+        assert_valid({"1": full_answer[:cut] + continued_answer})
 
 
 def test_an_answer_that_was_begun_otherwise_ends_with_an_error() -> None:
@@ -370,11 +379,11 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
 
 def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.grammars.GRAMMARS_MAX", 2)
-    compiled: list[str] = []
+    compiled_larks: list[str] = []
 
     class Counting(GrammarVocabulary):
         def compile(self, lark: str) -> LLMatcher:
-            compiled.append(lark)
+            compiled_larks.append(lark)
             return WORDS.compile(lark)
 
     grammars = Grammars(partial(Counting, TOKENIZER, VOCAB))
@@ -382,7 +391,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.Monk
     for text in [*texts, *texts[1:], texts[1]]:
         if (compiling := grammars.prepare(text)) is not None:
             compiling.result()
-    assert compiled == texts
+    assert compiled_larks == texts
     assert grammars.prepare(texts[1]) is None
     assert grammars.prepare(texts[0]) is not None
     grammars.matcher(texts[2])  # whether it is kept or not
@@ -414,10 +423,12 @@ def test_an_answer_that_max_tokens_cuts_says_so() -> None:
     texts = StructuredOutputsParams(json={"type": "string"})
     params = [SamplingParams(max_tokens=40, seed=seed, structured_outputs=texts) for seed in range(12)]
     with LLM(max_model_len=512, num_gpu_blocks_override=256) as llm:
-        made = [one.outputs[0] for one in llm.generate(["a"] * len(params), params, use_tqdm=False)]
-    assert {one.finish_reason for one in made} == {"length", "stop"}, "a random model ends a text: take other seeds"
-    for one in made:
-        if one.finish_reason == "stop":
-            assert isinstance(json.loads(one.text), str)
+        outputs = [result.outputs[0] for result in llm.generate(["a"] * len(params), params, use_tqdm=False)]
+    assert {result.finish_reason for result in outputs} == {"length", "stop"}, (
+        "a random model ends a text: take other seeds"
+    )
+    for result in outputs:
+        if result.finish_reason == "stop":
+            assert isinstance(json.loads(result.text), str)
         else:
-            assert len(one.token_ids) == 40
+            assert len(result.token_ids) == 40

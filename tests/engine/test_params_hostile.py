@@ -53,15 +53,15 @@ ASKED = st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUE
 
 def arrives(params: SamplingParams, salt: str | None = None, priority: int = 0) -> None:
     """What the check let through is read by the core as it was sent."""
-    sent = Add(make_sample_requests("r", 0, [1], params, salt, priority))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Command) == sent
+    message = Add(make_sample_requests("r", 0, [1], params, salt, priority))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Command) == message
 
 
 @settings(max_examples=examples(500))
-@given(asked=ASKED)
-def test_what_passes_can_be_sent(asked: dict[str, Any]) -> None:
+@given(fields=ASKED)
+def test_what_passes_can_be_sent(fields: dict[str, Any]) -> None:
     try:
-        params = check_params(SamplingParams(**asked), LIMITS)
+        params = check_params(SamplingParams(**fields), LIMITS)
     except RequestError as refused:
         error = refused
     else:
@@ -73,14 +73,14 @@ def test_what_passes_can_be_sent(asked: dict[str, Any]) -> None:
 
 @settings(max_examples=examples(500))
 @given(
-    asked=st.dictionaries(
+    fields=st.dictionaries(
         st.sampled_from([*SamplingParams.__struct_fields__, "priority", "cache_salt", "truncate_prompt_tokens"]),
         VALUES, max_size=3,
     )
 )  # fmt: skip
-def test_a_body_that_passes_can_be_sent(asked: dict[str, Any]) -> None:
+def test_a_body_that_passes_can_be_sent(fields: dict[str, Any]) -> None:
     try:
-        data = msgspec.json.encode({"prompt": "x", **asked})
+        data = msgspec.json.encode({"prompt": "x", **fields})
     except (TypeError, OverflowError, msgspec.ValidationError):
         return  # JSON has no such value
     try:
@@ -117,21 +117,21 @@ def test_no_token_id_from_outside_reaches_the_device(llm: LLM, prompt: Any) -> N
 
 
 @settings(max_examples=examples(60))
-@given(data=st.data(), asked=ASKED)
-def test_a_neighbour_keeps_its_tokens(llm: LLM, data: st.DataObject, asked: dict[str, Any]) -> None:
+@given(data=st.data(), fields=ASKED)
+def test_a_neighbour_keeps_its_tokens(llm: LLM, data: st.DataObject, fields: dict[str, Any]) -> None:
     vocab = llm.info.vocab_size
     ids = st.lists(st.integers(-2, 3) | st.integers(vocab - 2, 3 * vocab) | st.sampled_from(EDGES), max_size=3)
-    asked = {"temperature": 0.5, **asked, **data.draw(st.fixed_dictionaries({}, optional={
+    fields = {"temperature": 0.5, **fields, **data.draw(st.fixed_dictionaries({}, optional={
         "stop_token_ids": ids, "logit_bias": ids.map(lambda ids: dict.fromkeys(ids, 100.0)), "min_tokens": st.just(3),
     }))}  # fmt: skip
-    asked |= {"max_tokens": 4, "n": 1}
-    alone = llm.generate([[5, 6, 7]], VICTIM, use_tqdm=False)[0].outputs[0].token_ids
+    fields |= {"max_tokens": 4, "n": 1}
+    victim_tokens = llm.generate([[5, 6, 7]], VICTIM, use_tqdm=False)[0].outputs[0].token_ids
     try:
-        both = llm.generate([[9, 9], [5, 6, 7]], [SamplingParams(**asked), VICTIM], use_tqdm=False)
+        results = llm.generate([[9, 9], [5, 6, 7]], [SamplingParams(**fields), VICTIM], use_tqdm=False)
     except RequestError:
         assert not llm._core.has_work
         return
-    assert both[1].outputs[0].token_ids == alone
+    assert results[1].outputs[0].token_ids == victim_tokens
 
 
 def test_an_end_token_that_the_model_has_no_logit_of_is_passed_over() -> None:

@@ -38,20 +38,20 @@ def make_state(limit: int, client: Any) -> ServerState:
     return state
 
 
-@given(limit=st.integers(1, 6), asked=st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=12))
-def test_no_more_than_the_limit_are_ever_inside(limit: int, asked: list[tuple[int, bool]]) -> None:
+@given(limit=st.integers(1, 6), arrivals=st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=12))
+def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple[int, bool]]) -> None:
     """Any number come in at once, are read for a while, and then submit what they ask for or give up."""
     client = Client()
     state = make_state(limit, client)
     with ExitStack() as reading:
         inside = []
-        for count, submits in asked:
+        for count, submits in arrivals:
             place = ExitStack()
             try:
                 place.enter_context(state.reserve_admission())
             except RequestError as error:
-                refused = error.status
-                assert (refused, client.in_flight + state._reading_requests) == (429, limit)
+                refusal_status = error.status
+                assert (refusal_status, client.in_flight + state._reading_requests) == (429, limit)
                 continue
             inside.append((reading.enter_context(place), count, submits))
         for place, count, submits in inside:
@@ -59,11 +59,11 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, asked: list[tuple[in
                 before = client.in_flight + state._reading_requests
                 try:
                     state.submit([SimpleNamespace()] * count)
-                    refused = 200
+                    refusal_status = 200
                 except RequestError as error:
-                    refused = error.status
+                    refusal_status = error.status
                 fits = before + count - 1 <= limit
-                assert refused == (200 if fits else 400 if count > limit else 429)
+                assert refusal_status == (200 if fits else 400 if count > limit else 429)
             place.close()
             assert client.in_flight + state._reading_requests <= limit
     assert state._reading_requests == 0
@@ -85,33 +85,33 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
 ) -> None:
     """Long before it would be for standing still; the error that ends its stream may still be waited for a moment."""
     monkeypatch.setattr(generate, "FINAL_ERROR_S", 0.01)
-    dropped: list[bool] = []
+    drops: list[bool] = []
 
-    async def never() -> None:
+    async def wait_for_ever() -> None:
         await asyncio.Event().wait()
 
     async def run() -> None:
-        request: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: dropped.append(True)))
+        request: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: drops.append(True)))
         writer = ResponseWriter(
             request, ServerConfig(stall_timeout_s=3600), asyncio.get_running_loop().time() + ends_in_s
         )
-        await writer._wait_for_client(never())
+        await writer._wait_for_client(wait_for_ever())
 
     with pytest.raises(ConnectionResetError):
         asyncio.run(run())
-    assert dropped
+    assert drops
 
 
 def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "KEEPALIVE_COMMENT_S", 0.01)
 
     async def play() -> bytes:
-        computed = asyncio.Event()
+        computation = asyncio.Event()
 
         async def handler(request: web.Request) -> web.StreamResponse:
             writer = ResponseWriter(request, ServerConfig(), None)
             commenting = asyncio.ensure_future(writer.send_keepalive_comments())
-            await computed.wait()
+            await computation.wait()
             await writer.write(b"data: a\n\n")
             commenting.cancel()
             return await writer.end()
@@ -124,18 +124,18 @@ def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pyt
         try:
             reader, sender = await asyncio.open_connection(*runner.addresses[0][:2])
             sender.write(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-            answered = b""
-            while answered.count(generate.KEEPALIVE_COMMENT) < 3:
-                answered += await reader.read(1)
-            computed.set()
-            answered += await reader.read()
+            received_bytes = b""
+            while received_bytes.count(generate.KEEPALIVE_COMMENT) < 3:
+                received_bytes += await reader.read(1)
+            computation.set()
+            received_bytes += await reader.read()
             sender.close()
             await sender.wait_closed()
-            return answered
+            return received_bytes
         finally:
             await runner.cleanup()
 
-    answered = asyncio.run(play())
-    assert answered.startswith(b"HTTP/1.1 200")
-    assert b"text/event-stream" in answered
-    assert answered.rindex(generate.KEEPALIVE_COMMENT) < answered.index(b"data: a\n\n")
+    received_bytes = asyncio.run(play())
+    assert received_bytes.startswith(b"HTTP/1.1 200")
+    assert b"text/event-stream" in received_bytes
+    assert received_bytes.rindex(generate.KEEPALIVE_COMMENT) < received_bytes.index(b"data: a\n\n")

@@ -37,10 +37,10 @@ def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch:
     snapshot = make_hub(tmp_path, "org/cached")
     assert locate("org/cached") == ("org/cached", snapshot)
 
-    asked: list[str] = []
+    requested_models: list[str] = []
 
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(name)
+        requested_models.append(name)
         if name == "org/missing":
             raise OSError("404: no such repository")
         return str(tmp_path)
@@ -56,7 +56,7 @@ def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="no such folder"):
         locate("org/new")
-    assert asked == ["org/new", "org/missing"]
+    assert requested_models == ["org/new", "org/missing"]
 
 
 def test_the_flags_that_size_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,10 @@ def test_the_flags_that_size_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (large - small) * SPEC.unit_bytes == pytest.approx(0.4 * (80 << 30), rel=0.01)
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes 5"):
         count_units(EngineConfig(kv_cache_memory_bytes=5), SPEC, CPU)
-    for device, whose in ((CPU, "this machine"), (gpu, "cuda:0, 85899345920 bytes")):
-        for flag, given in (("--kv-cache-memory-bytes", 10**15), ("--num-gpu-blocks-override", 10**9)):
-            config = EngineConfig(**{flag[2:].replace("-", "_"): given})
-            with pytest.raises(ConfigError, match=f"^{flag} {given}: takes .*expected at most the memory of {whose}"):
+    for device, owner in ((CPU, "this machine"), (gpu, "cuda:0, 85899345920 bytes")):
+        for flag, value in (("--kv-cache-memory-bytes", 10**15), ("--num-gpu-blocks-override", 10**9)):
+            config = EngineConfig(**{flag[2:].replace("-", "_"): value})
+            with pytest.raises(ConfigError, match=f"^{flag} {value}: takes .*expected at most the memory of {owner}"):
                 check_fits(config, count_units(config, SPEC, device) * SPEC.unit_bytes, device)
     check_fits(EngineConfig(num_gpu_blocks_override=7), 7 * SPEC.unit_bytes, CPU)
 

@@ -13,7 +13,7 @@ from engine.http.generate import STATE
 from engine.http.server import handle_errors
 
 
-async def _gone(request: web.Request) -> web.StreamResponse:
+async def _leave_early(request: web.Request) -> web.StreamResponse:
     transport = request.transport
     assert transport is not None
     transport.abort()
@@ -23,7 +23,7 @@ async def _gone(request: web.Request) -> web.StreamResponse:
     raise AssertionError("the head of an answer was written to nobody")
 
 
-async def _here(request: web.Request) -> web.Response:
+async def _answer_normally(request: web.Request) -> web.Response:
     return web.Response(text="here")
 
 
@@ -31,7 +31,7 @@ def test_a_client_gone_before_the_answers_head_leaves_no_traceback(caplog: pytes
     async def play() -> None:
         app = web.Application(middlewares=[handle_errors])
         app[STATE] = cast(Any, SimpleNamespace(check_key=lambda *_: None))
-        app.add_routes([web.get("/gone", _gone), web.get("/here", _here)])
+        app.add_routes([web.get("/gone", _leave_early), web.get("/here", _answer_normally)])
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -24,10 +24,12 @@ def llm() -> Iterator[LLM]:
 def test_results_come_in_the_prompts_order_and_do_not_depend_on_the_batch(llm: LLM) -> None:
     prompts = [f"prompt number {i} " * (i + 1) for i in range(6)]
     together = llm.generate(prompts, GREEDY, use_tqdm=False)
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
-    assert [one.prompt for one in together] == prompts
-    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
-    assert alone[5].num_cached_tokens > 0
+    single_results = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    assert [result.prompt for result in together] == prompts
+    assert [result.outputs[0].token_ids for result in together] == [
+        result.outputs[0].token_ids for result in single_results
+    ]
+    assert single_results[5].num_cached_tokens > 0
 
 
 def test_all_forms_of_one_prompt(llm: LLM) -> None:
@@ -40,9 +42,9 @@ def test_all_forms_of_one_prompt(llm: LLM) -> None:
 def test_samples_seeds_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     first = llm.generate("sample me", params, use_tqdm=False)[0]
-    again = llm.generate("sample me", params, use_tqdm=False)[0]
-    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
-    assert len({tuple(one.token_ids) for one in first.outputs}) == 3
+    second = llm.generate("sample me", params, use_tqdm=False)[0]
+    assert [sample.token_ids for sample in first.outputs] == [sample.token_ids for sample in second.outputs]
+    assert len({tuple(sample.token_ids) for sample in first.outputs}) == 3
     for output in first.outputs:
         assert output.logprobs is not None
         assert output.cumulative_logprob is not None
@@ -55,10 +57,10 @@ def test_samples_seeds_and_logprobs(llm: LLM) -> None:
 
 
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:
-    whole = llm.generate("stop me", GREEDY, use_tqdm=False)[0].outputs[0].text
-    stop: Any = whole[4:8]  # a plain string, as users write it
+    full_text = llm.generate("stop me", GREEDY, use_tqdm=False)[0].outputs[0].text
+    stop: Any = full_text[4:8]  # a plain string, as users write it
     output = llm.generate("stop me", SamplingParams(temperature=0, max_tokens=12, stop=stop), use_tqdm=False)[0]
-    assert output.outputs[0].text == whole[: whole.index(stop)]
+    assert output.outputs[0].text == full_text[: full_text.index(stop)]
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].stop_reason == stop
     assert not llm._core.has_work
@@ -66,12 +68,12 @@ def test_a_stop_string_ends_the_text(llm: LLM) -> None:
 
 def test_chat_is_the_template_rendered(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     messages = [{"role": "user", "content": "hello"}]
-    (one,) = llm.chat(messages, GREEDY)
+    (chat_result,) = llm.chat(messages, GREEDY)
     assert "Processed prompts" in capsys.readouterr().err
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
-    assert [result.outputs[0].text for result in two] == [one.outputs[0].text] * 2
-    assert one.prompt is not None
-    assert "hello" in one.prompt
+    assert [result.outputs[0].text for result in two] == [chat_result.outputs[0].text] * 2
+    assert chat_result.prompt is not None
+    assert "hello" in chat_result.prompt
 
 
 @pytest.mark.parametrize(
@@ -103,20 +105,20 @@ def test_unknown_settings_are_named() -> None:
 def test_answers_match_what_is_asked_for(llm: LLM) -> None:
     fields = {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 9}}
     schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
-    asked: list[Any] = [
+    formats: list[Any] = [
         StructuredOutputsParams(json=schema),
         {"regex": "[a-c]{3}-[0-9]{2}"},
         StructuredOutputsParams(choice=["yes", "no"]),
         StructuredOutputsParams(grammar='root ::= "x" [0-9] "x"'),
         None,
     ]
-    params = [SamplingParams(max_tokens=100, seed=7, structured_outputs=one) for one in asked]
-    made = [one.outputs[0].text for one in llm.generate(["a pet"] * len(asked), params, use_tqdm=False)]
-    assert json.loads(made[0])["kind"] in ("cat", "dog")
-    assert re.fullmatch("[a-c]{3}-[0-9]{2}", made[1])
-    assert made[2] in ("yes", "no")
-    assert re.fullmatch("x[0-9]x", made[3])
-    assert made[4] not in made[:4]
+    params = [SamplingParams(max_tokens=100, seed=7, structured_outputs=item) for item in formats]
+    texts = [item.outputs[0].text for item in llm.generate(["a pet"] * len(formats), params, use_tqdm=False)]
+    assert json.loads(texts[0])["kind"] in ("cat", "dog")
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", texts[1])
+    assert texts[2] in ("yes", "no")
+    assert re.fullmatch("x[0-9]x", texts[3])
+    assert texts[4] not in texts[:4]
 
 
 @pytest.mark.parametrize("wrong", [{"regex": "("}, {"json": {"type": "nothing"}}, {"regex": "a", "choice": ["b"]}, {}])

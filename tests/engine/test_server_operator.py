@@ -38,8 +38,8 @@ class Client:
     async def reset_prefix_cache(self) -> None:
         self.calls["reset"] += 1
 
-    async def change(self, what: str, **how: Any) -> None:
-        self.calls[what] += 1
+    async def change(self, action: str, **options: Any) -> None:
+        self.calls[action] += 1
 
 
 def make_state(client: Client, **config: Any) -> ServerState:
@@ -103,24 +103,37 @@ def test_no_clients_key_opens_the_operators_routes(
 
 
 def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
-    own, named, other = tmp_path / "own", tmp_path / "named", tmp_path / "named-not"
-    for folder in (own, named / "deep" / "er", other):
+    model_folder, named_folder, other_folder = tmp_path / "own", tmp_path / "named", tmp_path / "named-not"
+    for folder in (model_folder, named_folder / "deep" / "er", other_folder):
         folder.mkdir(parents=True)
-    (named / "out").symlink_to(other)
-    roots = (str(named), str(own))
-    for path in (own, named, named / "deep" / "er", named / "new", named / "deep" / ".." / "deep"):
+    (named_folder / "out").symlink_to(other_folder)
+    roots = (str(named_folder), str(model_folder))
+    for path in (
+        model_folder,
+        named_folder,
+        named_folder / "deep" / "er",
+        named_folder / "new",
+        named_folder / "deep" / ".." / "deep",
+    ):
         assert allowed_folder(str(path), roots) == str(path.resolve())
-    for path in (other, named / "out", named / ".." / "named-not", Path("/etc"), Path("own"), Path("org/hub-name")):
-        with pytest.raises(RequestError, match=r"kwargs.weights_path: got .*--allowed-weights-path") as caught:
+    for path in (
+        other_folder,
+        named_folder / "out",
+        named_folder / ".." / "named-not",
+        Path("/etc"),
+        Path("own"),
+        Path("org/hub-name"),
+    ):
+        with pytest.raises(RequestError, match=r"kwargs.weights_path: got .*--allowed-weights-path") as error_info:
             allowed_folder(str(path), roots)
-        assert caught.value.status == 403
+        assert error_info.value.status == 403
 
 
 def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
-    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    async def request_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
         return (await reader.readuntil(b"\r\n\r\n"))[:12]
 
@@ -133,8 +146,8 @@ def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixtu
         listening = await asyncio.get_running_loop().create_server(ConnectionLimit(runner.server, 2), "127.0.0.1", 0)
         address = listening.sockets[0].getsockname()
         try:
-            taken = [await asyncio.open_connection(*address) for _ in range(2)]
-            assert [await ask(*pair) for pair in taken] == [b"HTTP/1.1 200"] * 2
+            connections = [await asyncio.open_connection(*address) for _ in range(2)]
+            assert [await request_health(*pair) for pair in connections] == [b"HTTP/1.1 200"] * 2
             for _ in range(3):
                 reader, writer = await asyncio.open_connection(*address)
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -142,13 +155,13 @@ def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixtu
                 await writer.wait_closed()
                 assert head.startswith(b"HTTP/1.1 503")
                 assert "2 connections are open" in json.loads(body)["error"]["message"]
-            taken[0][1].close()
-            await taken[0][1].wait_closed()
+            connections[0][1].close()
+            await connections[0][1].wait_closed()
             while len(runner.server.connections) == 2:
                 await asyncio.sleep(0.01)
-            taken.append(await asyncio.open_connection(*address))
-            assert await ask(*taken[-1]) == b"HTTP/1.1 200"
-            for _, writer in taken:
+            connections.append(await asyncio.open_connection(*address))
+            assert await request_health(*connections[-1]) == b"HTTP/1.1 200"
+            for _, writer in connections:
                 writer.close()
                 await writer.wait_closed()
         finally:
@@ -171,8 +184,8 @@ def test_fewer_file_descriptors_are_fewer_connections(
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
 
 
-@pytest.mark.parametrize(("refused", "status"), [(True, 400), (False, 500)])
-def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, status: int) -> None:
+@pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 500)])
+def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, status: int) -> None:
     factory = DetokenizerFactory(build_tokenizer(300))
     generation = make_generation(
         parse_completion(b'{"prompt": [5]}'), [[5]], id="i", request_prefix="u", model="m",
@@ -184,9 +197,9 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(refused: bool, statu
         generation,
         SimpleNamespace(),  # type: ignore[arg-type]
     )
-    output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", is_client_error=refused)
+    output = SequenceOutput(request_id="u-0", token_ids=[], error="too complex", is_client_error=is_refused)
     output.finish_reason = FinishReason.ERROR
-    with pytest.raises(RequestError, match="too complex") as caught:
+    with pytest.raises(RequestError, match="too complex") as error_info:
         follower._apply_output(output, 0.0)
-    assert caught.value.status == status
-    assert caught.value.param == ("structured_outputs.regex" if refused else None)
+    assert error_info.value.status == status
+    assert error_info.value.param == ("structured_outputs.regex" if is_refused else None)

@@ -56,11 +56,11 @@ FACTORY = make_factory()
 @given(payloads=st.lists(st.binary(max_size=30)), cuts=st.lists(st.integers(1, 20)))
 def test_frames_survive_any_cutting(payloads: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(frame(payload) for payload in payloads)
-    reader, found = FrameReader(), []
+    reader, frames = FrameReader(), []
     for cut in [*cuts, len(stream)]:
         piece, stream = stream[:cut], stream[cut:]
-        found += list(reader.feed(piece))
-    assert found == payloads
+        frames += list(reader.feed(piece))
+    assert frames == payloads
 
 
 def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list[SequenceOutput]:
@@ -81,12 +81,12 @@ def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list
 @given(ids=st.lists(st.integers(0, 9), min_size=1), cuts=st.lists(st.integers(1, 3), max_size=8))
 def test_merged_outputs_say_the_same(ids: list[int], cuts: list[int]) -> None:
     outputs = split_outputs(ids, cuts, FinishReason.LENGTH)
-    merged = outputs[0]
+    merged_output = outputs[0]
     for output in outputs[1:]:
-        merged = merge(merged, output)
-    assert merged.token_ids == ids
-    assert [entry.token_id for entry in merged.logprobs or []] == ids
-    assert (merged.cached_tokens, merged.finish_reason) == (3, FinishReason.LENGTH)
+        merged_output = merge(merged_output, output)
+    assert merged_output.token_ids == ids
+    assert [entry.token_id for entry in merged_output.logprobs or []] == ids
+    assert (merged_output.cached_tokens, merged_output.finish_reason) == (3, FinishReason.LENGTH)
 
 
 # ---------------------------------------------------------------- choices
@@ -120,8 +120,8 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
     assert count == len(token_ids)
     if stop is None:
         assert reason == ("stop" if finish is FinishReason.STOP else "length")
-        spoken = ids[:-1] if finish is not FinishReason.LENGTH and not include else ids
-        assert text == FACTORY._tokenizer.decode(spoken)
+        text_ids = ids[:-1] if finish is not FinishReason.LENGTH and not include else ids
+        assert text == FACTORY._tokenizer.decode(text_ids)
         assert token_ids == ids
     else:
         assert stop in stops
@@ -162,10 +162,10 @@ def test_defaults_come_from_the_model_then_the_engine() -> None:
     ],
 )
 def test_what_the_model_cannot_do_is_named(body: bytes, param: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error_info:
         sampling_params(parse_completion(body), LIMITS, 10)
-    assert caught.value.param == param
-    assert caught.value.status == 400
+    assert error_info.value.param == param
+    assert error_info.value.status == 400
 
 
 # ---------------------------------------------------------------- metrics
@@ -195,14 +195,14 @@ def test_vllms_way_to_give_several_names(given_args: str, expected: str) -> None
     assert spread_names(given_args.split()) == expected.split()
 
 
-def parsed(*args: str) -> Any:
+def parse_args(*args: str) -> Any:
     context = serve_command.make_context("serve", list(args))
     config = parse(dict(context.params))
     return config.engine, config.server
 
 
 def test_flags_become_configs() -> None:
-    engine, server = parsed(
+    engine, server = parse_args(
         "M", "--dtype", "bfloat16", "--max-model-len", "64", "--no-enable-prefix-caching", "--api-key", "k", "--port",
         "0", "--max-queue", "0", "--kv-events-config", '{"enable_kv_cache_events": true, "topic": "t"}',
     )  # fmt: skip
@@ -216,8 +216,8 @@ def test_flags_become_configs() -> None:
 def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:
     assert default_kv_events("127.0.0.1").endpoint == "tcp://127.0.0.1:*"
     assert default_kv_events("0.0.0.0").endpoint == "tcp://*:*"
-    assert parsed()[0].kv_events.enabled
-    assert not parsed("--kv-events-config", '{"enable_kv_cache_events": false}')[0].kv_events.enabled
+    assert parse_args()[0].kv_events.enabled
+    assert not parse_args("--kv-events-config", '{"enable_kv_cache_events": false}')[0].kv_events.enabled
     assert [is_loopback(host) for host in ("localhost", "::1", "127.0.0.9", "0.0.0.0", "gpu1")] == [True] * 3 + [
         False
     ] * 2
@@ -289,13 +289,13 @@ def test_probes_that_succeed_stay_out_of_the_request_log(
 def test_a_missing_model_is_told_before_a_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("started"))
-    for args, said in (
+    for args, message in (
         (["nosuchmodel"], "MODEL 'nosuchmodel': no such folder"),
         (["nosuchmodel", "--simulate", "h100:llama-3.1-8b"], "MODEL 'nosuchmodel': no such folder"),
         ([str(tmp_path)], "has no config.json"),
         (["./a/b"], "no such folder"),
     ):
-        done = CliRunner().invoke(serve_command, args)
-        assert done.exit_code == 1, args
-        assert said in done.output
-        assert "Error: " in done.output
+        result = CliRunner().invoke(serve_command, args)
+        assert result.exit_code == 1, args
+        assert message in result.output
+        assert "Error: " in result.output

@@ -85,9 +85,9 @@ def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypa
         except RequestError as error:
             return error.body(), error.status
 
-    there = with_reader(outcome)
+    process_outcome = with_reader(outcome)
     monkeypatch.setattr(body_workers, "INLINE_BYTES_MAX", 1 << 30)
-    assert with_reader(outcome) == there
+    assert with_reader(outcome) == process_outcome
 
 
 def test_what_is_given_back_of_a_long_body_is_short() -> None:
@@ -136,11 +136,11 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
 
 def test_what_a_body_goes_on_from_counts_for_where_it_is_read(odd: Any) -> None:
     async def use(reader: BodyReader) -> list[int]:
-        found = [await reader.read(odd.length, b"{}", extra_bytes=brought) for brought in (0, 10_000, 10**7)]
-        return [pid for _, pid in found]
+        pids = [await reader.read(odd.length, b"{}", extra_bytes=extra_bytes) for extra_bytes in (0, 10_000, 10**7)]
+        return [pid for _, pid in pids]
 
-    here, thread, apart_pid = with_reader(use)
-    assert here == thread == os.getpid() != apart_pid
+    inline_pid, thread_pid, apart_pid = with_reader(use)
+    assert inline_pid == thread_pid == os.getpid() != apart_pid
 
 
 def test_what_is_long_is_not_repeated_in_answers() -> None:
@@ -169,14 +169,14 @@ def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_match(
     tokenizer = Tokenizer.load(cached_model(Recipe()))
     data = json.dumps(body).encode()
     count = max(map(len, work(data, tokenizer, LIMITS).prompts))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error_info:
         work(data, tokenizer, ModelLimits(max_model_len=100, vocab_size=2048))
-    error = refused.value
+    error = error_info.value
     assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
     if words == "Anthropic":
-        found = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+) maximum", error.message)
-        assert found is not None
-        assert [int(number) for number in found.groups()] == [count, 100]
+        match = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+) maximum", error.message)
+        assert match is not None
+        assert [int(number) for number in match.groups()] == [count, 100]
     else:
         start = f"This model's maximum context length is 100 tokens. However, you requested {count} tokens"
         assert error.message.startswith(start)
@@ -217,7 +217,7 @@ def test_a_prefilled_answer_costs_what_the_same_chat_costs() -> None:
 )  # fmt: skip
 def test_errors_of_responses_name_their_own_fields(body: Any, param: str) -> None:
     tokenizer = Tokenizer.load(cached_model(Recipe()))
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error_info:
         read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
-    assert refused.value.param == param
-    assert refused.value.message.startswith(param)
+    assert error_info.value.param == param
+    assert error_info.value.message.startswith(param)

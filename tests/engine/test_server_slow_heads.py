@@ -18,15 +18,15 @@ async def _health(request: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize("trickles", [False, True])
-@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+@pytest.mark.parametrize("head_bytes", SENT.values(), ids=SENT)
 def test_a_head_that_never_ends_closes_its_connection(
-    sent: bytes, trickles: bool, monkeypatch: pytest.MonkeyPatch
+    head_bytes: bytes, trickles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "KEEPALIVE_S", 0.5)
 
     async def trickle(writer: asyncio.StreamWriter) -> None:
         for number in range(1000):
-            writer.write(b"x-%d: 1\r\n" % number if sent else b"\r\n")
+            writer.write(b"x-%d: 1\r\n" % number if head_bytes else b"\r\n")
             await asyncio.sleep(0.05)
 
     async def play() -> None:
@@ -37,10 +37,10 @@ def test_a_head_that_never_ends_closes_its_connection(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
-            writer.write(sent)
+            writer.write(head_bytes)
             task = asyncio.create_task(trickle(writer)) if trickles else None
-            answered = await asyncio.wait_for(_until_closed(reader), 30)
-            assert answered.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+            response = await asyncio.wait_for(_read_until_closed(reader), 30)
+            assert response.count(b"HTTP/1.1 200") == head_bytes.count(b"\r\n\r\n")
             if task:
                 task.cancel()
             writer.close()
@@ -50,11 +50,11 @@ def test_a_head_that_never_ends_closes_its_connection(
     asyncio.run(play())
 
 
-async def _until_closed(reader: asyncio.StreamReader) -> bytes:
-    answered = b""
+async def _read_until_closed(reader: asyncio.StreamReader) -> bytes:
+    response = b""
     try:
         while data := await reader.read(65536):
-            answered += data
+            response += data
     except ConnectionResetError:  # it was still sending
         pass
-    return answered
+    return response

@@ -43,12 +43,12 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(lambda: GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size))
-    yield made
-    made.close()
+    new_grammars = Grammars(lambda: GrammarVocabulary(TOKENIZER, TOKENIZER.vocab_size))
+    yield new_grammars
+    new_grammars.close()
 
 
-def say(grammars: Grammars, constraint: Constraint, length: int | None = None, tokens: int = 200) -> str:
+def generate_text(grammars: Grammars, constraint: Constraint, length: int | None = None, tokens: int = 200) -> str:
     """The whole answer; fails where it does not end."""
     answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, length)
     free = Answers(some_words(TOKENIZER), EOS, length)
@@ -63,21 +63,21 @@ def say(grammars: Grammars, constraint: Constraint, length: int | None = None, t
     raise AssertionError(f"no end: {TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)}")
 
 
-def asked(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
+def make_constraint(script: tuple[ScriptTurn, ...] = (), calls: str = "hermes", **fields: Any) -> Constraint:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     limits = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.vocab_size, call_format=calls, script=script)
-    made = build_constraint(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
-    assert made is not None
-    return made
+    constraint = build_constraint(parse_chat(json.dumps(body).encode()), TOKENIZER, limits)
+    assert constraint is not None
+    return constraint
 
 
 @pytest.mark.parametrize("length", [None, 3, 50])
 def test_a_schema_is_satisfied_with_words(grammars: Grammars, length: int | None) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    told = json.loads(say(grammars, asked(response_format=form), length))
-    assert set(told) == set(SCHEMA["required"])
-    assert re.fullmatch(r" [a-z]+", told["name"])
-    assert (len(told["tags"]), told["kind"] in ("aa", "bb"), told["count"] >= 3) == (2, True, True)
+    value = json.loads(generate_text(grammars, make_constraint(response_format=form), length))
+    assert set(value) == set(SCHEMA["required"])
+    assert re.fullmatch(r" [a-z]+", value["name"])
+    assert (len(value["tags"]), value["kind"] in ("aa", "bb"), value["count"] >= 3) == (2, True, True)
 
 
 @pytest.mark.parametrize(
@@ -85,28 +85,28 @@ def test_a_schema_is_satisfied_with_words(grammars: Grammars, length: int | None
     [({"choice": ["yes", "no"]}, "yes|no"), ({"regex": "[a-z]{40}"}, "[a-z]{40}"), ({"regex": "(ab)+c"}, "(ab)+c")],
 )
 def test_patterns_and_choices(grammars: Grammars, outputs: dict[str, Any], pattern: str) -> None:
-    assert re.fullmatch(pattern, say(grammars, asked(structured_outputs=outputs)))
+    assert re.fullmatch(pattern, generate_text(grammars, make_constraint(structured_outputs=outputs)))
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: Grammars, choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}]
-    said = say(grammars, asked(tools=tools, tool_choice=choice))
-    call = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    answer = generate_text(grammars, make_constraint(tools=tools, tool_choice=choice))
+    call = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
     assert set(call.get("arguments", call)) == set(SCHEMA["required"])
-    assert re.fullmatch(r"( [a-z]+)+", say(grammars, asked(tools=tools)))
+    assert re.fullmatch(r"( [a-z]+)+", generate_text(grammars, make_constraint(tools=tools)))
 
 
 def test_an_open_thought_is_ended_first(grammars: Grammars) -> None:
     end = TOKENIZER.hf.encode(" x", add_special_tokens=False).ids[0]
-    form = asked(structured_outputs={"choice": ["yes"]})
-    closed = say(grammars, Constraint(lark=form.lark, param="", reasoning_end_token=end))
-    assert closed == TOKENIZER.decode([end], skip_special_tokens=False) + "yes"
+    form = make_constraint(structured_outputs={"choice": ["yes"]})
+    answer = generate_text(grammars, Constraint(lark=form.lark, param="", reasoning_end_token=end))
+    assert answer == TOKENIZER.decode([end], skip_special_tokens=False) + "yes"
 
 
 def test_a_preempted_answer_goes_on_as_it_was(grammars: Grammars) -> None:
     """A matcher that was dropped meanwhile reads what was said again."""
-    constraint = asked(structured_outputs={"regex": "(abc ){20}d"})
+    constraint = make_constraint(structured_outputs={"regex": "(abc ){20}d"})
     answers, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
@@ -141,27 +141,29 @@ REMINDER = {"role": "user", "content": "a client's note beside the result"}
 WORDS = r"( [a-z]+)+"
 
 
-def read(said: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
+def parse_output(answer: str, calls: str = "hermes") -> tuple[str, list[tuple[str, Any]]]:
     """(text, calls) of a whole answer."""
     parser = ToolCallParser(CALL_FORMATS[calls], parameter_types(TOOLS) if calls == "qwen3_coder" else {})
-    (text, told), (rest, more) = parser.push(said), parser.finish()
-    found: dict[int, list[str]] = {}
-    for piece in [*told, *more]:
-        found.setdefault(piece.index, [piece.name or "", ""])[1] += piece.arguments
-    return text + rest, [(name, json.loads(arguments)) for name, arguments in found.values()]
+    (text, deltas), (last_text, last_deltas) = parser.push(answer), parser.finish()
+    arguments_by_call: dict[int, list[str]] = {}
+    for piece in [*deltas, *last_deltas]:
+        arguments_by_call.setdefault(piece.index, [piece.name or "", ""])[1] += piece.arguments
+    return text + last_text, [(name, json.loads(arguments)) for name, arguments in arguments_by_call.values()]
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS)
 def test_tools_are_called_once_and_then_answered(grammars: Grammars, calls: str) -> None:
     talk = [ASK]
     for answer in (CALLED, SAID, CALLED):
-        text, called = read(say(grammars, asked(CALL_ONCE, calls, messages=talk, tools=TOOLS)), calls)
+        text, calls_made = parse_output(
+            generate_text(grammars, make_constraint(CALL_ONCE, calls, messages=talk, tools=TOOLS)), calls
+        )
         if answer is CALLED:
-            ((name, arguments),) = called
+            ((name, arguments),) = calls_made
             assert (text, name, set(arguments)) == ("", "f", set(SCHEMA["required"]))
             talk = [*talk, CALLED, RESULT, REMINDER]
         else:
-            assert not called
+            assert not calls_made
             assert re.fullmatch(WORDS, text)
             talk = [*talk, SAID, ASK]
 
@@ -172,19 +174,24 @@ def test_a_script_says_its_turns_to_the_letter(grammars: Grammars, calls: str) -
     text = 'To the letter: <b>{"a"}</b> 🙂\n\tand on.'
     script = (ScriptTurn(call="g", arguments=arguments), ScriptTurn(text=text), ScriptTurn(call="g", arguments={}))
     turns = [[ASK], [ASK, CALLED, RESULT], [ASK, CALLED, RESULT, SAID, ASK]]
-    said = [say(grammars, asked(script, calls, messages=talk, tools=TOOLS)) for talk in turns]
-    assert read(said[0], calls) == ("", [("g", arguments)])
-    assert read(said[1], calls) == (text, [])
-    assert read(said[2], calls) == ("", [("g", {})])
+    answers = [generate_text(grammars, make_constraint(script, calls, messages=talk, tools=TOOLS)) for talk in turns]
+    assert parse_output(answers[0], calls) == ("", [("g", arguments)])
+    assert parse_output(answers[1], calls) == (text, [])
+    assert parse_output(answers[2], calls) == ("", [("g", {})])
 
 
 def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammars) -> None:
     """So that the conversation's next prompt finds them in the cache."""
     text = "The quick engine answers its requests, one token after the other. " * 40
-    made, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
-    request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=asked((ScriptTurn(text=text),))))
+    constrained_answers, free_answers = (
+        ConstrainedAnswers(grammars, TOKENIZER, EOS, None),
+        Answers(some_words(TOKENIZER), EOS, None),
+    )
+    request = Request(
+        request_id="r", token_ids=[5], params=SamplingParams(constraint=make_constraint((ScriptTurn(text=text),)))
+    )
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := made.next_token(seq, free.next)) != EOS:
+    while (token := constrained_answers.next_token(seq, free_answers.next)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
     assert seq.token_ids[1:] == TOKENIZER.hf.encode(text, add_special_tokens=False).ids
@@ -203,21 +210,24 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
     ],
 )
 def test_a_call_that_a_request_cannot_have_is_words(grammars: Grammars, fields: dict[str, Any]) -> None:
-    assert re.fullmatch(WORDS, say(grammars, asked((ScriptTurn(call="f"),), **fields)))
+    assert re.fullmatch(WORDS, generate_text(grammars, make_constraint((ScriptTurn(call="f"),), **fields)))
 
 
 def test_what_must_be_said_wins_over_the_script(grammars: Grammars) -> None:
     script = (ScriptTurn(text="no"), ScriptTurn(call="f"))
-    forced = {"type": "function", "function": {"name": "g"}}
-    assert read(say(grammars, asked(script, tools=TOOLS, tool_choice=forced)))[1][0][0] == "g"
+    tool_choice = {"type": "function", "function": {"name": "g"}}
+    assert (
+        parse_output(generate_text(grammars, make_constraint(script, tools=TOOLS, tool_choice=tool_choice)))[1][0][0]
+        == "g"
+    )
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}
-    assert say(grammars, asked(script, response_format=form)) == "5"
+    assert generate_text(grammars, make_constraint(script, response_format=form)) == "5"
 
 
 def test_an_answer_that_a_client_has_begun_is_no_turn(grammars: Grammars) -> None:
     talk = [ASK, {"role": "assistant", "content": "It"}]
     fields = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
-    assert say(grammars, asked((ScriptTurn(text=" is"), ScriptTurn(text="no")), **fields)) == " is"
+    assert generate_text(grammars, make_constraint((ScriptTurn(text=" is"), ScriptTurn(text="no")), **fields)) == " is"
 
 
 SPEC = {"prefill_s_per_token": 1e-4, "kv_tokens": 4096}
@@ -226,10 +236,10 @@ SPEC = {"prefill_s_per_token": 1e-4, "kv_tokens": 4096}
 def test_scripts_of_turns_are_read_and_told_to_the_server() -> None:
     script = [{"call": "f", "arguments": {"a": 1}}, {"call": "*"}, {"text": "so"}, {}]
     events = KVEventsConfig(enable_kv_cache_events=False)
-    for given, turns in ((script, 4), ("tools", 2)):
-        assembled = assemble(EngineConfig(simulate=json.dumps({**SPEC, "script": given}), kv_events=events))
-        assert len(assembled.info.script) == turns
-        assembled.close()
+    for script_setting, turns in ((script, 4), ("tools", 2)):
+        assembly = assemble(EngineConfig(simulate=json.dumps({**SPEC, "script": script_setting}), kv_events=events))
+        assert len(assembly.info.script) == turns
+        assembly.close()
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ def ids_of(text: str) -> list[int]:
 
 
 def outputs(ids: list[int], cuts: Sequence[int], reason: FinishReason | None) -> list[SequenceOutput]:
-    made = [
+    new_outputs = [
         SequenceOutput(request_id="r", token_ids=ids[a:b], logprobs=[TokenLogprobs(i, -1.0, 1, []) for i in ids[a:b]])
         for a, b in zip([0, *cuts], [*cuts, len(ids)])
         if a < b
     ] or [SequenceOutput(request_id="r", token_ids=[])]
-    made[-1].finish_reason = reason
-    return made
+    new_outputs[-1].finish_reason = reason
+    return new_outputs
 
 
 def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: FinishReason = FinishReason.LENGTH,
@@ -59,53 +59,53 @@ def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: 
         request, [[1, 2]], id="x", request_prefix="u", model="m", limits=limits, factory=FACTORY, parser_config=plan
     )
     answer = ChatFormatter(generation, request, FACTORY)
-    (choice,), sent = generation.choices, b""
+    (choice,), stream_bytes = generation.choices, b""
     for output in outputs(ids, cuts, reason):
         if choice.finish_reason is None:
-            sent += answer.format_delta(choice, choice.push(output))
-    return generation, answer, sent + answer.format_end()
+            stream_bytes += answer.format_delta(choice, choice.push(output))
+    return generation, answer, stream_bytes + answer.format_end()
 
 
-def whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = FinishReason.LENGTH, prompt: str = "",
+def format_whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = FinishReason.LENGTH, prompt: str = "",
           limits: ModelLimits = LIMITS, **body: Any) -> dict[str, Any]:  # fmt: skip
     _, answer, _ = generate(ids, cuts, body, reason, prompt, limits)
-    found: dict[str, Any] = json.loads(answer.format_response())
-    return found
+    response: dict[str, Any] = json.loads(answer.format_response())
+    return response
 
 
-def streamed(sent: bytes) -> dict[str, Any]:
+def join_stream(stream_bytes: bytes) -> dict[str, Any]:
     """The whole that a client makes of a stream, by the rules of OpenAI's clients."""
-    made: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
-    for event in sent.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]:
+    joined_message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
+    for event in stream_bytes.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]:
         chunk = json.loads(event.removeprefix(b"data: "))
         for choice in chunk["choices"]:
             delta = choice["delta"]
             assert delta.get("reasoning") == delta.get("reasoning_content")
-            made["content"] += delta.get("content") or ""
-            made["reasoning"] += delta.get("reasoning") or ""
+            joined_message["content"] += delta.get("content") or ""
+            joined_message["reasoning"] += delta.get("reasoning") or ""
             calls = delta.get("tool_calls", ())
             assert len({call["index"] for call in calls}) == len(calls)
             for call in calls:
-                if call["index"] == len(made["tool_calls"]):
+                if call["index"] == len(joined_message["tool_calls"]):
                     assert call["id"]
                     assert call["type"] == "function"
-                    made["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                    joined_message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
                 else:
                     assert set(call) == {"index", "function"}
                     assert set(call["function"]) == {"arguments"}
-                made["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-            made["finish_reason"] = choice["finish_reason"] or made["finish_reason"]
-    return made
+                joined_message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            joined_message["finish_reason"] = choice["finish_reason"] or joined_message["finish_reason"]
+    return joined_message
 
 
 def message(answer: dict[str, Any]) -> dict[str, Any]:
     """The same of a whole answer."""
     (choice,) = answer["choices"]
-    told = choice["message"]
+    message_fields = choice["message"]
     return {
-        "content": told["content"] or "",
-        "reasoning": told["reasoning"] or "",
-        "tool_calls": [call["function"] for call in told.get("tool_calls", [])],
+        "content": message_fields["content"] or "",
+        "reasoning": message_fields["reasoning"] or "",
+        "tool_calls": [call["function"] for call in message_fields.get("tool_calls", [])],
         "finish_reason": choice["finish_reason"],
     }
 
@@ -129,13 +129,13 @@ def test_streams_concatenate_to_the_whole_wherever_they_are_cut(text: str, promp
     ids, rng = ids_of(text), random.Random(text)
     for reason in (FinishReason.STOP, FinishReason.LENGTH):
         tokens = [*ids, 3] if reason is FinishReason.STOP else ids
-        wanted = message(whole(tokens, reason=reason, prompt=prompt))
+        expected_message = message(format_whole(tokens, reason=reason, prompt=prompt))
         cuts = [list(range(len(ids))), [], *([rng.randrange(len(ids))] for _ in range(5))]
-        for more in ({}, {"return_token_ids": True}, {"logprobs": True, "top_logprobs": 0}):
+        for options in ({}, {"return_token_ids": True}, {"logprobs": True, "top_logprobs": 0}):
             for cut in cuts:
-                body = {"stream": True, **more}
-                assert streamed(generate(tokens, cut, body, reason, prompt)[2]) == wanted
-                assert message(whole(tokens, cut, reason, prompt, **more)) == wanted
+                body = {"stream": True, **options}
+                assert join_stream(generate(tokens, cut, body, reason, prompt)[2]) == expected_message
+                assert message(format_whole(tokens, cut, reason, prompt, **options)) == expected_message
 
 
 CITY = '{"city": "Säckingen 🙂", "days": 3}'
@@ -157,36 +157,38 @@ def test_each_format_cut_at_every_byte(name: str) -> None:
     ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
     limits = ModelLimits(max_model_len=2000, vocab_size=4096, call_format=name, reasoning_format="qwen3")
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
-    wanted = message(whole(ids, limits=limits, tools=tools))
-    assert json.loads(wanted["tool_calls"][0]["arguments"])["city"] == "Säckingen 🙂"
+    expected_message = message(format_whole(ids, limits=limits, tools=tools))
+    assert json.loads(expected_message["tool_calls"][0]["arguments"])["city"] == "Säckingen 🙂"
     for cut in [*([cut] for cut in range(len(ids))), list(range(len(ids)))]:
-        sent = generate(ids, cut, {"stream": True, "tools": tools}, limits=limits)[2]
-        assert streamed(sent) == wanted, cut
+        stream_bytes = generate(ids, cut, {"stream": True, "tools": tools}, limits=limits)[2]
+        assert join_stream(stream_bytes) == expected_message, cut
 
 
 def test_what_a_thinking_model_that_calls_says() -> None:
-    answer = whole([*ids_of(ANSWERS[0]), 3], reason=FinishReason.STOP)
+    answer = format_whole([*ids_of(ANSWERS[0]), 3], reason=FinishReason.STOP)
     (choice,) = answer["choices"]
-    told = choice["message"]
+    message_fields = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
-    assert (told["reasoning"], told["reasoning_content"]) == ("\nLet me see.\n", "\nLet me see.\n")
-    assert told["content"] == "\n\nI ask."
-    assert [call["function"] for call in told["tool_calls"]] == [{"arguments": '{"zone": "é🙂"}', "name": "now"}] * 2
-    assert len({call["id"] for call in told["tool_calls"]}) == 2
-    assert {call["type"] for call in told["tool_calls"]} == {"function"}
+    assert (message_fields["reasoning"], message_fields["reasoning_content"]) == ("\nLet me see.\n", "\nLet me see.\n")
+    assert message_fields["content"] == "\n\nI ask."
+    assert [call["function"] for call in message_fields["tool_calls"]] == [
+        {"arguments": '{"zone": "é🙂"}', "name": "now"}
+    ] * 2
+    assert len({call["id"] for call in message_fields["tool_calls"]}) == 2
+    assert {call["type"] for call in message_fields["tool_calls"]} == {"function"}
     count = len(ids_of("\nLet me see.\n"))
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
 def test_messages_have_nothing_that_was_not_asked_for() -> None:
     plain = ModelLimits(max_model_len=2000, vocab_size=4096)
-    answer = whole([*ids_of("<think>x</think>" + CALL), 3], reason=FinishReason.STOP, limits=plain)
+    answer = format_whole([*ids_of("<think>x</think>" + CALL), 3], reason=FinishReason.STOP, limits=plain)
     (choice,) = answer["choices"]
     assert set(choice["message"]) == {"role", "content", "refusal"}
     assert choice["message"]["content"] == "<think>x</think>" + CALL
     assert choice["finish_reason"] == "stop"
     assert "completion_tokens_details" not in answer["usage"]
-    only_thought = whole(ids_of("<think>x"))["choices"][0]["message"]
+    only_thought = format_whole(ids_of("<think>x"))["choices"][0]["message"]
     assert (only_thought["content"], only_thought["reasoning"]) == (None, "x")
 
 
@@ -194,56 +196,60 @@ def test_messages_have_nothing_that_was_not_asked_for() -> None:
     "choice", ["none", None, "auto", "required", {"type": "function", "function": {"name": "now"}}]
 )
 def test_tool_choice_decides_whether_calls_are_read(choice: Any) -> None:
-    found = message(whole([*ids_of(CALL), 3], reason=FinishReason.STOP, tool_choice=choice))
+    message_fields = message(format_whole([*ids_of(CALL), 3], reason=FinishReason.STOP, tool_choice=choice))
     if choice == "none":
-        assert found["content"] == CALL
-        assert found["finish_reason"] == "stop"
+        assert message_fields["content"] == CALL
+        assert message_fields["finish_reason"] == "stop"
     else:
-        assert len(found["tool_calls"]) == 1
-        assert found["finish_reason"] == ("stop" if isinstance(choice, dict) else "tool_calls")
-    assert message(whole(ids_of(CALL), tools=None))["content"] == CALL
+        assert len(message_fields["tool_calls"]) == 1
+        assert message_fields["finish_reason"] == ("stop" if isinstance(choice, dict) else "tool_calls")
+    assert message(format_whole(ids_of(CALL), tools=None))["content"] == CALL
 
 
 def test_one_call_is_told_where_more_were_not_wanted() -> None:
     for stream in (False, True):
         body = {"parallel_tool_calls": False, "stream": stream}
-        _, answer, sent = generate(ids_of(CALL + CALL + "."), [3, 9, 30], body)
-        found = streamed(sent) if stream else message(json.loads(answer.format_response()))
-        assert len(found["tool_calls"]) == 1
-        assert found["content"] == "."
+        _, answer, stream_bytes = generate(ids_of(CALL + CALL + "."), [3, 9, 30], body)
+        message_fields = join_stream(stream_bytes) if stream else message(json.loads(answer.format_response()))
+        assert len(message_fields["tool_calls"]) == 1
+        assert message_fields["content"] == "."
 
 
 def test_thoughts_may_be_left_out_and_their_tokens_with_them() -> None:
     body = {"include_reasoning": False, "return_token_ids": True, "logprobs": True}
-    answer = whole(ids_of("<think>secret</think>told"), **body)
+    answer = format_whole(ids_of("<think>secret</think>told"), **body)
     assert "secret" not in json.dumps(answer)
     assert message(answer)["content"] == "told"
-    _, _, sent = generate(ids_of("<think>secret</think>told"), [2, 4], {**body, "stream": True})
-    assert b"secret" not in sent
-    assert b'token_ids":[' not in sent.replace(b"prompt_token_ids", b"")
-    assert streamed(sent)["content"] == "told"
+    _, _, stream_bytes = generate(ids_of("<think>secret</think>told"), [2, 4], {**body, "stream": True})
+    assert b"secret" not in stream_bytes
+    assert b'token_ids":[' not in stream_bytes.replace(b"prompt_token_ids", b"")
+    assert join_stream(stream_bytes)["content"] == "told"
 
 
 def test_stop_strings_are_looked_for_after_the_thought() -> None:
     text = "<think>a stop here</think>no stop here"
     for stream in (False, True):
-        generation, answer, sent = generate(ids_of(text), list(range(40)), {"stop": ["stop"], "stream": stream})
-        found = streamed(sent) if stream else message(json.loads(answer.format_response()))
-        assert (found["reasoning"], found["content"], found["finish_reason"]) == ("a stop here", "no ", "stop")
+        generation, answer, stream_bytes = generate(ids_of(text), list(range(40)), {"stop": ["stop"], "stream": stream})
+        message_fields = join_stream(stream_bytes) if stream else message(json.loads(answer.format_response()))
+        assert (message_fields["reasoning"], message_fields["content"], message_fields["finish_reason"]) == (
+            "a stop here",
+            "no ",
+            "stop",
+        )
         assert generation.choices[0].stop_reason == "stop"
-    assert message(whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
+    assert message(format_whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
 
 
 @pytest.mark.parametrize("stop", ["zone", '"', "}", "\n", "</tool_call>"])
 def test_no_stop_string_leaves_half_a_call(stop: str) -> None:
-    forced: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
+    tool_choices: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
     inside = [] if stop in ('"', "\n") else ["auto"]  # these end an answer where it is not known yet to be a call
-    for choice in [*forced, *inside]:
+    for choice in [*tool_choices, *inside]:
         for cuts in ((), range(1, len(ids_of(CALL)))):
-            found = message(whole(ids_of(CALL), list(cuts), stop=[stop], tool_choice=choice))
-            assert found["tool_calls"] == [{"name": "now", "arguments": '{"zone": "é🙂"}'}], choice
-    said = message(whole(ids_of(CALL + " and zone x"), stop=["zone"]))
-    assert (said["content"], said["finish_reason"]) == (" and ", "tool_calls")
+            call_message = message(format_whole(ids_of(CALL), list(cuts), stop=[stop], tool_choice=choice))
+            assert call_message["tool_calls"] == [{"name": "now", "arguments": '{"zone": "é🙂"}'}], choice
+    stopped_message = message(format_whole(ids_of(CALL + " and zone x"), stop=["zone"]))
+    assert (stopped_message["content"], stopped_message["finish_reason"]) == (" and ", "tool_calls")
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -263,13 +269,13 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     def choice() -> Choice:
         return make_choice(0, SamplingParams(stop=stops), FACTORY, keeps_text=True, parser_config=plan)
 
-    def tell(one: Choice, tokens: list[int]) -> tuple[Any, ...]:
+    def push_tokens(new_choice: Choice, tokens: list[int]) -> tuple[Any, ...]:
         for output in outputs(tokens, list(range(1, len(tokens))), FinishReason.LENGTH):
-            if one.finish_reason is None:
-                one.push(output)
+            if new_choice.finish_reason is None:
+                new_choice.push(output)
         return (
-            one.text, one.reasoning, [(c.name, c.arguments) for c in one.tool_calls], one.finish_reason,
-            one.completion_tokens, one.reasoning_tokens,
+            new_choice.text, new_choice.reasoning, [(c.name, c.arguments) for c in new_choice.tool_calls],
+            new_choice.finish_reason, new_choice.completion_tokens, new_choice.reasoning_tokens,
         )  # fmt: skip
 
     first = choice()
@@ -278,24 +284,24 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
             first.push(SequenceOutput(request_id="r", token_ids=[token]))
     if first.finish_reason is not None:
         return
-    begun = (first.text, first.reasoning, [[c.name, c.arguments] for c in first.tool_calls])
+    first_part = (first.text, first.reasoning, [[c.name, c.arguments] for c in first.tool_calls])
     second = choice()
     second.keeps_text = False
     second.resume(ids[:at])
-    text, thought, calls = begun
+    text, reasoning, calls = first_part
     for output in outputs(ids[at:], list(range(1, len(ids) - at)), FinishReason.LENGTH):
         if second.finish_reason is None:
             piece = second.push(output)
-            text, thought = text + piece.text, thought + piece.reasoning
+            text, reasoning = text + piece.text, reasoning + piece.reasoning
             for call in piece.tool_calls:
                 if call.name is not None:
                     assert call.index == len(calls)
                     calls.append([call.name, ""])
                 calls[call.index][1] += call.arguments
     assert (
-        text, thought, [tuple(call) for call in calls], second.finish_reason, second.completion_tokens,
+        text, reasoning, [tuple(call) for call in calls], second.finish_reason, second.completion_tokens,
         second.reasoning_tokens,
-    ) == tell(choice(), ids)  # fmt: skip
+    ) == push_tokens(choice(), ids)  # fmt: skip
 
 
 def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None:
@@ -312,17 +318,17 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         ids = tokenizer.encode(text).ids
         plan = OutputParserConfig(reasoning_format="mistral", initial_state="before", call_format="mistral")
         for skips in (True, False):
-            one = make_choice(
+            new_choice = make_choice(
                 0, SamplingParams(), factory, keeps_text=True, skip_special_tokens=skips, parser_config=plan
             )
             for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
-                one.push(output)
-            assert [(call.name, call.arguments) for call in one.tool_calls] == [("now", "{}")]
-            assert [len(call.id or "") for call in one.tool_calls] == [9]
+                new_choice.push(output)
+            assert [(call.name, call.arguments) for call in new_choice.tool_calls] == [("now", "{}")]
+            assert [len(call.id or "") for call in new_choice.tool_calls] == [9]
             if skips:
-                assert (one.reasoning, one.text) == ("why", "Well")
+                assert (new_choice.reasoning, new_choice.text) == ("why", "Well")
             else:
-                assert one.text == "<s>[THINK]why[/THINK]Well<s>"
+                assert new_choice.text == "<s>[THINK]why[/THINK]Well<s>"
         plain = make_choice(0, SamplingParams(), factory, keeps_text=True)
         plain.push(outputs(ids, [], FinishReason.LENGTH)[0])
         assert plain.text == "whyWellnow{}"
@@ -332,7 +338,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "continued", "place"),
+    ("name", "prompt", "continued_text", "state"),
     [
         ("qwen3", "<|im_start|>assistant\n", None, "before"), ("qwen3", "assistant\n<think>\n", None, "inside"),
         ("qwen3", "assistant\n<think>\n\n</think>\n\n", None, "after"),
@@ -342,12 +348,12 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         ("qwen3", "What is <think>?<|im_end|>\nassistant\n", None, "before"), ("deepseek_r1", "x", "so", "inside"),
     ],
 )  # fmt: skip
-def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, place: str) -> None:
-    assert initial_state(REASONING_FORMATS[name], prompt, continued) == place
+def test_where_an_answer_begins(name: str, prompt: str, continued_text: str | None, state: str) -> None:
+    assert initial_state(REASONING_FORMATS[name], prompt, continued_text) == state
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "text", "thought", "rest"),
+    ("name", "state", "text", "reasoning", "answer_text"),
     [
         ("qwen3", "before", "<think>a</think>b", "a", "b"),
         ("qwen3", "before", "b<think>a</think>", "", "b<think>a</think>"),
@@ -365,14 +371,14 @@ def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, p
         ("mistral", "before", "\n[THINK]a[/THINK]", "a", ""),
     ],
 )  # fmt: skip
-def test_thoughts_wherever_the_text_is_cut(name: str, place: Any, text: str, thought: str, rest: str) -> None:
+def test_thoughts_wherever_the_text_is_cut(name: str, state: Any, text: str, reasoning: str, answer_text: str) -> None:
     for cut in range(len(text) + 1):
-        one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
-        told = [*map(one.push, [text[:cut], text[cut:]]), one.flush()]
-        assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
-    one = ReasoningParser(REASONING_FORMATS[name], place, ("<tool_call>",))
-    told = [*map(one.push, text), one.flush()]
-    assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
+        parser = ReasoningParser(REASONING_FORMATS[name], state, ("<tool_call>",))
+        outputs = [*map(parser.push, [text[:cut], text[cut:]]), parser.flush()]
+        assert ("".join(t for t, _ in outputs), "".join(r for _, r in outputs)) == (reasoning, answer_text)
+    parser = ReasoningParser(REASONING_FORMATS[name], state, ("<tool_call>",))
+    outputs = [*map(parser.push, text), parser.flush()]
+    assert ("".join(t for t, _ in outputs), "".join(r for _, r in outputs)) == (reasoning, answer_text)
 
 
 def test_the_token_that_ends_a_thought() -> None:
