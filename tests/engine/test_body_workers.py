@@ -51,7 +51,7 @@ def with_reader(use: Callable[[BodyReader], Awaitable[Any]]) -> Any:
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    return importlib.import_module("odd_reading")
+    return importlib.import_module("odd_parsers")
 
 
 @pytest.mark.parametrize(
