@@ -31,15 +31,15 @@ StartEngine = Callable[..., EngineProcess]
 @pytest.fixture
 def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
     """Start `engine serve` with the given flags; stopped at the end of the test."""
-    started: list[EngineProcess] = []
+    processes: list[EngineProcess] = []
 
     def start(*args: str, wait: bool = True) -> EngineProcess:
-        engine = EngineProcess(tmp_path / f"engine-{len(started)}.log", *args)
-        started.append(engine)
+        engine = EngineProcess(tmp_path / f"engine-{len(processes)}.log", *args)
+        processes.append(engine)
         return engine.await_ready() if wait else engine
 
     yield start
-    for engine in started:
+    for engine in processes:
         engine.close()
 
 
@@ -57,9 +57,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
     """Two `engine serve` with the built-in model, called m, shared by the tests of a module."""
     folder = tmp_path_factory.mktemp("engines")
-    started = [EngineProcess(folder / f"engine-{i}.log", "--served-model-name", "m") for i in range(2)]
+    processes = [EngineProcess(folder / f"engine-{i}.log", "--served-model-name", "m") for i in range(2)]
     try:
-        yield [engine.await_ready() for engine in started]
+        yield [engine.await_ready() for engine in processes]
     finally:
-        for engine in started:
+        for engine in processes:
             engine.close()

@@ -22,15 +22,15 @@ ADMIN_KEY = os.environ.setdefault("ROUTER_ADMIN_API_KEY", "the tests' own")
 T = TypeVar("T", bound="Program")
 
 
-def until(probe: Callable[[], Any], what: Callable[[], object] | str, seconds: float = 30.0) -> Any:
+def wait_until(probe: Callable[[], Any], description: Callable[[], object] | str, seconds: float = 30.0) -> Any:
     """The first true answer of `probe`; after so long without one, a failure that says `what`."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        found = probe()
-        if found:
-            return found
+        value = probe()
+        if value:
+            return value
         time.sleep(0.02)
-    raise AssertionError(f"not within {seconds:g} s: {what if isinstance(what, str) else what()}")
+    raise AssertionError(f"not within {seconds:g} s: {description if isinstance(description, str) else description()}")
 
 
 def call(url: str, body: Any = None, method: str | None = None) -> tuple[int, dict[str, str], Any]:
@@ -59,10 +59,10 @@ class Program:
     def await_ready(self: T) -> T:
         def address() -> str | None:
             assert self.process.poll() is None, f"{self.args} ended:\n{self.log()}"
-            found = re.search(r"^(?:ready +|router listening on )(https?://\S+)$", self.log(), re.MULTILINE)
-            return found.group(1) if found else None
+            match = re.search(r"^(?:ready +|router listening on )(https?://\S+)$", self.log(), re.MULTILINE)
+            return match.group(1) if match else None
 
-        self.url = until(address, lambda: f"{self.args} is ready:\n{self.log()}", START_S_MAX)
+        self.url = wait_until(address, lambda: f"{self.args} is ready:\n{self.log()}", START_S_MAX)
         return self
 
     def log(self) -> str:
@@ -93,17 +93,19 @@ def two_engines_and_a_router(
     folder: Path, *engine: str, router_flags: Sequence[str] = ()
 ) -> Iterator[tuple[list[Program], Program]]:
     """Two of `engine`, a command, and a router before them that sends them requests; logs in the folder."""
-    started: list[Program] = []
+    programs: list[Program] = []
     try:
         for i in range(2):
-            started.append(Program(folder / f"e{i}.log", *engine))
-        engines = list(started)
-        urls = [one.await_ready().url for one in engines]
+            programs.append(Program(folder / f"e{i}.log", *engine))
+        engines = list(programs)
+        urls = [started_engine.await_ready().url for started_engine in engines]
         router = Program(folder / "router.log", "router", "run", "--port", "0", *router_flags, *urls)
-        started.append(router)
+        programs.append(router)
         router.await_ready()
-        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
+        wait_until(
+            lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers"
+        )
         yield engines, router
     finally:
-        for program in started:
+        for program in programs:
             program.close()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import Program, call, two_engines_and_a_router, until
+from programs import Program, call, two_engines_and_a_router, wait_until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"
 SPEC = {"prefill_s_per_token": 1e-6, "step_s": 0.001, "kv_tokens": 1 << 18, "max_model_len": 131072}
@@ -31,14 +31,14 @@ SAID = "Done with it."
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
 
-def installed(name: str) -> str | None:
+def find_program(name: str) -> str | None:
     """Where a program is."""
     return shutil.which(name, path=os.environ.get("AGENT_PROGRAMS") or os.environ["PATH"])
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    if not any(map(installed, ("claude", "codex", "opencode"))):
+    if not any(map(find_program, ("claude", "codex", "opencode"))):
         pytest.skip("no agent is installed")
     folder = tmp_path_factory.mktemp("agents")
     (folder / "script.txt").write_text(SAID)
@@ -59,48 +59,50 @@ class Agent:
     """One of the programs, with a home and a project of its own."""
 
     def __init__(self, name: str, folder: Path, router: Program) -> None:
-        found = installed(name)
-        if found is None:
+        program_path = find_program(name)
+        if program_path is None:
             pytest.skip(f"{name} is not installed")
-        self._program, self._router = found, router
+        self._program, self._router = program_path, router
         self.home, self.project = folder / "home", folder / "project"
         self.home.mkdir()
         self.project.mkdir()
-        path = f"{Path(found).parent}:{os.environ['PATH']}"
+        path = f"{Path(program_path).parent}:{os.environ['PATH']}"
         self.environment = {"HOME": str(self.home), "PATH": path, "TERM": "dumb"}
 
-    def ask(self, *args: str) -> list[tuple[str, int]]:
+    def run_prompt(self, *args: str) -> list[tuple[str, int]]:
         """Run the program once; of each request that it made, (why something was not cached, tokens cached)."""
         before = len(REQUEST.findall(self._router.log()))
-        done = subprocess.run(
+        process = subprocess.run(
             [self._program, *args], cwd=self.project, env=self.environment, stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=240,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert SAID in done.stdout, done.stdout + done.stderr
-        requests = until(lambda: REQUEST.findall(self._router.log())[before:], "a request is logged")
-        for _, outcome, predicted, reported in requests:
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert SAID in process.stdout, process.stdout + process.stderr
+        requests = wait_until(lambda: REQUEST.findall(self._router.log())[before:], "a request is logged")
+        for _, outcome, predicted_tokens, reported_tokens in requests:
             assert outcome == "status_200"
-            assert predicted == reported
+            assert predicted_tokens == reported_tokens
         reasons = [call(f"{self._router.url}/requests/{name}")[2]["reason"] for name, *_ in requests]
-        return [(reason, int(reported)) for reason, (*_, reported) in zip(reasons, requests)]
+        return [(reason, int(reported_tokens)) for reason, (*_, reported_tokens) in zip(reasons, requests)]
 
 
 def goes_on(requests: list[tuple[str, int]]) -> None:
     """The turn found the one before; a title beside it is no edit."""
-    assert max(cached for _, cached in requests) > 1000
+    assert max(cached_tokens for _, cached_tokens in requests) > 1000
     assert {reason for reason, _ in requests} <= {"new_text", "new_session", "partial_block", "cached_elsewhere"}
 
 
 @pytest.mark.parametrize("names_a_model", [True, False], ids=["named", "by-alias"])
 def test_claude_code(router: Program, tmp_path: Path, names_a_model: bool) -> None:
     agent = Agent("claude", tmp_path, router)
-    given = dict(word.split("=", 1) for word in shlex.split(find(r"^(ANTHROPIC_\S[^\n]*) claude$", router)))
-    assert {"ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"} <= set(given)
-    agent.environment |= {name: text for name, text in given.items() if names_a_model or text != "m"}
+    documented_settings = dict(
+        word.split("=", 1) for word in shlex.split(find(r"^(ANTHROPIC_\S[^\n]*) claude$", router))
+    )
+    assert {"ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"} <= set(documented_settings)
+    agent.environment |= {name: text for name, text in documented_settings.items() if names_a_model or text != "m"}
     agent.environment |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
-    agent.ask("-p", "Do it.")
-    goes_on(agent.ask("-c", "-p", "Do it again."))
+    agent.run_prompt("-p", "Do it.")
+    goes_on(agent.run_prompt("-c", "-p", "Do it again."))
 
 
 def test_codex(router: Program, tmp_path: Path) -> None:
@@ -108,13 +110,13 @@ def test_codex(router: Program, tmp_path: Path) -> None:
     (agent.home / ".codex").mkdir()
     (agent.home / ".codex" / "config.toml").write_text(find(r"^```toml\n(.*?)^```", router))
     agent.environment["BLOCKCAST_KEY"] = "KEY"
-    agent.ask("exec", "--skip-git-repo-check", "Do it.")
-    goes_on(agent.ask("exec", "resume", "--last", "--skip-git-repo-check", "Do it again."))
+    agent.run_prompt("exec", "--skip-git-repo-check", "Do it.")
+    goes_on(agent.run_prompt("exec", "resume", "--last", "--skip-git-repo-check", "Do it again."))
 
 
 def test_opencode(router: Program, tmp_path: Path) -> None:
     agent = Agent("opencode", tmp_path, router)
     settings = json.loads(find(r"^```json\n(.*?)^```", router))
     (agent.project / "opencode.json").write_text(json.dumps({**settings, "autoupdate": False, "share": "disabled"}))
-    agent.ask("run", "Do it.")
-    goes_on(agent.ask("run", "-c", "Do it again."))
+    agent.run_prompt("run", "Do it.")
+    goes_on(agent.run_prompt("run", "-c", "Do it again."))

@@ -94,7 +94,7 @@ class Turn:
     """Tokens, as the engine reports them."""
 
     prompt: int
-    cached: int
+    cached_tokens: int
     completion: int
     reusable: int = 0
     asks: bool = False
@@ -128,31 +128,31 @@ class Session:
     def play(self, turns: int, results: Iterator[str]) -> None:
         for number in range(turns):
             asks = number % (TOOLS_A_QUESTION + 1) == 0
-            self.bring({call: next(results) for call, _ in self.calls}, f"Question {number}?" if asks else None)
-            made = self.ask(stream=number % 2 == 1, seed=number)
-            made.asks = asks
+            self.add_messages({call: next(results) for call, _ in self.calls}, f"Question {number}?" if asks else None)
+            new_turn = self.request_turn(stream=number % 2 == 1, seed=number)
+            new_turn.asks = asks
             if self.turns:
                 last = self.turns[-1]
-                made.reusable = last.prompt + last.completion - 1
+                new_turn.reusable = last.prompt + last.completion - 1
                 if asks:  # the thoughts since the last question go
-                    made.reusable = next(turn for turn in reversed(self.turns) if turn.asks).prompt
-            self.turns.append(made)
+                    new_turn.reusable = next(turn for turn in reversed(self.turns) if turn.asks).prompt
+            self.turns.append(new_turn)
 
-    def bring(self, results: dict[str, str], question: str | None) -> None:
+    def add_messages(self, results: dict[str, str], question: str | None) -> None:
         raise NotImplementedError
 
-    def ask(self, *, stream: bool, seed: int) -> Turn:
+    def request_turn(self, *, stream: bool, seed: int) -> Turn:
         raise NotImplementedError
 
 
 class Anthropic(Session):
-    def bring(self, results: dict[str, str], question: str | None) -> None:
+    def add_messages(self, results: dict[str, str], question: str | None) -> None:
         blocks: list[Any] = [{"type": "tool_result", "tool_use_id": c, "content": text} for c, text in results.items()]
         if question is not None:
             blocks.append({"type": "text", "text": question})
         self.messages.append({"role": "user", "content": blocks})
 
-    def ask(self, *, stream: bool, seed: int) -> Turn:
+    def request_turn(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
             {"name": name, "description": name, "input_schema": _schema(fields)} for name, fields in TOOLS.items()
         ]
@@ -164,24 +164,24 @@ class Anthropic(Session):
         with anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0) as client:
             if stream:
                 with client.messages.stream(**body) as events:
-                    said = events.get_final_message()
+                    message = events.get_final_message()
             else:
-                said = client.messages.create(**body)
-        assert said.stop_reason == "tool_use", said
-        content = [block.model_dump(exclude_none=True) for block in said.content]
+                message = client.messages.create(**body)
+        assert message.stop_reason == "tool_use", message
+        content = [block.model_dump(exclude_none=True) for block in message.content]
         self.messages.append({"role": "assistant", "content": content})
         self.calls = [(block["id"], block["name"]) for block in content if block["type"] == "tool_use"]
-        cached = said.usage.cache_read_input_tokens or 0
-        return Turn(said.usage.input_tokens + cached, cached, said.usage.output_tokens)
+        cached_tokens = message.usage.cache_read_input_tokens or 0
+        return Turn(message.usage.input_tokens + cached_tokens, cached_tokens, message.usage.output_tokens)
 
 
 class OpenAi(Session):
-    def bring(self, results: dict[str, str], question: str | None) -> None:
+    def add_messages(self, results: dict[str, str], question: str | None) -> None:
         self.messages += [{"role": "tool", "tool_call_id": call, "content": text} for call, text in results.items()]
         if question is not None:
             self.messages.append({"role": "user", "content": question})
 
-    def ask(self, *, stream: bool, seed: int) -> Turn:
+    def request_turn(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
             {"type": "function", "function": {"name": name, "parameters": _schema(fields)}}
             for name, fields in TOOLS.items()
@@ -198,22 +198,22 @@ class OpenAi(Session):
                 answer = client.chat.completions.create(**body)
         choice = answer.choices[0]
         assert choice.finish_reason == "tool_calls", answer
-        said = choice.message.model_dump(exclude_none=True)
-        self.messages.append(said)
-        self.calls = [(call["id"], call["function"]["name"]) for call in said["tool_calls"]]
-        cached = answer.usage.prompt_tokens_details.cached_tokens
-        return Turn(answer.usage.prompt_tokens, cached, answer.usage.completion_tokens)
+        message = choice.message.model_dump(exclude_none=True)
+        self.messages.append(message)
+        self.calls = [(call["id"], call["function"]["name"]) for call in message["tool_calls"]]
+        cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+        return Turn(answer.usage.prompt_tokens, cached_tokens, answer.usage.completion_tokens)
 
 
 class Responses(Session):
-    def bring(self, results: dict[str, str], question: str | None) -> None:
+    def add_messages(self, results: dict[str, str], question: str | None) -> None:
         self.messages += [
             {"type": "function_call_output", "call_id": call, "output": text} for call, text in results.items()
         ]
         if question is not None:
             self.messages.append({"role": "user", "content": question})
 
-    def ask(self, *, stream: bool, seed: int) -> Turn:
+    def request_turn(self, *, stream: bool, seed: int) -> Turn:
         tools: Any = [
             {"type": "function", "name": name, "parameters": _schema(fields)} for name, fields in TOOLS.items()
         ]
@@ -245,9 +245,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     template, script = folder / "template.jinja", folder / "script.txt"
     template.write_text(TEMPLATE)
     script.write_text("\n".join(SCRIPT))
-    more = ("--chat-template", str(template), "--reasoning-parser", "qwen3",
+    extra_flags = ("--chat-template", str(template), "--reasoning-parser", "qwen3",
             "--simulate", json.dumps({**SPEC, "script": str(script)}))  # fmt: skip
-    flags = ("--port", "0", "--served-model-name", "m", "--log-level", "warning", *more)
+    flags = ("--port", "0", "--served-model-name", "m", "--log-level", "warning", *extra_flags)
     with serve_engine(folder / "engine.log", *flags) as program:
         yield program.await_line()
 
@@ -268,10 +268,13 @@ def test_every_block_that_could_be_reused_is(url: str, case: str, client: str) -
     session = SESSIONS[client](url, case, f"{client}, {case}: {system}")
     session.play(TURNS, results)
     turns = session.turns[1:]
-    reusable, cached = sum(turn.reusable for turn in turns), sum(min(turn.cached, turn.reusable) for turn in turns)
+    reusable, cached_tokens = (
+        sum(turn.reusable for turn in turns),
+        sum(min(turn.cached_tokens, turn.reusable) for turn in turns),
+    )
     blocks = [turn.reusable // BLOCK * BLOCK for turn in turns]
     if case == "changing":
-        assert cached / reusable < 0.05
+        assert cached_tokens / reusable < 0.05
     else:
-        assert sum(map(min, (turn.cached for turn in turns), blocks)) == sum(blocks)
-        assert cached / reusable > 0.99
+        assert sum(map(min, (turn.cached_tokens for turn in turns), blocks)) == sum(blocks)
+        assert cached_tokens / reusable > 0.99

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from programs import Program, call, two_engines_and_a_router, until
+from programs import Program, call, two_engines_and_a_router, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -40,8 +40,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Prog
 
 
 def run_tool(name: str, arguments: str) -> str:
-    given = json.loads(arguments)
-    return {"get_weather": lambda: f"sunny in {given['city']}", "now": lambda: "noon"}[name]()
+    parsed_arguments = json.loads(arguments)
+    return {"get_weather": lambda: f"sunny in {parsed_arguments['city']}", "now": lambda: "noon"}[name]()
 
 
 def loop(client: openai.OpenAI, question: str, *, stream: bool, turns_max: int = 6) -> list[Any]:
@@ -55,18 +55,18 @@ def loop(client: openai.OpenAI, question: str, *, stream: bool, turns_max: int =
             choice = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, max_tokens=200).choices[
                 0
             ]
-        said = choice.message
-        assert (choice.finish_reason == "tool_calls") == bool(said.tool_calls)
-        messages.append(said.model_dump(exclude_none=True))
-        if not said.tool_calls:
+        message = choice.message
+        assert (choice.finish_reason == "tool_calls") == bool(message.tool_calls)
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
             break
-        for one in said.tool_calls:
-            result = run_tool(one.function.name, one.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+        for tool_call in message.tool_calls:
+            result = run_tool(tool_call.function.name, tool_call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": result})
     return messages
 
 
-def shown(messages: list[Any]) -> list[Any]:
+def rendered_messages(messages: list[Any]) -> list[Any]:
     """Without what is chance's, a call's id, and what only one of the two ways gives."""
     return [
         (m["role"], m.get("content") or None, m.get("reasoning"), m.get("reasoning_content"),
@@ -81,14 +81,16 @@ def test_the_official_clients_tool_loop(agents: tuple[list[Program], Program]) -
         openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=60)
         for program in (engines[0], router)
     ]
-    said: set[Any] = set()
+    assistant_turns: set[Any] = set()
     for number in range(12):
         talks = [
-            shown(loop(client, f"Question {number}?", stream=stream)) for client in clients for stream in (False, True)
+            rendered_messages(loop(client, f"Question {number}?", stream=stream))
+            for client in clients
+            for stream in (False, True)
         ]
         assert all(talk == talks[0] for talk in talks), talks
-        said |= {
-            (content, thought, tuple(calls)) for role, content, _, thought, calls in talks[0] if role == "assistant"
+        assistant_turns |= {
+            (content, reasoning, tuple(calls)) for role, content, _, reasoning, calls in talks[0] if role == "assistant"
         }
     weather, now = ("get_weather", '{"city": "Rome"}'), ("now", "{}")
     assert {
@@ -96,7 +98,7 @@ def test_the_official_clients_tool_loop(agents: tuple[list[Program], Program]) -
         ("Both at once.", None, (("get_weather", '{"city": "Bonn"}'), now)),
         ("It is sunny.", "I know it all.", ()),
         ("It rains <tool_call> nowhere.", None, ()),
-    } == said
+    } == assistant_turns
     for client in clients:
         client.close()
 
@@ -105,38 +107,38 @@ def test_turns_with_calls_are_routed_to_the_token(agents: tuple[list[Program], P
     """What the router predicts of each turn's hits is what the engine reports."""
     engines, router = agents
 
-    def settled() -> bool:
+    def has_settled() -> bool:
         """The router has applied what the engines have published."""
         workers = call(f"{router.url}/workers")[2]["workers"]
         seqs = {w["worker_id"]: s["last_seq"] for w in workers for s in w["events"]["streams"]}
         for engine in engines:
-            published = metric(engine, "engine:kv_event_batches_total")
+            published_batches = metric(engine, "engine:kv_event_batches_total")
             seq = seqs[engine.url.removeprefix("http://")]
-            if (0 if seq is None else seq + 1) != published:
+            if (0 if seq is None else seq + 1) != published_batches:
                 return False
         return True
 
-    turns = called = 0
+    turns = call_count = 0
     for number in range(6):
         messages: list[Any] = [{"role": "user", "content": f"A long question {number}? " * 12}]
         for _ in range(5):
-            until(settled, "the router has applied what was published")
+            wait_until(has_settled, "the router has applied what was published")
             body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 200, "reasoning_effort": "low"}
             status, headers, answer = call(f"{router.url}/v1/chat/completions", body)
             assert status == 200, answer
-            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
-            assert cached > 0 or len(messages) == 1
+            cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached_tokens
+            assert cached_tokens > 0 or len(messages) == 1
             turns += 1
-            said = answer["choices"][0]["message"]
-            messages.append(said)
-            if not said.get("tool_calls"):
+            message = answer["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
                 break
-            called += 1
-            for one in said["tool_calls"]:
-                result = run_tool(one["function"]["name"], one["function"]["arguments"])
-                messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
-    assert turns > called > 3
+            call_count += 1
+            for tool_call in message["tool_calls"]:
+                result = run_tool(tool_call["function"]["name"], tool_call["function"]["arguments"])
+                messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": result})
+    assert turns > call_count > 3
 
 
 def stream_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -147,14 +149,14 @@ def stream_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(event[6:]) for event in events if event.startswith("data: {")]
 
 
-def told(chunks: list[dict[str, Any]]) -> tuple[Any, ...]:
+def join_stream(chunks: list[dict[str, Any]]) -> tuple[Any, ...]:
     """What the events say together, however the tokens came in them: ids of calls are chance's."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if "role" not in choice["delta"]]
     calls: dict[int, list[str]] = {}
     for piece in (piece for choice in choices for piece in choice["delta"].get("tool_calls", ())):
-        one = calls.setdefault(piece["index"], ["", ""])
-        one[0] += piece["function"].get("name", "")
-        one[1] += piece["function"]["arguments"]
+        call_parts = calls.setdefault(piece["index"], ["", ""])
+        call_parts[0] += piece["function"].get("name", "")
+        call_parts[1] += piece["function"]["arguments"]
     return (
         "".join(choice["delta"].get("content", "") for choice in choices),
         "".join(choice["delta"].get("reasoning", "") for choice in choices),
@@ -168,15 +170,15 @@ def test_a_stream_goes_on_elsewhere_from_any_token(agents: tuple[list[Program], 
     (first, second), _ = agents
     for number in range(6):
         body = {"messages": [{"role": "user", "content": f"Question {number}?"}], "max_tokens": 200}
-        whole = stream_of(first.url, body)
-        prompt, sent = whole[0]["prompt_token_ids"], list[int]()
-        for at, chunk in enumerate(whole):
-            sent += chunk["choices"][0].get("token_ids", [])
-            if chunk["choices"][0]["finish_reason"] is not None or not sent or at % 4:
+        full_stream = stream_of(first.url, body)
+        prompt, sent_ids = full_stream[0]["prompt_token_ids"], list[int]()
+        for at, chunk in enumerate(full_stream):
+            sent_ids += chunk["choices"][0].get("token_ids", [])
+            if chunk["choices"][0]["finish_reason"] is not None or not sent_ids or at % 4:
                 continue
-            again = {"prompt_token_ids": prompt + sent, "answered_tokens": len(sent)}
-            rest = stream_of(second.url, {**body, "messages": body["messages"][-1:], **again})
-            assert told(rest) == told(whole[at + 1 :]), (number, sent)
+            continuation = {"prompt_token_ids": prompt + sent_ids, "answered_tokens": len(sent_ids)}
+            continued_stream = stream_of(second.url, {**body, "messages": body["messages"][-1:], **continuation})
+            assert join_stream(continued_stream) == join_stream(full_stream[at + 1 :]), (number, sent_ids)
 
 
 def metric(engine: Program, name: str) -> float:

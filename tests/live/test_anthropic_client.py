@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -29,11 +29,11 @@ def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
     program = Program(log, "router", "run", engine.url, "--port", "0", "--api-key", "k1")
     try:
         program.await_ready()
-        until(
+        wait_until(
             lambda: call(f"{program.url}/workers")[2]["workers"][0].get("tokenizer") == {"tiny": "loaded"},
             "a tokenizer",
         )
-        until(lambda: call(f"{program.url}/readyz")[0] == 200, "the cache's view")
+        wait_until(lambda: call(f"{program.url}/readyz")[0] == 200, "the cache's view")
         yield program
     finally:
         program.close()
@@ -46,20 +46,20 @@ def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def ask(client: anthropic.Anthropic, **more: Any) -> anthropic.types.Message:
-    given = {"system": SYSTEM, "messages": TURNS, "tools": TOOLS, "max_tokens": 12, **more}
-    return client.messages.create(model="tiny", extra_body={"temperature": 0}, **given)
+def create_message(client: anthropic.Anthropic, **extra_fields: Any) -> anthropic.types.Message:
+    fields = {"system": SYSTEM, "messages": TURNS, "tools": TOOLS, "max_tokens": 12, **extra_fields}
+    return client.messages.create(model="tiny", extra_body={"temperature": 0}, **fields)
 
 
 def test_a_message(client: anthropic.Anthropic) -> None:
-    answer = ask(client)
+    answer = create_message(client)
     assert answer.type == "message"
     assert answer.role == "assistant"
     assert answer.id.startswith("msg_")
     assert [block.type for block in answer.content] == ["text"]
     assert answer.stop_reason in ("end_turn", "max_tokens")
     assert answer.usage.output_tokens <= 12
-    assert ask(client, max_tokens=1, stop_sequences=["never said"]).usage.output_tokens == 1
+    assert create_message(client, max_tokens=1, stop_sequences=["never said"]).usage.output_tokens == 1
 
 
 def test_a_stream_has_its_events_in_their_order(client: anthropic.Anthropic) -> None:
@@ -77,8 +77,8 @@ def test_a_stream_has_its_events_in_their_order(client: anthropic.Anthropic) -> 
 
 def test_what_was_reused_is_told_and_the_parts_are_the_whole(client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model="tiny", system=SYSTEM, messages=TURNS, tools=TOOLS)
-    ask(client)
-    answer = ask(client, system=[{"type": "text", "text": "x-anthropic-billing-header: 7"},
+    create_message(client)
+    answer = create_message(client, system=[{"type": "text", "text": "x-anthropic-billing-header: 7"},
                                  {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}])  # fmt: skip
     usage = answer.usage
     assert usage.cache_read_input_tokens is not None
@@ -87,14 +87,14 @@ def test_what_was_reused_is_told_and_the_parts_are_the_whole(client: anthropic.A
 
 
 def test_errors_have_the_form_of_this_api(client: anthropic.Anthropic, engine: Any) -> None:
-    with pytest.raises(anthropic.BadRequestError) as refused:
-        ask(client, stop_sequences=[""])
-    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError) as error_info:
+        create_message(client, stop_sequences=[""])
+    assert error_info.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", messages=TURNS, max_tokens=3)
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[1\]"):
-        ask(client, messages=[{"role": "user", "content": [{"type": "text", "text": "?"}, image]}])
+        create_message(client, messages=[{"role": "user", "content": [{"type": "text", "text": "?"}, image]}])
     if str(client.base_url).rstrip("/") != engine.url:
         return
     status, _, body = call(engine.url + "/v1/messages", {"max_tokens": 3, "messages": [{"role": "bob", "content": ""}]})
@@ -108,9 +108,9 @@ def test_the_key_may_come_in_the_header_of_this_api(start_engine: Any) -> None:
     with anthropic.Anthropic(base_url=url, api_key="k1", max_retries=0) as client:
         assert client.messages.count_tokens(model="tiny", messages=TURNS).input_tokens > 0
     wrong = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
-    with wrong, pytest.raises(anthropic.AuthenticationError) as refused:
+    with wrong, pytest.raises(anthropic.AuthenticationError) as error_info:
         wrong.messages.count_tokens(model="tiny", messages=TURNS)
-    assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert error_info.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
 def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
@@ -129,26 +129,26 @@ def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
                 assert answer.usage.cache_read_input_tokens > 0
             blocks = [{"type": "text", "text": block.text} for block in answer.content if block.type == "text"]
             turns += [{"role": "assistant", "content": blocks}, {"role": "user", "content": "And then?"}]
-            until(
+            wait_until(
                 lambda: figures(router)["reported_cached_tokens"] == figures(router)["predicted_cached_tokens"], "equal"
             )
-    _, _, explained = call(
+    _, _, explanation = call(
         f"{router.url}/route?path=%2Fv1%2Fmessages", {"model": "tiny", "messages": turns, "max_tokens": 4}
     )
-    assert explained["tokenized"] is True
+    assert explanation["tokenized"] is True
 
 
 def figures(router: Program) -> dict[str, Any]:
-    found: dict[str, Any] = call(f"{router.url}/workers")[2]["workers"][0]
-    return found
+    worker_row: dict[str, Any] = call(f"{router.url}/workers")[2]["workers"][0]
+    return worker_row
 
 
 def test_the_routers_own_errors_have_the_form_of_this_api(router: Program) -> None:
     wrong = anthropic.Anthropic(base_url=router.url, api_key="no", max_retries=0)
-    with wrong, pytest.raises(anthropic.AuthenticationError) as refused:
+    with wrong, pytest.raises(anthropic.AuthenticationError) as error_info:
         wrong.messages.create(model="tiny", messages=TURNS, max_tokens=3)
-    assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-    known = anthropic.Anthropic(base_url=router.url, api_key="k1", max_retries=0)
-    with known, pytest.raises(anthropic.NotFoundError) as unknown:
-        known.messages.create(model="nobody", messages=TURNS, max_tokens=3)
+    assert error_info.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    authorized_client = anthropic.Anthropic(base_url=router.url, api_key="k1", max_retries=0)
+    with authorized_client, pytest.raises(anthropic.NotFoundError) as unknown:
+        authorized_client.messages.create(model="nobody", messages=TURNS, max_tokens=3)
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

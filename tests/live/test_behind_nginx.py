@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/bin")
 pytestmark = [pytest.mark.live, pytest.mark.long]
@@ -39,10 +39,10 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[list[Any]]:
-    started: list[Any] = []
-    yield started
-    for one in reversed(started):
-        one.close()
+    processes: list[Any] = []
+    yield processes
+    for process in reversed(processes):
+        process.close()
 
 
 class Nginx:
@@ -50,9 +50,9 @@ class Nginx:
 
     def __init__(self, folder: Path, ports: dict[str, int]) -> None:
         (block,) = re.findall(r"^```nginx\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-        for named, port in ports.items():
-            assert named in block
-            block = block.replace(named, str(port))
+        for upstream_name, port in ports.items():
+            assert upstream_name in block
+            block = block.replace(upstream_name, str(port))
         names = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         temporary = "".join(f"{name}_temp_path {folder}/{name};\n" for name in names)
         file = folder / "nginx.conf"
@@ -85,7 +85,7 @@ def test_both_are_restarted_one_after_the_other(tmp_path: Path, programs: list[A
         (other,) = loads.keys() - {name}
         flags = ["--port", str(ports[name]), "--peer-bind", loads[name], "--peer", loads[other]]
         router = start(log, "router", "run", *urls, *flags)
-        until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
+        wait_until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
         assert call(router.url + "/health")[2]["workers_up"] == 2
         return router
 
@@ -94,25 +94,25 @@ def test_both_are_restarted_one_after_the_other(tmp_path: Path, programs: list[A
     if front == "nginx":
         programs.append(Nginx(tmp_path, ports))
         urls_asked = [f"http://127.0.0.1:{ports['8090']}"]
-        until(lambda: listens(ports["8090"]), "nginx listens")
+        wait_until(lambda: listens(ports["8090"]), "nginx listens")
     faults: list[str] = []
 
-    async def ask(session: aiohttp.ClientSession, number: int) -> None:
+    async def send_request(session: aiohttp.ClientSession, number: int) -> None:
         stream = number % 2 == 0
         body = {"model": "m", "prompt": f"{number % 7} asks again and again " * 20, "max_tokens": 20, "stream": stream}
         first = number % len(urls_asked)
-        left = urls_asked[first:] + urls_asked[:first]
-        while left:
-            url, begun = left.pop(0), False
+        remaining_urls = urls_asked[first:] + urls_asked[:first]
+        while remaining_urls:
+            url, has_begun = remaining_urls.pop(0), False
             try:
                 async with session.post(url + "/v1/completions", json=body | {"ignore_eos": True}) as answer:
-                    begun = True
+                    has_begun = True
                     text = await answer.text()
                     if answer.status != 200 or (stream and not text.strip().endswith("data: [DONE]")):
                         faults.append(f"{number}: {answer.status} {text[-200:]}")
                     return
             except (aiohttp.ClientError, OSError) as error:
-                if begun or not left:  # no answer has begun: the other router may be asked
+                if has_begun or not remaining_urls:  # no answer has begun: the other router may be asked
                     faults.append(f"{number}: {error!r}")
                     return
 
@@ -122,7 +122,7 @@ def test_both_are_restarted_one_after_the_other(tmp_path: Path, programs: list[A
         async def load(session: aiohttp.ClientSession) -> int:
             tasks: list[asyncio.Task[None]] = []
             while not over.is_set():
-                tasks.append(asyncio.create_task(ask(session, len(tasks))))
+                tasks.append(asyncio.create_task(send_request(session, len(tasks))))
                 await asyncio.sleep(1 / RATE)
             await asyncio.gather(*tasks)
             return len(tasks)
@@ -139,6 +139,6 @@ def test_both_are_restarted_one_after_the_other(tmp_path: Path, programs: list[A
                 over.set()
             return await loading
 
-    asked = asyncio.run(scenario())
-    assert faults == [], f"{len(faults)} of {asked}"
-    assert asked > RATE
+    requests = asyncio.run(scenario())
+    assert faults == [], f"{len(faults)} of {requests}"
+    assert requests > RATE

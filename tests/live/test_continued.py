@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
@@ -34,13 +34,13 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def ask(number: int) -> tuple[str, dict[str, Any]]:
+def make_request(number: int) -> tuple[str, dict[str, Any]]:
     """(path, body) of one of the streams: chats and completions in turns, of all kinds."""
-    common = {"stream": True, "max_tokens": TOKENS, "ignore_eos": True, **KINDS[number // 2 % len(KINDS)]}
+    common_fields = {"stream": True, "max_tokens": TOKENS, "ignore_eos": True, **KINDS[number // 2 % len(KINDS)]}
     text = f"Stream {number}: tell me all about the number {number * 7919}. " * 3
     if number % 2:
-        return "/v1/completions", {"prompt": text, **common}
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **common}
+        return "/v1/completions", {"prompt": text, **common_fields}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **common_fields}
 
 
 class Stream(threading.Thread):
@@ -48,7 +48,7 @@ class Stream(threading.Thread):
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__(daemon=True)
-        self.path, self.body = ask(number)
+        self.path, self.body = make_request(number)
         self._to = urlsplit(url)
         self.worker = ""
         self.events: list[Any] = []
@@ -69,7 +69,7 @@ class Stream(threading.Thread):
                     self.events.append("DONE" if data == b"[DONE]" else json.loads(data))
         self.cut = self.events[-1:] != ["DONE"]
 
-    def told(self) -> tuple[str, Any, Any]:
+    def summary(self) -> tuple[str, Any, Any]:
         """(text, why it ended, its token counts where they were asked for)."""
         events = [event for event in self.events if event != "DONE"]
         assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
@@ -89,11 +89,11 @@ def is_a_tie(url: str, stream: Stream) -> bool:
     other, the rounding of a step decides, and that depends on what else is in the step."""
     rng = random.Random(0)
     for _ in range(16):
-        again = Stream(url, 0)
+        second_stream = Stream(url, 0)
         bias = {str(token): rng.choice((-HAIR, HAIR)) for token in range(2048)}
-        again.path, again.body = stream.path, {**stream.body, "logit_bias": bias}
-        again.run()
-        if again.told() == stream.told():
+        second_stream.path, second_stream.body = stream.path, {**stream.body, "logit_bias": bias}
+        second_stream.run()
+        if second_stream.summary() == stream.summary():
             return True
     return False
 
@@ -102,17 +102,19 @@ def is_a_tie(url: str, stream: Stream) -> bool:
 def cluster(tmp_path: Path) -> Iterator[tuple[list[Program], Program]]:
     flags = ("engine", "serve", "--port", "0", "--served-model-name", "m")
     engines = [Program(tmp_path / f"e{i}.log", *flags) for i in range(3)]
-    started = list(engines)
+    programs = list(engines)
     try:
         urls = [engine.await_ready().url for engine in engines]
         flags = ("router", "run", "--port", "0", "--policy", "round_robin", "--set", "health.stalled_s=2")
         router = Program(tmp_path / "router.log", *flags, *urls)
-        started.append(router)
+        programs.append(router)
         router.await_ready()
-        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 3, "three workers")
+        wait_until(
+            lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 3, "three workers"
+        )
         yield engines, router
     finally:
-        for program in started:
+        for program in programs:
             program.close()
 
 
@@ -127,54 +129,54 @@ def test_fifty_streams_and_one_of_three_engines_killed(
     cluster: tuple[list[Program], Program], record_property: Any
 ) -> None:
     engines, router = cluster
-    whole = [Stream(engines[2].url, number) for number in range(STREAMS)]
-    for stream in whole:
+    reference_streams = [Stream(engines[2].url, number) for number in range(STREAMS)]
+    for stream in reference_streams:
         stream.start()
-    for stream in whole:
+    for stream in reference_streams:
         stream.join()
-    assert not any(stream.cut for stream in whole)
+    assert not any(stream.cut for stream in reference_streams)
 
     streams = [Stream(router.url, number) for number in range(STREAMS)]
     for stream in streams:
         stream.start()
     victim = engines[0]
     name = urlsplit(victim.url).netloc
-    until(lambda: all(len(s.events) > 5 for s in streams), "every stream has begun", 60)
+    wait_until(lambda: all(len(s.events) > 5 for s in streams), "every stream has begun", 60)
     hit = [s for s in streams if s.worker == name and s.is_alive()]
     kill(victim)
     killed_s = time.monotonic()
     for stream in streams:
         stream.join()
     wrong = [
-        (number, s in hit, s.told(), w.told())
-        for number, (s, w) in enumerate(zip(streams, whole))
-        if not s.cut and s.told() != w.told()
+        (number, s in hit, s.summary(), w.summary())
+        for number, (s, w) in enumerate(zip(streams, reference_streams))
+        if not s.cut and s.summary() != w.summary()
     ]
     # Sampled ones may differ without any fault: a step's logits depend a little on what else is in it.
-    sampled = [one for one in wrong if streams[one[0]].body["temperature"]]
-    wrong = [one for one in wrong if one not in sampled]
-    ties = [one for one in wrong if is_a_tie(engines[2].url, streams[one[0]])]
-    wrong = [one for one in wrong if one not in ties]
+    sampled_mismatches = [mismatch for mismatch in wrong if streams[mismatch[0]].body["temperature"]]
+    wrong = [mismatch for mismatch in wrong if mismatch not in sampled_mismatches]
+    ties = [mismatch for mismatch in wrong if is_a_tie(engines[2].url, streams[mismatch[0]])]
+    wrong = [mismatch for mismatch in wrong if mismatch not in ties]
     gaps = [max(b - a for a, b in zip(s.times, s.times[1:]) if b >= killed_s) for s in hit]
     with urllib.request.urlopen(router.url + "/metrics", timeout=10) as answer:
-        found = re.findall(r'broken_streams_total\{outcome="(\w+)"\} (\d+)', answer.read().decode())
+        outcomes = re.findall(r'broken_streams_total\{outcome="(\w+)"\} (\d+)', answer.read().decode())
     figures = {
         "streams": STREAMS,
         "at the worker that was killed": len(hit),
         "cut": sum(s.cut for s in streams),
         "wrong": len(wrong),
-        "sampled otherwise": len(sampled),
+        "sampled otherwise": len(sampled_mismatches),
         "ties": len(ties),
         "gap_s median": round(sorted(gaps)[len(gaps) // 2], 3),
         "gap_s max": round(max(gaps), 3),
-        "router": {outcome: int(count) for outcome, count in found},
+        "router": {outcome: int(count) for outcome, count in outcomes},
     }
     print(json.dumps(figures))
     record_property("figures", figures)
     assert wrong == []
     assert len(hit) >= 10
     assert not any(s.cut for s in streams)
-    assert Counter({o: int(n) for o, n in found})["continued"] >= len(hit)
+    assert Counter({o: int(n) for o, n in outcomes})["continued"] >= len(hit)
     assert "was continued" in router.log()
 
 
@@ -187,7 +189,7 @@ def test_a_core_that_is_stopped_is_told_and_goes_on(cluster: tuple[list[Program]
         stream.body["max_tokens"] = 600
         stream.body.pop("stop", None)
         stream.start()
-    until(lambda: all(len(s.events) > 5 for s in streams), "every stream has begun", 60)
+    wait_until(lambda: all(len(s.events) > 5 for s in streams), "every stream has begun", 60)
 
     def alarms() -> dict[str, list[str]]:
         return {row["worker_id"]: row["alarms"] for row in call(router.url + "/workers")[2]["workers"]}
@@ -195,12 +197,12 @@ def test_a_core_that_is_stopped_is_told_and_goes_on(cluster: tuple[list[Program]
     name = urlsplit(engines[0].url).netloc
     os.kill(core, signal.SIGSTOP)
     try:
-        found = until(lambda: (told := alarms())[name] and told, "the alarm")
+        raised_alarms = wait_until(lambda: (current_alarms := alarms())[name] and current_alarms, "the alarm")
     finally:
         os.kill(core, signal.SIGCONT)
-    assert [len(told) for told in found.values()].count(0) == 2
-    assert found[name][0].startswith("stalled")
-    until(lambda: not alarms()[name], "it moves again")
+    assert [len(current_alarms) for current_alarms in raised_alarms.values()].count(0) == 2
+    assert raised_alarms[name][0].startswith("stalled")
+    wait_until(lambda: not alarms()[name], "it moves again")
     for stream in streams:
         stream.join()
     assert not any(stream.cut for stream in streams)

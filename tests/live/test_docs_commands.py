@@ -101,16 +101,16 @@ class Session:
         elif program == "envoy":
             self._serve_envoy(words)
         elif program == "fleet":  # run for real by test_docs_fleet.py
-            (name, *rest) = words[1:]
-            fleet.commands[name].make_context(name, rest)
+            (name, *arguments) = words[1:]
+            fleet.commands[name].make_context(name, arguments)
         elif program == "ray":
             assert words[1] in ("start", "stop", "job"), words
         elif words[:3] == ["kubectl", "apply", "-f"]:
             assert list(yaml.safe_load_all((ROOT / words[3]).read_text()))
         elif program == "curl":
-            self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._mapped(words[1:])])
+            self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._map_words(words[1:])])
         elif program == "kv_subscriber":
-            command = [sys.executable, "-m", "events.kv_subscriber", *self._mapped(words[1:])]
+            command = [sys.executable, "-m", "events.kv_subscriber", *self._map_words(words[1:])]
             self._check(["timeout", "--preserve-status", "-s", "INT", WATCH_S, *command])
         elif program in ("scripts/make_tiny_model", "engine", "router"):
             start = (
@@ -118,12 +118,12 @@ class Session:
                 if program in ("engine", "router")
                 else [sys.executable, str(ROOT / program)]
             )
-            self._check([*start, *self._mapped(words[1:])])
+            self._check([*start, *self._map_words(words[1:])])
         elif program in ("scripts/test", "scripts/check"):  # they run this very test: only that they are sound
             self._check(["bash", "-n", str(ROOT / program)])
         elif program == "pytest" or (program.startswith("python") and words[1:3] == ["-m", "pytest"]):
-            rest = words[1 if program == "pytest" else 3 :]
-            self._check([sys.executable, "-m", "pytest", "--collect-only", "-q", *rest], ROOT)
+            arguments = words[1 if program == "pytest" else 3 :]
+            self._check([sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments], ROOT)
         elif program == "vllm" or words[1:3] == ["-m", "sglang.launch_server"]:
             _check_events_config(words)
         elif program == "pip" or words[1:3] == ["-m", "venv"]:
@@ -142,35 +142,35 @@ class Session:
 
     def _serve(self, words: list[str]) -> None:
         """Start the server on a free port and remember it under the port that the page names."""
-        named = (
+        flag_values = (
             words[words.index("--port") + 1] if "--port" in words else {"engine": "8000", "router": "8080"}[words[0]]
         )
         if "--port" in words:
             at = words.index("--port")
             words = words[:at] + words[at + 2 :]
-        log = self._folder / f"{words[0]}-{named.replace(':', '-')}.log"
+        log = self._folder / f"{words[0]}-{flag_values.replace(':', '-')}.log"
         with log.open("wb") as file:
-            command = [sys.executable, "-m", words[0], *self._mapped(words[1:]), "--port", "0"]
+            command = [sys.executable, "-m", words[0], *self._map_words(words[1:]), "--port", "0"]
             server = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=self._environment, cwd=self._folder
             )
         self._servers.append(server)
         deadline = time.monotonic() + READY_S_MAX
         while time.monotonic() < deadline and server.poll() is None:
-            if found := re.search(r"http://\S+?:(\d+)", _ready_line(log.read_text())):
-                self._ports[named] = found.group(1)
-                self._await_workers(words[0], found.group(1))
+            if match := re.search(r"http://\S+?:(\d+)", _ready_line(log.read_text())):
+                self._ports[flag_values] = match.group(1)
+                self._await_workers(words[0], match.group(1))
                 return
             time.sleep(0.05)
         raise AssertionError(f"{shlex.join(words)} did not get ready:\n{log.read_text()}")
 
     def _serve_picker(self, words: list[str]) -> None:
         """On free ports, remembered as those that the page names."""
-        named = {flag: words[words.index(flag) + 1] for flag in ("--port", "--health-port", "--metrics-port")}
-        words = ["0" if word in named.values() else word for word in words]
-        log = self._folder / f"picker-{named['--port']}.log"
+        flag_values = {flag: words[words.index(flag) + 1] for flag in ("--port", "--health-port", "--metrics-port")}
+        words = ["0" if word in flag_values.values() else word for word in words]
+        log = self._folder / f"picker-{flag_values['--port']}.log"
         with log.open("wb") as file:
-            command = [sys.executable, "-m", *self._mapped(words)]
+            command = [sys.executable, "-m", *self._map_words(words)]
             self._servers.append(
                 subprocess.Popen(
                     command, stdout=file, stderr=subprocess.STDOUT, env=self._environment, cwd=self._folder
@@ -181,7 +181,7 @@ class Session:
             grpc = re.search(r"^picker listening on \S+:(\d+)$", log.read_text(), re.MULTILINE)
             http = re.search(r"^router listening on http://\S+:(\d+)$", log.read_text(), re.MULTILINE)
             if grpc and http:
-                self._ports |= {named["--port"]: grpc[1], named["--metrics-port"]: http[1]}
+                self._ports |= {flag_values["--port"]: grpc[1], flag_values["--metrics-port"]: http[1]}
                 self._await_workers("router", http[1])
                 return
             time.sleep(0.05)
@@ -214,7 +214,7 @@ class Session:
             except OSError:
                 time.sleep(0.05)
 
-    def _mapped(self, words: list[str]) -> list[str]:
+    def _map_words(self, words: list[str]) -> list[str]:
         """The words with the page's addresses replaced by real ones; a worker nobody started is started now."""
 
         def url(match: re.Match[str]) -> str:
@@ -232,22 +232,24 @@ class Session:
         def worker_id(match: re.Match[str]) -> str:
             return f"127.0.0.1:{self._ports[match[1]]}"
 
-        mapped = [WORKER_ID.sub(worker_id, ENDPOINT.sub(endpoint, URL.sub(url, word))) for word in words]
-        return [re.sub(r"^/tmp/", f"{self._folder}/", word) for word in mapped]
+        mapped_words = [WORKER_ID.sub(worker_id, ENDPOINT.sub(endpoint, URL.sub(url, word))) for word in words]
+        return [re.sub(r"^/tmp/", f"{self._folder}/", word) for word in mapped_words]
 
     def _check_options(self, words: list[str]) -> None:
         """A long-running command: its script exists and its --help knows every option that the page uses."""
         script = ROOT / words[0]
-        helped = self._check([sys.executable, str(script), "--help"])
+        help_text = self._check([sys.executable, str(script), "--help"])
         for option in (word.split("=")[0] for word in words[1:] if word.startswith("--")):
-            assert option in helped, f"{words[0]} does not know {option}"
+            assert option in help_text, f"{words[0]} does not know {option}"
 
     def _check(self, command: list[str], folder: Path | None = None) -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, env=self._environment, cwd=folder or self._folder, timeout=120
         )
-        assert done.returncode == 0, f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        assert process.returncode == 0, (
+            f"{shlex.join(command)}: status {process.returncode}\n{process.stdout}{process.stderr}"
+        )
+        return process.stdout
 
 
 def _check_events_config(words: list[str]) -> None:

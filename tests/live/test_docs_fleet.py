@@ -27,7 +27,7 @@ def test_the_commands_of_the_page() -> None:
         **os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         "RAY_raylet_start_wait_time_s": "180", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
     }  # fmt: skip
-    said = {}
+    outputs = {}
     try:
         for command in commands:
             words = shlex.split(command)
@@ -40,18 +40,18 @@ def test_the_commands_of_the_page() -> None:
                 words = [sys.executable, "-m", *words]
             elif words[0] == "curl":
                 words += ["-sS", "--fail-with-body"]
-            done = subprocess.run(
+            process = subprocess.run(
                 words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
             )
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-            said[" ".join(shlex.split(command)[:2])] = done.stdout
+            assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+            outputs[" ".join(shlex.split(command)[:2])] = process.stdout
     finally:
         subprocess.run([sys.executable, "-m", "fleet", "down", "--now"], env=environment, check=False, timeout=300)
         end_cluster(folder)
         shutil.rmtree(folder, ignore_errors=True)
-    assert said["fleet up"].split() == ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
-    assert "2 engines, 2 routers, settled" in said["fleet status"]
-    assert ":8090" in said["ray job"]
+    assert outputs["fleet up"].split() == ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
+    assert "2 engines, 2 routers, settled" in outputs["fleet status"]
+    assert ":8090" in outputs["ray job"]
 
 
 def end_cluster(folder: Path) -> None:

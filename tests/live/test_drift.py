@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 REQUESTS_MAX = 50
@@ -33,21 +33,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Program] = []
+    programs: list[Program] = []
 
     def engine(model: Path, *args: str) -> Program:
         command = ("engine", "serve", str(model), "--served-model-name", "m", "--port", "0", *args)
-        started.append(Program(tmp_path / f"{len(started)}.log", *command))
-        return started[-1]
+        programs.append(Program(tmp_path / f"{len(programs)}.log", *command))
+        return programs[-1]
 
     def router(*args: str) -> Program:
         command = ("router", "run", "--port", "0", "--policy", "round_robin", *args)
-        started.append(Program(tmp_path / f"{len(started)}.log", *command))
-        return started[-1]
+        programs.append(Program(tmp_path / f"{len(programs)}.log", *command))
+        return programs[-1]
 
     engine.router = router  # type: ignore[attr-defined]
     yield engine
-    for program in reversed(started):
+    for program in reversed(programs):
         program.close()
 
 
@@ -78,11 +78,11 @@ def metric(url: str, worker_url: str) -> float:
     return float(value)
 
 
-def drive(url: str, workers: list[str], wanted: dict[str, str]) -> dict[str, int]:
+def drive(url: str, workers: list[str], expected_alarms: dict[str, str]) -> dict[str, int]:
     """Converse until every worker of `wanted` has raised its alarm; the requests each worker had got by then."""
-    needed: dict[str, int] = {}
+    requests_by_worker: dict[str, int] = {}
     subjects = itertools.count()
-    while len(needed) < len(wanted):
+    while len(requests_by_worker) < len(expected_alarms):
         subject = next(subjects)
         talk = [{"role": "system", "content": f"About subject {subject}: " + "rivers and letters " * 20}]
         for turn in range(3):
@@ -91,13 +91,13 @@ def drive(url: str, workers: list[str], wanted: dict[str, str]) -> dict[str, int
                 body = {"model": "m", "messages": talk, "max_tokens": 1}
                 assert call(f"{url}/v1/chat/completions", body)[0] == 200
             talk.append({"role": "assistant", "content": f"Part {turn}."})
-        found = alarms(url)
-        routed = {row["url"]: row["routed_requests"] for row in call(f"{url}/workers")[2]["workers"]}
-        for worker, alarm in wanted.items():
-            if alarm in found[worker]:
-                needed.setdefault(worker, routed[worker])
-        assert all(count <= REQUESTS_MAX for count in routed.values()), (found, routed)
-    return needed
+        current_alarms = alarms(url)
+        routed_requests = {row["url"]: row["routed_requests"] for row in call(f"{url}/workers")[2]["workers"]}
+        for worker, alarm in expected_alarms.items():
+            if alarm in current_alarms[worker]:
+                requests_by_worker.setdefault(worker, routed_requests[worker])
+        assert all(count <= REQUESTS_MAX for count in routed_requests.values()), (current_alarms, routed_requests)
+    return requests_by_worker
 
 
 def test_workers_that_drifted_are_flagged_within_50_requests(tiny: Path, start: Any, tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_workers_that_drifted_are_flagged_within_50_requests(tiny: Path, start: 
     ]
     sound, other_template, tokenizer, silent = workers = [engine.await_ready().url for engine in engines]
     router = start.router("--tokenizer", str(tiny), *workers).await_ready()
-    until(lambda: len(alarms(router.url)) == 4, "four workers are up", 120)
-    wanted = {other_template: "prompt_tokens", tokenizer: "prompt_tokens", silent: "events"}
-    needed = drive(router.url, workers, wanted)
-    assert all(20 <= count <= REQUESTS_MAX for count in needed.values())
+    wait_until(lambda: len(alarms(router.url)) == 4, "four workers are up", 120)
+    expected_alarms = {other_template: "prompt_tokens", tokenizer: "prompt_tokens", silent: "events"}
+    requests_by_worker = drive(router.url, workers, expected_alarms)
+    assert all(20 <= count <= REQUESTS_MAX for count in requests_by_worker.values())
     assert alarms(router.url)[sound] == []
     assert metric(router.url, sound) == 0
-    assert all(metric(router.url, worker) >= 1 for worker in wanted)
+    assert all(metric(router.url, worker) >= 1 for worker in expected_alarms)

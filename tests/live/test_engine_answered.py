@@ -32,7 +32,7 @@ def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def told(chunks: list[dict[str, Any]]) -> tuple[list[tuple[str, list[int]]], str, dict[str, Any]]:
+def join_events(chunks: list[dict[str, Any]]) -> tuple[list[tuple[str, list[int]]], str, dict[str, Any]]:
     """(text and tokens of each chunk, why it ended, usage)."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
@@ -52,32 +52,41 @@ def test_an_answer_goes_on_from_any_token(engine: Any, kind: str) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     body = {"model": "tiny", "prompt": PROMPT, **BODIES[kind], **options}
     if kind == "stop string":  # one that spans several tokens of this very answer
-        pieces, _, _ = told(events(url, body))
+        pieces, _, _ = join_events(events(url, body))
         body["stop"] = [span_after(pieces, chunks=6), "not in it"]
-    whole = events(url, body)
-    pieces, reason, usage = told(whole)
-    prompt = whole[0]["choices"][0]["prompt_token_ids"]
-    sent: list[int] = []
+    full_events = events(url, body)
+    pieces, reason, usage = join_events(full_events)
+    prompt = full_events[0]["choices"][0]["prompt_token_ids"]
+    sent_ids: list[int] = []
     cuts = 0
     for at, (_, ids) in enumerate(pieces[:-1]):
-        sent += ids
-        if not sent or len(sent) == len([i for _, later in pieces for i in later]):
+        sent_ids += ids
+        if not sent_ids or len(sent_ids) == len([i for _, piece_ids in pieces for i in piece_ids]):
             continue
-        again = events(url, {**body, "prompt": prompt + sent, "answered_tokens": len(sent)})
-        rest, why, total = told(again)
-        assert "".join(text for text, _ in rest) == "".join(text for text, _ in pieces[at + 1 :]), (kind, sent)
-        assert [i for _, more in rest for i in more] == [i for _, more in pieces[at + 1 :] for i in more]
+        continued_events = events(url, {**body, "prompt": prompt + sent_ids, "answered_tokens": len(sent_ids)})
+        continued_pieces, why, total = join_events(continued_events)
+        assert "".join(text for text, _ in continued_pieces) == "".join(text for text, _ in pieces[at + 1 :]), (
+            kind,
+            sent_ids,
+        )
+        assert [i for _, token_ids in continued_pieces for i in token_ids] == [
+            i for _, token_ids in pieces[at + 1 :] for i in token_ids
+        ]
         assert why == reason
         assert {**total, "prompt_tokens_details": None} == {**usage, "prompt_tokens_details": None}
-        assert again[0]["choices"][0]["prompt_token_ids"] == prompt
+        assert continued_events[0]["choices"][0]["prompt_token_ids"] == prompt
         cuts += 1
     assert cuts >= 3
 
 
-@pytest.mark.parametrize("more", [{"answered_tokens": 3}, {"n": 2}, {"echo": True}, {"max_tokens": 2}, {"stop": ["a"]}])
-def test_what_cannot_be_continued_is_refused(engine: Any, more: dict[str, Any]) -> None:
-    status, _, answer = call(engine.url + "/v1/completions", {"prompt": [3, 4, 97], "answered_tokens": 2, **more})
-    if "stop" in more:  # of byte tokens, 'a' may be another id: what counts is that nothing breaks
+@pytest.mark.parametrize(
+    "extra_fields", [{"answered_tokens": 3}, {"n": 2}, {"echo": True}, {"max_tokens": 2}, {"stop": ["a"]}]
+)
+def test_what_cannot_be_continued_is_refused(engine: Any, extra_fields: dict[str, Any]) -> None:
+    status, _, answer = call(
+        engine.url + "/v1/completions", {"prompt": [3, 4, 97], "answered_tokens": 2, **extra_fields}
+    )
+    if "stop" in extra_fields:  # of byte tokens, 'a' may be another id: what counts is that nothing breaks
         assert status in (200, 400)
     else:
         assert status == 400

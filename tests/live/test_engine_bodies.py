@@ -99,10 +99,12 @@ def test_what_vllm_refuses_and_takes(start_engine: Any) -> None:
     for label in ("too long", "chat too long"):
         assert "4096" in answers[label][2]["error"]["message"]
     for name in ("chat", "chat continued"):
-        ours = [answers[f"{name}, echo {echo}"][2] for echo in (False, True)]
-        theirs = [json.loads(e["answer"]) for e in exchanges if e["label"].startswith(f"{name}, echo")]
-        plain, echoed, before, after = (a["choices"][0]["message"]["content"] for a in (*ours, *theirs))
-        assert (echoed == plain) == (after == before)
+        our_answers = [answers[f"{name}, echo {echo}"][2] for echo in (False, True)]
+        vllm_answers = [json.loads(e["answer"]) for e in exchanges if e["label"].startswith(f"{name}, echo")]
+        plain, echoed_text, before, after = (
+            a["choices"][0]["message"]["content"] for a in (*our_answers, *vllm_answers)
+        )
+        assert (echoed_text == plain) == (after == before)
 
 
 # ---------------------------------------------------------------- wrong input
@@ -164,9 +166,9 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
 def test_wrong_input_gets_an_error_that_names_the_field(
     engine: Any, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    got, headers, answer = call(engine.url + path, body)
+    response_status, headers, answer = call(engine.url + path, body)
     error = answer["error"]
-    assert (got, error["param"]) == (status, param), error
+    assert (response_status, error["param"]) == (status, param), error
     assert headers["Content-Type"] == "application/json"
     assert error["message"]
     assert error["type"] == "invalid_request_error"
@@ -181,8 +183,8 @@ def test_the_messages_hold_the_numbers(engine: Any) -> None:
 
 def test_an_answer_that_has_no_room_is_shorter_than_allowed(engine: Any) -> None:
     """As vLLM: what a client allows is no promise."""
-    asked = {"prompt": [5] * 2040, "max_tokens": 9, "ignore_eos": True}
-    status, _, answer = call(engine.url + "/v1/completions", asked)
+    body = {"prompt": [5] * 2040, "max_tokens": 9, "ignore_eos": True}
+    status, _, answer = call(engine.url + "/v1/completions", body)
     assert (status, answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (200, 8, "length")
     _, _, answer = call(engine.url + "/v1/completions", {"prompt": "x", "model": "other"})
     assert answer["error"]["code"] == "model_not_found"

@@ -70,7 +70,7 @@ class Siege(Trial):
             return []
         events = [(at_s, json.loads(data)["choices"]) for at_s, data in answer.events()]
         times = [answer.sent_s, *(at_s for at_s, choices in events if choices)]
-        self.waits_ms["victim"].append(1e3 * max(later - earlier for earlier, later in itertools.pairwise(times)))
+        self.waits_ms["victim"].append(1e3 * max(end_s - begin_s for begin_s, end_s in itertools.pairwise(times)))
         return [token for _, choices in events for choice in choices for token in choice["token_ids"]]
 
     async def _suffer(self) -> None:
@@ -90,9 +90,9 @@ class Siege(Trial):
     async def _attack(self, case: Case) -> None:
         async with self._room:
             answer = await self._client.ask(case.request, fresh=True, patience_s=case.leaves_s)
-        left = case.leaves_s is not None and answer.error == "timeout"
-        outcome = "left" if left else answer.error or str(answer.status)
-        if not left and (answer.error or answer.status >= 500):
+        has_left = case.leaves_s is not None and answer.error == "timeout"
+        outcome = "left" if has_left else answer.error or str(answer.status)
+        if not has_left and (answer.error or answer.status >= 500):
             self.fault(f"{case.group}, {case.name}", outcome)
         elif case.is_fine and answer.status != 200:
             self.fault(f"{case.group}, {case.name}", f"{outcome} {answer.body[:300]!r}, and nothing is wrong with it")
@@ -101,28 +101,30 @@ class Siege(Trial):
         """Nothing is left of the attack, and who asks is answered."""
         for _ in range(100):
             page = str((await asyncio.to_thread(call, f"{self._url}/metrics"))[1]).splitlines()
-            left = [line for line in page if line.startswith(("vllm:num_requests_run", "vllm:num_requests_wait"))]
-            if left and all(float(line.rsplit(" ", 1)[1]) == 0 for line in left):
+            gauge_lines = [
+                line for line in page if line.startswith(("vllm:num_requests_run", "vllm:num_requests_wait"))
+            ]
+            if gauge_lines and all(float(line.rsplit(" ", 1)[1]) == 0 for line in gauge_lines):
                 break
             await asyncio.sleep(0.1)
         else:
-            self.fault("the end", f"requests are left after the attack: {left}")
+            self.fault("the end", f"requests are left after the attack: {gauge_lines}")
         if await self._victim() != self._expected:
             self.fault("the end", "after the attack the victim's tokens are others")
 
 
-def drawn(count: int | None, seed: int) -> list[Case]:
+def draw_cases(count: int | None, seed: int) -> list[Case]:
     """Draw cases: sound ones first, then the same number of each group."""
     cases = all_cases()
     random.Random(seed).shuffle(cases)
-    seen = Counter[str]()
+    kind_counts = Counter[str]()
     cases.sort(key=lambda case: not case.is_fine)
-    turns = [seen.update([case.group]) or seen[case.group] for case in cases]
+    turns = [kind_counts.update([case.group]) or kind_counts[case.group] for case in cases]
     cases = [case for _, case in sorted(zip(turns, cases), key=lambda pair: pair[0])]
     return cases[:count]
 
 
-def besieged(cases: list[Case]) -> Siege:
+def run_siege(cases: list[Case]) -> Siege:
     """The end of a siege by these cases."""
     siege = Siege()
     try:
@@ -135,8 +137,8 @@ def besieged(cases: list[Case]) -> Siege:
 def test_no_request_ends_service_or_changes_a_neighbour() -> None:
     """Some of the requests, other ones each day."""
     seed = int(time.time() // 86400)
-    cases = drawn(500, seed)
-    siege = besieged(cases)
+    cases = draw_cases(500, seed)
+    siege = run_siege(cases)
     assert siege.faults == [], f"seed {seed}"
     assert len(cases) == 500
     assert len(siege.waits_ms["victim"]) >= 2
@@ -145,7 +147,7 @@ def test_no_request_ends_service_or_changes_a_neighbour() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_nor_does_any_of_all_requests() -> None:
-    siege = besieged(drawn(None, 0))
+    siege = run_siege(draw_cases(None, 0))
     for name, waits in siege.waits_ms.items():
         print(f"{name}: {len(waits)} answers, p50 {rank(waits, 0.5):.0f} ms, longest {max(waits):.0f} ms")
     assert siege.faults == []

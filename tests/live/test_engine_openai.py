@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from programs import call, until
+from programs import call, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -54,7 +54,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_spells_the_same_text(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, temperature=0)
+    full_answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, temperature=0)
     options: Any = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
@@ -63,28 +63,28 @@ def test_a_stream_spells_the_same_text(client: openai.OpenAI) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert text == full_answer.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == full_answer.choices[0].finish_reason
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
-    assert whole.usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert full_answer.usage is not None
+    assert chunks[-1].usage.completion_tokens == full_answer.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:
     prompt = "Never seen before: " + TEXT
 
-    def cached() -> int:
+    def read_cached_tokens() -> int:
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-    assert cached() == 0
-    again = cached()
-    assert again > 0
-    assert again % 16 == 0
+    assert read_cached_tokens() == 0
+    second_count = read_cached_tokens()
+    assert second_count > 0
+    assert second_count % 16 == 0
 
 
 def test_several_prompts_and_samples(client: openai.OpenAI) -> None:
@@ -92,23 +92,23 @@ def test_several_prompts_and_samples(client: openai.OpenAI) -> None:
         model="tiny", prompt=["one", "two", "three"], n=2, max_tokens=4, temperature=0.9, seed=3
     )
     assert [choice.index for choice in answer.choices] == list(range(6))
-    again = client.completions.create(
+    second_answer = client.completions.create(
         model="tiny", prompt=["one", "two", "three"], n=2, max_tokens=4, temperature=0.9, seed=3
     )
-    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
+    assert [choice.text for choice in second_answer.choices] == [choice.text for choice in answer.choices]
     assert answer.choices[0].text != answer.choices[1].text
 
 
 def test_samples_stream_side_by_side(client: openai.OpenAI) -> None:
     texts: dict[int, str] = {}
-    finished: dict[int, int] = {}
+    finish_counts: dict[int, int] = {}
     for chunk in client.completions.create(model="tiny", prompt="x", n=3, max_tokens=8, seed=1, stream=True):
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
-            finished[choice.index] = finished.get(choice.index, 0) + (choice.finish_reason is not None)
-    assert finished == {0: 1, 1: 1, 2: 1}
-    whole = client.completions.create(model="tiny", prompt="x", n=3, max_tokens=8, seed=1)
-    assert [choice.text for choice in whole.choices] == [texts[i] for i in range(3)]
+            finish_counts[choice.index] = finish_counts.get(choice.index, 0) + (choice.finish_reason is not None)
+    assert finish_counts == {0: 1, 1: 1, 2: 1}
+    full_answer = client.completions.create(model="tiny", prompt="x", n=3, max_tokens=8, seed=1)
+    assert [choice.text for choice in full_answer.choices] == [texts[i] for i in range(3)]
 
 
 def test_token_id_prompts(client: openai.OpenAI, engine: Any) -> None:
@@ -149,9 +149,9 @@ def test_completion_logprobs_with_echo_score_the_prompt(client: openai.OpenAI) -
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(client: openai.OpenAI, engine: Any, include: bool, stream: bool) -> None:
-    whole = client.completions.create(model="tiny", prompt="Tell me", max_tokens=30, temperature=0).choices[0].text
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
-    expected = whole[: whole.index(stop)] + (stop if include else "")
+    full_text = client.completions.create(model="tiny", prompt="Tell me", max_tokens=30, temperature=0).choices[0].text
+    stop = full_text[len(full_text) // 2 : len(full_text) // 2 + 4]
+    expected = full_text[: full_text.index(stop)] + (stop if include else "")
     extra = {"include_stop_str_in_output": include}
     answer: Any = client.completions.create(
         model="tiny", prompt="Tell me", max_tokens=30, temperature=0, stop=[stop], stream=stream, extra_body=extra
@@ -160,7 +160,7 @@ def test_stop_strings(client: openai.OpenAI, engine: Any, include: bool, stream:
     assert "".join(choice.text for choice in choices) == expected
     assert choices[-1].finish_reason == "stop"
     assert choices[-1].stop_reason == stop
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
 
 
 def test_continuous_usage(client: openai.OpenAI) -> None:
@@ -195,8 +195,8 @@ def test_tokenize_and_detokenize(engine: Any) -> None:
     _, _, answer = call(engine.url + "/tokenize", {"prompt": "naïve café 🙂", "return_token_strs": True})
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 2048
-    _, _, back = call(engine.url + "/detokenize", {"tokens": answer["tokens"]})
-    assert back["prompt"] == "naïve café 🙂"
+    _, _, detokenized_answer = call(engine.url + "/detokenize", {"tokens": answer["tokens"]})
+    assert detokenized_answer["prompt"] == "naïve café 🙂"
     _, _, chat = call(engine.url + "/tokenize", {"messages": MESSAGES})
     _, _, completion = call(engine.url + "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
     assert chat["count"] == completion["usage"]["prompt_tokens"]
@@ -222,21 +222,24 @@ def test_reset_forgets_the_prefixes(engine: Any) -> None:
 
 def test_metrics_have_vllms_names(engine: Any) -> None:
     """Each metric moves by what one answer of seven tokens, to a prompt that is then cached, costs."""
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
     success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
-    once = (success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count")
-    names = (*once, "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total",
-             "vllm:prefix_cache_hits_total", "vllm:inter_token_latency_seconds_count")  # fmt: skip
+    single_counts = (success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count")
+    names = (*single_counts, "vllm:generation_tokens_total", "vllm:prompt_tokens_total",
+             "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+             "vllm:inter_token_latency_seconds_count")  # fmt: skip
     body = {"prompt": "Count me. " + TEXT, "max_tokens": 7, "ignore_eos": True}
     call(engine.url + "/v1/completions", body)
     before = {name: metric(engine, name) for name in names}
     usage = call(engine.url + "/v1/completions", body)[2]["usage"]
-    grown = {name: metric(engine, name) - before[name] for name in names}
-    assert {name: grown[name] for name in once} == dict.fromkeys(once, 1)
-    assert grown["vllm:generation_tokens_total"] == 7
-    assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 6  # tokens may arrive together
-    assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == usage["prompt_tokens"]
-    assert grown["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
+    increases = {name: metric(engine, name) - before[name] for name in names}
+    assert {name: increases[name] for name in single_counts} == dict.fromkeys(single_counts, 1)
+    assert increases["vllm:generation_tokens_total"] == 7
+    assert 1 <= increases["vllm:inter_token_latency_seconds_count"] <= 6  # tokens may arrive together
+    assert (
+        increases["vllm:prompt_tokens_total"] == increases["vllm:prefix_cache_queries_total"] == usage["prompt_tokens"]
+    )
+    assert increases["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
     assert metric(engine, "vllm:num_requests_running") == metric(engine, "vllm:num_requests_waiting") == 0
     assert metric(engine, "vllm:num_preemptions_total") == 0
     assert 0 <= metric(engine, "vllm:kv_cache_usage_perc") < 1
@@ -248,7 +251,7 @@ def test_metrics_have_vllms_names(engine: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> None:
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
     body = {"prompt": TEXT, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     address = urlsplit(engine.url)
     connection = http.client.HTTPConnection(str(address.hostname), int(address.port or 0), timeout=60)
@@ -256,15 +259,15 @@ def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> Non
     if stream:
         response = connection.getresponse()
         assert response.read(6) == b"data: "
-    until(lambda: metric(engine, "vllm:num_requests_running") == 1, "the request runs")
+    wait_until(lambda: metric(engine, "vllm:num_requests_running") == 1, "the request runs")
     assert metric(engine, "vllm:kv_cache_usage_perc") > 0
     if connection.sock is not None:
         connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     if stream:
         response.close()
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
-    until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0, "its blocks are free")
+    wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    wait_until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0, "its blocks are free")
 
 
 @pytest.mark.long
@@ -275,14 +278,14 @@ def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         data = json.dumps(body).encode()
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        until(lambda: metric(engine, "vllm:num_requests_running") == 4, "four sequences run")
+        wait_until(lambda: metric(engine, "vllm:num_requests_running") == 4, "four sequences run")
         status, _, answer = call(engine.url + "/v1/completions", {"prompt": "y", "max_tokens": 5})
         assert (status, answer["object"]) == (200, "text_completion")
-        until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs", 60)
+        wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs", 60)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         slow.settimeout(30)
-        received = b""
-        while not received.endswith(b"0\r\n\r\n"):
-            received += slow.recv(65536)
-        assert b"data: [DONE]" in received
-        assert received.count(b"data: ") < 6000, "what was not read in time is merged"
+        received_bytes = b""
+        while not received_bytes.endswith(b"0\r\n\r\n"):
+            received_bytes += slow.recv(65536)
+        assert b"data: [DONE]" in received_bytes
+        assert received_bytes.count(b"data: ") < 6000, "what was not read in time is merged"

@@ -44,7 +44,7 @@ def running(url: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith("vllm:num_requests_"))
 
 
-def until(condition: Any, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "timed out"
@@ -77,7 +77,7 @@ def test_keys_names_and_the_queue_limit(start_engine: Any) -> None:
 
     first, _ = in_background(get, url + "/v1/completions", {**LONG, "max_tokens": 1500}, key)
     second, _ = in_background(get, url + "/v1/completions", {**LONG, "max_tokens": 1500}, key)
-    until(lambda: running(url) == 2)
+    wait_until(lambda: running(url) == 2)
     status, body, headers = get(url + "/v1/completions", {"prompt": "x"}, key)
     assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")
     assert headers["Retry-After"]
@@ -92,10 +92,10 @@ def test_a_deadline_ends_what_takes_longer(start_engine: Any) -> None:
     assert (status, json.loads(body)["error"]["code"]) == (504, "timeout")
     status, body, _ = get(url + "/v1/completions", {**LONG, "stream": True})
     assert status == 200
-    *_, error, done, _ = body.decode().split("\n\n")
+    *_, error, done_event, _ = body.decode().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
-    assert done == "data: [DONE]"
-    until(lambda: running(url) == 0)
+    assert done_event == "data: [DONE]"
+    wait_until(lambda: running(url) == 0)
     assert get(url + "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
@@ -104,9 +104,9 @@ def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> N
     engine = start_engine()
     core = engine.core_pid()
     thread, results = in_background(get, engine.url + "/v1/completions", {**LONG, "max_tokens": 1500})
-    until(lambda: running(engine.url) == 1)
+    wait_until(lambda: running(engine.url) == 1)
     engine.process.send_signal(number)
-    until(lambda: get(engine.url + "/health")[0] == 503)
+    wait_until(lambda: get(engine.url + "/health")[0] == 503)
     status, body, headers = get(engine.url + "/v1/completions", {"prompt": "x"})
     assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
     assert headers["Retry-After"]
@@ -120,9 +120,9 @@ def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> N
 def test_a_second_signal_ends_at_once(start_engine: Any) -> None:
     engine = start_engine("--shutdown-timeout", "300")
     thread, _ = in_background(get_or_fail, engine.url + "/v1/completions", {**LONG, "n": 8})
-    until(lambda: running(engine.url) == 8)
+    wait_until(lambda: running(engine.url) == 8)
     engine.process.send_signal(signal.SIGINT)
-    until(lambda: get(engine.url + "/health")[0] == 503)
+    wait_until(lambda: get(engine.url + "/health")[0] == 503)
     engine.process.send_signal(signal.SIGINT)
     assert engine.process.wait(20) == 0
     thread.join()
@@ -138,7 +138,7 @@ def get_or_fail(url: str, body: Any) -> Any:
 def test_a_dead_core_is_told_to_everyone(start_engine: Any) -> None:
     engine = start_engine()
     thread, results = in_background(get, engine.url + "/v1/completions", LONG)
-    until(lambda: running(engine.url) == 1)
+    wait_until(lambda: running(engine.url) == 1)
     os.kill(engine.core_pid(), signal.SIGKILL)
     thread.join()
     status, body, _ = results[0]
@@ -151,7 +151,7 @@ def test_no_orphan_when_the_server_is_killed(start_engine: Any) -> None:
     engine = start_engine()
     core = engine.core_pid()
     engine.process.kill()
-    until(lambda: not alive(core))
+    wait_until(lambda: not alive(core))
 
 
 def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> N
 def test_a_taken_port_is_one_clear_line(start_engine: Any) -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = subprocess.run([sys.executable, "-m", "engine", "serve", "--port", str(port)], cwd=ROOT,
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        process = subprocess.run([sys.executable, "-m", "engine", "serve", "--port", str(port)], cwd=ROOT,
                               capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 1
-    assert f"127.0.0.1:{port}" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -48,14 +48,14 @@ def processes(engine: Any) -> tuple[int, int]:
 
 
 def test_two_ranks_answer_as_one(start_engine: Any) -> None:
-    one, two = start_engine(wait=False), start_engine("--tensor-parallel-size", "2", wait=False)
-    expected = complete(one.await_ready().url)
-    found = complete(two.await_ready().url)
-    again = complete(two.url)
-    assert found["choices"][0]["text"] == expected["choices"][0]["text"]
-    assert again["choices"][0]["text"] == expected["choices"][0]["text"]
-    core, rank = processes(two)
-    assert two.stop() == 0
+    single_rank, two_ranks = start_engine(wait=False), start_engine("--tensor-parallel-size", "2", wait=False)
+    expected = complete(single_rank.await_ready().url)
+    answer = complete(two_ranks.await_ready().url)
+    second_answer = complete(two_ranks.url)
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert second_answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    core, rank = processes(two_ranks)
+    assert two_ranks.stop() == 0
     until_gone([core, rank])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import call, until
+from programs import call, wait_until
 
 from events import BlockStored, Message, StreamSource, Subscriber, discover
 from router.fleet.answers import read_shortest_first
@@ -22,12 +22,12 @@ SPEC = {"prefill_s_per_token": 2e-5, "step_s": 0.004, "kv_tokens": 16384, "max_m
 TEXT = "A cache keeps what was computed, so that nobody computes it again. " * 40
 
 
-def ask(url: str, text: str, **more: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": text}], **more}
+def complete_text(url: str, text: str, **extra_fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], **extra_fields}
     status, _, answer = call(f"{url}/v1/chat/completions", body)
     assert status == 200, answer
-    found: dict[str, Any] = answer
-    return found
+    response: dict[str, Any] = answer
+    return response
 
 
 @pytest.fixture
@@ -48,32 +48,32 @@ def test_an_endpoint_alone_starts_no_events_and_the_start_says_why(start_engine:
 def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: None) -> None:
     engine = start_engine("--simulate", json.dumps(SPEC))
     sources = [StreamSource("w", s.endpoint, s.replay_endpoint) for s in discover(engine.url)]
-    stored: set[Any] = set()
+    stored_hashes: set[Any] = set()
     with Subscriber(sources) as subscriber:
-        first = ask(engine.url, TEXT)
+        first = complete_text(engine.url, TEXT)
         for item in subscriber:
             if isinstance(item, Message):
                 for event in item.decoded_batch.batch.events:
                     if isinstance(event, BlockStored):
-                        stored.update(event.block_hashes)
-            if len(stored) >= first["usage"]["prompt_tokens"] // 16:
+                        stored_hashes.update(event.block_hashes)
+            if len(stored_hashes) >= first["usage"]["prompt_tokens"] // 16:
                 break
-    again = ask(engine.url, TEXT)
-    assert first["usage"]["completion_tokens"] == again["usage"]["completion_tokens"] == 12
+    second_answer = complete_text(engine.url, TEXT)
+    assert first["usage"]["completion_tokens"] == second_answer["usage"]["completion_tokens"] == 12
     assert first["choices"][0]["finish_reason"] == "stop"
-    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert second_answer["choices"][0]["message"] == first["choices"][0]["message"]
     blocks = (first["usage"]["prompt_tokens"] - 1) // 16
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
+    assert second_answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
     body = {"model": "simulated", "prompt": TEXT, "max_tokens": 5, "stream": True, "ignore_eos": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
     request = urllib.request.Request(
         f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        *_, last, done = answer.read().split(b"\n\n")[:-1]
+        *_, last, done_event = answer.read().split(b"\n\n")[:-1]
     assert json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"] == 5
-    assert done == b"data: [DONE]"
+    assert done_event == b"data: [DONE]"
     for pid in (engine.process.pid, engine.core_pid()):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert "numpy" not in Path(f"/proc/{pid}/maps").read_text()
@@ -86,7 +86,7 @@ def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) 
     spec.write_text(json.dumps({**SPEC, "step_s": 2.0, "script": str(script)}))
     engine = start_engine("--simulate", str(spec), "--time-scale", "0.01")
     begin_s = time.monotonic()
-    answer = ask(engine.url, "Hello")
+    answer = complete_text(engine.url, "Hello")
     assert answer["choices"][0]["message"]["content"] == "The answer is a line of the script."
     tokens = answer["usage"]["completion_tokens"]
     assert time.monotonic() - begin_s >= 0.02 * tokens  # never sooner; how late is for the metric to say
@@ -96,7 +96,7 @@ def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) 
             text = response.read().decode()
         return {name: float(value) for name, value in re.findall(r"^engine:simulated_(\w+) (\S+)$", text, re.M)}
 
-    until(lambda: page().get("steps_total", 0) >= tokens, page)
+    wait_until(lambda: page().get("steps_total", 0) >= tokens, page)
     with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as response:
         assert read_shortest_first(response.read().decode())
     assert page()["step_seconds_total"] == pytest.approx(0.02 * tokens, rel=0.1)
@@ -108,7 +108,7 @@ def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) 
 
 def test_dry_run_shows_what_would_be_simulated(start_engine: Any) -> None:
     engine = start_engine("--simulate", "h100:llama-3.1-8b", "--dry-run", wait=False)
-    until(lambda: engine.process.poll() is not None, engine.log)
+    wait_until(lambda: engine.process.poll() is not None, engine.log)
     assert json.loads(engine.log())["kv_tokens"] > 100_000
 
 
@@ -125,10 +125,13 @@ def test_an_agent_is_tried_by_a_script(start_engine: Any) -> None:
     }
     _, _, answer = call(f"{engine.url}/v1/chat/completions", chat)
     (choice,) = answer["choices"]
-    (made,) = choice["message"]["tool_calls"]
+    (tool_call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"
-    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("weather", {"city": "Oslo"})
-    chat["messages"] += [choice["message"], {"role": "tool", "tool_call_id": made["id"], "content": "-7"}]
+    assert (tool_call["function"]["name"], json.loads(tool_call["function"]["arguments"])) == (
+        "weather",
+        {"city": "Oslo"},
+    )
+    chat["messages"] += [choice["message"], {"role": "tool", "tool_call_id": tool_call["id"], "content": "-7"}]
     _, _, answer = call(f"{engine.url}/v1/chat/completions", chat)
     assert answer["choices"][0]["message"]["content"] == "It is cold. " * 50
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -138,11 +141,11 @@ def test_an_agent_is_tried_by_a_script(start_engine: Any) -> None:
         "tools": [{"name": "weather", "input_schema": schema}],
     }  # fmt: skip
     _, _, answer = call(f"{engine.url}/v1/messages", messages)
-    (used,) = answer["content"]
-    assert (answer["stop_reason"], used["name"], used["input"]) == ("tool_use", "weather", {"city": "Oslo"})
-    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "-7"}
+    (tool_use,) = answer["content"]
+    assert (answer["stop_reason"], tool_use["name"], tool_use["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    result = {"type": "tool_result", "tool_use_id": tool_use["id"], "content": "-7"}
     note = {"type": "text", "text": "A client's note."}
-    messages["messages"] += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result, note]}]
+    messages["messages"] += [{"role": "assistant", "content": [tool_use]}, {"role": "user", "content": [result, note]}]
     _, _, answer = call(f"{engine.url}/v1/messages", messages)
     assert answer["content"][0]["text"].startswith("It is cold. ")
 

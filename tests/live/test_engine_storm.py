@@ -35,7 +35,7 @@ class Storm:
     """Greedy continuations, made one at a time before the storm."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
-    async def one(self, session: aiohttp.ClientSession) -> None:
+    async def run_one_client(self, session: aiohttp.ClientSession) -> None:
         kind = self.rng.choices(["greedy", "sampled", "leaves", "wrong", "too long", "samples"], [4, 4, 3, 1, 1, 1])[0]
         self.outcomes[kind] += 1
         if kind == "greedy":
@@ -49,11 +49,11 @@ class Storm:
         elif kind == "leaves":
             await self._leaves(session)
         else:
-            await self._sampled(session, n=self.rng.randint(2, 4) if kind == "samples" else 1)
+            await self._sample_several(session, n=self.rng.randint(2, 4) if kind == "samples" else 1)
 
     def _prompt(self) -> list[int]:
-        shared = self.rng.choice(SHARED)[: self.rng.randint(0, 300)]
-        return shared + [self.rng.randint(100, 1900) for _ in range(self.rng.randint(1, 200))]
+        prefix = self.rng.choice(SHARED)[: self.rng.randint(0, 300)]
+        return prefix + [self.rng.randint(100, 1900) for _ in range(self.rng.randint(1, 200))]
 
     async def _greedy(self, session: aiohttp.ClientSession) -> None:
         prompt = self.rng.choice(list(self.expected))
@@ -62,7 +62,7 @@ class Storm:
         assert status == 200, answer
         assert answer["choices"][0]["token_ids"] == self.expected[prompt]
 
-    async def _sampled(self, session: aiohttp.ClientSession, n: int) -> None:
+    async def _sample_several(self, session: aiohttp.ClientSession, n: int) -> None:
         count, prompt = self.rng.randint(1, 120), self._prompt()
         body = {"prompt": prompt, "max_tokens": count, "n": n, "temperature": self.rng.uniform(0.1, 2),
                 "top_p": self.rng.uniform(0.2, 1), "top_k": self.rng.choice([-1, 1, 40]),
@@ -108,8 +108,8 @@ class Storm:
                 return response.status, await response.json()
             text = (await response.read()).decode()
         events = [event for event in text.split("\n\n") if event and not event.startswith(":")]  # not keep-alives
-        *chunks, done = [event.removeprefix("data: ") for event in events]
-        assert done == "[DONE]"
+        *chunks, done_event = [event.removeprefix("data: ") for event in events]
+        assert done_event == "[DONE]"
         for chunk in map(json.loads, chunks):
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
@@ -132,11 +132,11 @@ async def run_storm(url: str, count: int, seed: int) -> Counter[str]:
                 expected[tuple(prompt)] = (await response.json())["choices"][0]["token_ids"]
         storm = Storm(url, rng, expected)
 
-        async def bounded() -> None:
+        async def run_bounded() -> None:
             async with limit:
-                await storm.one(session)
+                await storm.run_one_client(session)
 
-        await asyncio.gather(*(bounded() for _ in range(count)))
+        await asyncio.gather(*(run_bounded() for _ in range(count)))
         await nothing_left(session, url)
     return storm.outcomes
 

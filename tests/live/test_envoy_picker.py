@@ -41,7 +41,7 @@ class Gateway:
     def _start(self) -> None:
         folder, duplex = self.folder, self.duplex
         flags = ("--served-model-name", "m", "--port", "0")
-        self.engines = [self._keep(serve_engine(folder / f"engine-{i}.log", *flags)) for i in range(2)]
+        self.engines = [self._start_program(serve_engine(folder / f"engine-{i}.log", *flags)) for i in range(2)]
         urls = [engine.await_line() for engine in self.engines]
         self.workers = [url.partition("://")[2] for url in urls]
         loads = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
@@ -51,7 +51,7 @@ class Gateway:
         for url in self.admin:
             assert await_true(lambda url=url: call(f"{url}/readyz")[0] == 200, 30), call(f"{url}/readyz")
         port = free_ports(2)
-        self.envoy = self._keep(start_envoy(folder, configuration(port, port + 1, urls, ports, duplex=duplex)))
+        self.envoy = self._start_program(start_envoy(folder, configuration(port, port + 1, urls, ports, duplex=duplex)))
         self.url = f"http://127.0.0.1:{port}"
         assert await_true(lambda: self.healthy(port + 1) == 2, 20)
 
@@ -63,9 +63,9 @@ class Gateway:
     def _picker(self, number: int, urls: list[str], bind: str, peer: str) -> Program:
         command = ours("router", "epp", *urls, "--port", "0", "--health-port", "0", "--metrics-port", "0")
         command += ["--peer-bind", bind, "--peer", peer, "--health-interval", "0.5"]
-        return self._keep(Program(command, self.folder / f"picker-{number}.log"))
+        return self._start_program(Program(command, self.folder / f"picker-{number}.log"))
 
-    def _keep(self, program: Program) -> Program:
+    def _start_program(self, program: Program) -> Program:
         self.programs.append(program)
         return program
 
@@ -74,7 +74,7 @@ class Gateway:
         rows = [row for url in self.admin for row in (call(f"{url}/workers")[1] or {"workers": []})["workers"]]
         return sum(int(row["prefilling"]) + int(row["decoding"]) for row in rows)
 
-    def routed(self) -> list[int]:
+    def routed_requests(self) -> list[int]:
         """Requests that each picker placed."""
         return [sum(int(row["routed_requests"]) for row in call(f"{url}/workers")[1]["workers"]) for url in self.admin]
 
@@ -85,16 +85,16 @@ class Gateway:
 
 @pytest.fixture(scope="module", params=["buffered", "duplex"])
 def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    made = Gateway(tmp_path_factory.mktemp("gateway"), duplex=request.param == "duplex")
+    new_gateway = Gateway(tmp_path_factory.mktemp("gateway"), duplex=request.param == "duplex")
     try:
-        yield made
-        for picker in made.pickers:
+        yield new_gateway
+        for picker in new_gateway.pickers:
             assert "Traceback" not in picker.text(), picker.text()[-3000:]
     finally:
-        made.close()
+        new_gateway.close()
 
 
-def ask(gateway: Gateway, *requests: bytes, leaves: bool = False) -> list[Answer]:
+def send_requests(gateway: Gateway, *requests: bytes, leaves: bool = False) -> list[Answer]:
     """One after the other."""
 
     async def run() -> list[Answer]:
@@ -108,11 +108,11 @@ def words(first: int, count: int) -> str:
     return " ".join(f"word{number}" for number in range(first, first + count))
 
 
-def cached(answer: Answer) -> tuple[int, int]:
+def cached_tokens_of(answer: Answer) -> tuple[int, int]:
     """(predicted, reported)."""
     usage = json.loads(answer.checked().body)["usage"]
-    told = usage.get("prompt_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens")}
-    return int(answer.headers["x-blockcast-predicted-cached-tokens"]), int(told["cached_tokens"])
+    details = usage.get("prompt_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens")}
+    return int(answer.headers["x-blockcast-predicted-cached-tokens"]), int(details["cached_tokens"])
 
 
 def test_conversations_are_predicted_exactly(gateway: Gateway) -> None:
@@ -126,7 +126,7 @@ def test_conversations_are_predicted_exactly(gateway: Gateway) -> None:
     wrong = [o for o in outcomes if o.predicted_tokens != o.cached_tokens]
     assert len(wrong) <= 1, wrong  # an answer can overtake its last events
     assert sum(outcome.cached_tokens for outcome in outcomes) > 0.5 * sum(o.prompt_tokens for o in outcomes)
-    assert min(gateway.routed()) > 5
+    assert min(gateway.routed_requests()) > 5
     assert await_true(lambda: gateway.in_flight() == 0, 5)
 
 
@@ -140,23 +140,23 @@ def test_every_kind_of_body(gateway: Gateway) -> None:
         ("/v1/responses", {"model": "m", "input": text, "max_output_tokens": 16}),
     ]
     for path, body in bodies:
-        first, second = ask(gateway, post(path, body), post(path, body))
+        first, second = send_requests(gateway, post(path, body), post(path, body))
         first.checked()
         if path != "/v1/responses":
-            predicted, reported = cached(second)
-            assert predicted == reported > 150, path
+            predicted_tokens, reported_tokens = cached_tokens_of(second)
+            assert predicted_tokens == reported_tokens > 150, path
         else:
             assert int(second.checked().headers["x-blockcast-predicted-cached-tokens"]) > 150
-    (models,) = ask(gateway, b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+    (models,) = send_requests(gateway, b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
     assert json.loads(models.checked().body)["data"][0]["id"] == "m"
-    (unknown,) = ask(gateway, post("/v1/embeddings", {"model": "m", "input": "text"}))
+    (unknown,) = send_requests(gateway, post("/v1/embeddings", {"model": "m", "input": "text"}))
     assert unknown.headers["x-blockcast-worker"] in gateway.workers  # whose answer it is that it embeds nothing
 
 
 def test_what_is_wrong_is_said_by_the_picker(gateway: Gateway) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     path = "/v1/chat/completions"
-    (no_json, no_model, pinned) = ask(
+    (no_json, no_model, pinned_answer) = send_requests(
         gateway,
         post(path, b"{nonsense"),
         post(path, {"model": "other", "messages": chat}),
@@ -164,34 +164,39 @@ def test_what_is_wrong_is_said_by_the_picker(gateway: Gateway) -> None:
     )
     assert no_json.status == 400
     assert (no_model.status, json.loads(no_model.body)["error"]["code"]) == (404, "model_not_found")
-    assert pinned.status == 404
-    (renamed,) = ask(gateway, post(path, {"model": "other", "messages": chat, "max_tokens": 2},
+    assert pinned_answer.status == 404
+    (renamed_answer,) = send_requests(gateway, post(path, {"model": "other", "messages": chat, "max_tokens": 2},
                                    {"x-gateway-model-name-rewrite": "m"}))  # fmt: skip
-    assert json.loads(renamed.checked().body)["model"] == "m"
-    forged = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
-    (forged_answer,) = ask(gateway, post(path, {"model": "m", "messages": chat, "max_tokens": 2}, forged))
+    assert json.loads(renamed_answer.checked().body)["model"] == "m"
+    forged_headers = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
+    (forged_answer,) = send_requests(
+        gateway, post(path, {"model": "m", "messages": chat, "max_tokens": 2}, forged_headers)
+    )
     assert forged_answer.checked().headers["x-blockcast-worker"] in gateway.workers
 
 
 def test_large_bodies(gateway: Gateway) -> None:
     """300 KB, most of it no prompt, and more than Envoy gives away at once."""
     body = {"model": "m", "prompt": words(5000, 100), "max_tokens": 2, "metadata": {"padding": "x" * 300_000}}
-    predicted, reported = cached(ask(gateway, *[post("/v1/completions", body)] * 2)[1])
-    assert predicted == reported > 100
-    chunked = json.dumps({"model": "m", "prompt": words(5000, 100), "max_tokens": 2}).encode()
+    predicted_tokens, reported_tokens = cached_tokens_of(
+        send_requests(gateway, *[post("/v1/completions", body)] * 2)[1]
+    )
+    assert predicted_tokens == reported_tokens > 100
+    chunked_body = json.dumps({"model": "m", "prompt": words(5000, 100), "max_tokens": 2}).encode()
     pieces = b"".join(
-        b"%x\r\n%b\r\n" % (len(chunked[i : i + 7]), chunked[i : i + 7]) for i in range(0, len(chunked), 7)
+        b"%x\r\n%b\r\n" % (len(chunked_body[i : i + 7]), chunked_body[i : i + 7])
+        for i in range(0, len(chunked_body), 7)
     )
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
     )
-    (answer,) = ask(gateway, head + b"\r\n" + pieces + b"0\r\n\r\n")
-    assert cached(answer)[0] > 100
+    (answer,) = send_requests(gateway, head + b"\r\n" + pieces + b"0\r\n\r\n")
+    assert cached_tokens_of(answer)[0] > 100
 
 
 def test_who_leaves_is_taken_off_the_books(gateway: Gateway) -> None:
     endless = completion("m", words(7000, 50), 4000)
-    for answer in ask(gateway, *[post("/v1/completions", endless)] * 4, leaves=True):
+    for answer in send_requests(gateway, *[post("/v1/completions", endless)] * 4, leaves=True):
         assert answer.error == "left"
     assert await_true(lambda: gateway.in_flight() == 0, 5), gateway.in_flight()
     page = "".join(str(call(f"http://{worker}/metrics")[1]) for worker in gateway.workers)
@@ -224,9 +229,9 @@ def test_a_picker_that_dies(gateway: Gateway) -> None:
             answer.checked()
     time.sleep(2.5)  # Envoy's health check
     prompt = post("/v1/completions", {"model": "m", "prompt": words(11_000, 200), "max_tokens": 2})
-    ask(gateway, prompt)[0].checked()
-    predicted, reported = cached(ask(gateway, prompt)[0])
-    assert predicted == reported > 150
+    send_requests(gateway, prompt)[0].checked()
+    predicted_tokens, reported_tokens = cached_tokens_of(send_requests(gateway, prompt)[0])
+    assert predicted_tokens == reported_tokens > 150
     assert await_true(lambda: gateway.in_flight() == 0, 5)
 
 
@@ -234,13 +239,13 @@ def test_a_worker_that_dies(gateway: Gateway) -> None:
     """Before anybody has noticed: Envoy goes on to the next of the list, and the books follow."""
     prompts = [words(500 * i, 150) for i in range(4)]
     requests = [post("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 2}) for prompt in prompts]
-    homes = [answer.checked().headers["x-blockcast-worker"] for answer in ask(gateway, *requests)]
+    homes = [answer.checked().headers["x-blockcast-worker"] for answer in send_requests(gateway, *requests)]
     dead = homes[0]
     gateway.engines[gateway.workers.index(dead)].kill()
     alive = next(worker for worker in gateway.workers if worker != dead)
-    answers = ask(gateway, *requests, *requests)
+    answers = send_requests(gateway, *requests, *requests)
     assert {answer.checked().headers["x-blockcast-worker"] for answer in answers} == {alive}
     for answer in answers[4:]:
-        predicted, reported = cached(answer)
-        assert predicted == reported > 100
+        predicted_tokens, reported_tokens = cached_tokens_of(answer)
+        assert predicted_tokens == reported_tokens > 100
     assert await_true(lambda: gateway.in_flight() == 0, 5)

@@ -15,7 +15,7 @@ from event_faults_cases import CASES
 pytestmark = [pytest.mark.long, pytest.mark.live]
 
 
-def played(cases: list[Case], policy: str, at_once: int) -> list[Row]:
+def play_cases(cases: list[Case], policy: str, at_once: int) -> list[Row]:
     """What one router with this policy makes of the cases."""
     router = Router("--policy", policy)
     try:
@@ -26,7 +26,7 @@ def played(cases: list[Case], policy: str, at_once: int) -> list[Row]:
 
 
 def test_ours_is_right_in_every_case() -> None:
-    rows = played(CASES, "kv", at_once=6)
+    rows = play_cases(CASES, "kv", at_once=6)
     assert len(rows) >= 40
     assert [row for row in rows if row.verdict != "right"] == []
 
@@ -34,6 +34,6 @@ def test_ours_is_right_in_every_case() -> None:
 def test_a_router_that_takes_turns_is_found_out() -> None:
     """The judge can fail: two cases for a router that predicts rightly and sends requests in turn."""
     cases = [case for case in CASES if case.name.startswith(("a block is removed and stored", "both copies"))]
-    rows = played(cases, "round_robin", at_once=1)
+    rows = play_cases(cases, "round_robin", at_once=1)
     assert len(rows) == 2
     assert {row.verdict for row in rows} & {"lost hit", "stale hit"}, rows

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 from events import StreamSource, Subscriber
 from events.subscriber import Message
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
     programs: list[subprocess.Popen[str]] = []
     yield programs
     for program in programs:
@@ -56,7 +56,7 @@ def test_the_policy_of_ones_own_chooses(tmp_path: Path, monkeypatch: pytest.Monk
 
         engines = [run(f"engine-{number}", "engine", "serve", "--port", "0") for number in range(2)]
         router = run("router", "router", "run", *engines, "--port", "0", "--policy-function", "own_policy:choose")
-        until(lambda: call(f"{router}/health")[0] == 200, "a worker is up")
+        wait_until(lambda: call(f"{router}/health")[0] == 200, "a worker is up")
         body = {"prompt": "word " * 200, "max_tokens": 2}
         workers = set()
         for _ in range(4):  # the price would go there too, round robin would not
@@ -68,41 +68,41 @@ def test_the_policy_of_ones_own_chooses(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_offline_generation_reuses_the_shared_beginning() -> None:
     program = start("generate_offline.py")
-    said, complaints = program.communicate(timeout=120)
+    output, complaints = program.communicate(timeout=120)
     assert program.returncode == 0, complaints
-    cached = [int(line.split()[0]) for line in said.splitlines() if "prompt tokens were cached" in line]
-    assert len(cached) == 2
-    assert cached[0] == 0
-    assert cached[1] > 100
+    cached_tokens = [int(line.split()[0]) for line in output.splitlines() if "prompt tokens were cached" in line]
+    assert len(cached_tokens) == 2
+    assert cached_tokens[0] == 0
+    assert cached_tokens[1] > 100
 
 
-def test_published_events_reach_a_subscriber(started: list[subprocess.Popen[str]]) -> None:
+def test_published_events_reach_a_subscriber(processes: list[subprocess.Popen[str]]) -> None:
     endpoint = f"tcp://*:{free_port()}"
-    started.append(start("publish_events.py", endpoint))
-    seen: set[str] = set()
+    processes.append(start("publish_events.py", endpoint))
+    event_types: set[str] = set()
     with Subscriber([StreamSource("example", endpoint.replace("*", "127.0.0.1"), None)]) as subscriber:
 
         def all_seen() -> bool:
             item = subscriber.get(timeout_s=1.0)
             if isinstance(item, Message):
-                seen.update(type(event).__name__ for event in item.decoded_batch.batch.events)
-            return seen == {"BlockStored", "BlockRemoved"}
+                event_types.update(type(event).__name__ for event in item.decoded_batch.batch.events)
+            return event_types == {"BlockStored", "BlockRemoved"}
 
-        until(all_seen, lambda: f"only {seen}", 60)
+        wait_until(all_seen, lambda: f"only {event_types}", 60)
 
 
-def test_a_subscriber_counts_the_blocks_of_an_engine(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_a_subscriber_counts_the_blocks_of_an_engine(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
     engine = Program(tmp_path / "engine.log", "engine", "serve", "--port", "0").await_ready()
     try:
         subscriber = start("subscribe.py", engine.url)
-        started.append(subscriber)
+        processes.append(subscriber)
         assert subscriber.stdout is not None
         assert "up=True" in subscriber.stdout.readline()
         body = {"prompt": "word " * 200, "max_tokens": 4}
         assert call(f"{engine.url}/v1/completions", body)[0] == 200
-        said = subscriber.stdout.readline()
-        while "holds 0 blocks" in said or "blocks" not in said:
-            said = subscriber.stdout.readline()
-        assert int(said.split("holds ")[1].split()[0]) >= 12
+        line = subscriber.stdout.readline()
+        while "holds 0 blocks" in line or "blocks" not in line:
+            line = subscriber.stdout.readline()
+        assert int(line.split("holds ")[1].split()[0]) >= 12
     finally:
         engine.close()

@@ -16,6 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.timeout(3600)]
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_every_request_is_answered_and_every_prediction_exact() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "fleet_faults"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("no process is left\n")
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.endswith("no process is left\n")

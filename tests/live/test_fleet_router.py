@@ -29,15 +29,15 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     folder = tmp_path_factory.mktemp("fleet")
     router = ours("router", "run", "--port", "0", "--peer-bind", "tcp://127.0.0.1:*")
     with (
-        Program(router, folder / "router.log") as one,
+        Program(router, folder / "router.log") as router_program,
         Program(ours("engine", "serve", "--port", "0", "--simulate", SPEC), folder / "engine.log") as other,
     ):
-        yield one.await_line(), other.await_line()
+        yield router_program.await_line(), other.await_line()
 
 
 def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
     router, worker = urls
-    listed = [
+    listed_workers = [
         Listed({"url": worker, "id": "ours", "send_key": 1}),
         Listed(
             {"url": "http://127.0.0.1:9", "id": "gone", "events": "tcp://127.0.0.1:9", "replay": "tcp://127.0.0.1:9"}
@@ -47,19 +47,19 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
     def rows() -> dict[str, Any]:
         return {name: (row.up, row.draining) for name, row in read_rows(call(f"{router}/workers")[1]).items()}
 
-    def tell(*those: Listed) -> list[int]:
-        known = read_rows(call(f"{router}/workers")[1])
-        return [call(f"{router}{path}", body, method)[0] for method, path, body in changes(those, known)]
+    def publish_workers(*workers: Listed) -> list[int]:
+        known_rows = read_rows(call(f"{router}/workers")[1])
+        return [call(f"{router}{path}", body, method)[0] for method, path, body in changes(workers, known_rows)]
 
-    assert tell(*listed) == [201, 201]
+    assert publish_workers(*listed_workers) == [201, 201]
     assert await_true(lambda: rows() == {"ours": (True, False), "gone": (False, False)}, 30), rows()
-    assert tell(*listed) == [], "what is known is not said again"
-    draining = Listed(listed[0].settings, draining=True)
-    assert tell(draining) == [200, 200], "one leaves, one drains"
+    assert publish_workers(*listed_workers) == [], "what is known is not said again"
+    draining = Listed(listed_workers[0].settings, draining=True)
+    assert publish_workers(draining) == [200, 200], "one leaves, one drains"
     assert rows() == {"ours": (False, True)}
-    assert tell(listed[0]) == [200]
+    assert publish_workers(listed_workers[0]) == [200]
     assert rows() == {"ours": (True, False)}
-    assert tell() == [200]
+    assert publish_workers() == [200]
     assert rows() == {}
 
 
@@ -74,7 +74,7 @@ def test_a_router_is_told_of_the_others(urls: tuple[str, str]) -> None:
 
 def test_a_router_knows_from_its_first_answer_on_who_was_named(tmp_path: Path) -> None:
     """A worker that takes its time to answer the first question, and one that refuses."""
-    port, asked = free_port(), {"messages": [{"role": "user", "content": "is anybody there?"}], "max_tokens": 1}
+    port, body = free_port(), {"messages": [{"role": "user", "content": "is anybody there?"}], "max_tokens": 1}
     with Program(ours("engine", "serve", "--port", "0", "--simulate", SPEC), tmp_path / "engine.log") as engine:
         worker = engine.await_line()
         os.kill(engine.pid, signal.SIGSTOP)
@@ -82,7 +82,7 @@ def test_a_router_knows_from_its_first_answer_on_who_was_named(tmp_path: Path) -
         command = ours("router", "run", worker, "http://127.0.0.1:9", "--port", str(port))
         with Program(command, tmp_path / "router.log"):
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            assert await_true(lambda: call(url, asked)[0], 60) == 200
+            assert await_true(lambda: call(url, body)[0], 60) == 200
 
 
 def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
     with Program(ours("engine", "serve", "--port", "0", "--simulate", slow), tmp_path / "engine.log") as engine:
         url = engine.await_line()
         (core,) = map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())
-        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
-        thread = threading.Thread(target=call, args=(f"{url}/v1/chat/completions", asked))
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        thread = threading.Thread(target=call, args=(f"{url}/v1/chat/completions", body))
         thread.start()
-        seen = []
+        statuses = []
         while thread.is_alive():
-            seen.append(silent_s())
+            statuses.append(silent_s())
             time.sleep(0.1)
-        assert 0.3 < max(seen) < 3, "a step is waited for, and no longer"
+        assert 0.3 < max(statuses) < 3, "a step is waited for, and no longer"
         os.kill(core, signal.SIGSTOP)
         assert await_true(lambda: silent_s() > 3, 30)
         os.kill(core, signal.SIGCONT)

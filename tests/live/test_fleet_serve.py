@@ -62,8 +62,8 @@ class Within:
     def record_routing_stats(self) -> dict[str, Any]:
         (source,) = self._llm.info.event_sources
         ends = {"endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint or ""}
-        told = {key: value.replace("*", "127.0.0.1") for key, value in ends.items()}
-        return {"kv_event_metadata": {**told, "block_size": self._llm.info.block_size, "dp_rank": 0}}
+        endpoints = {key: value.replace("*", "127.0.0.1") for key, value in ends.items()}
+        return {"kv_event_metadata": {**endpoints, "block_size": self._llm.info.block_size, "dp_rank": 0}}
 
     def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
         (answer,) = self._llm.chat(body["messages"], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
@@ -125,7 +125,7 @@ def rows(router: Program) -> list[dict[str, Any]]:
     return [row for row in page["workers"] if row["state"] == "up"]
 
 
-def predicted(router: Program, messages: list[dict[str, str]]) -> int:
+def predicted_tokens(router: Program, messages: list[dict[str, str]]) -> int:
     """Of the worker that the router would choose."""
     status, page = call(f"{router.await_line()}/route", {"messages": messages})
     assert status == 200, page
@@ -135,31 +135,31 @@ def predicted(router: Program, messages: list[dict[str, str]]) -> int:
 def test_conversations_stay_where_they_are_cached(application: tuple[Any, Program, str]) -> None:
     handle, router, model = application
 
-    def both() -> bool:
+    def both_have_requests() -> bool:
         chat(handle, [{"role": "user", "content": "hello"}])
         return len(rows(router)) == 2
 
-    assert await_true(both, 120, 0.5), call(f"{router.await_line()}/workers")
+    assert await_true(both_have_requests, 120, 0.5), call(f"{router.await_line()}/workers")
     engines = set()
     for talk in range(6):
-        messages, own, last = [], set(), 0
+        messages, own_workers, last = [], set(), 0
         for turn in range(4):
             messages.append(
                 {"role": "user", "content": f"{talk} {OPENINGS[talk]}, turn {turn}: " + "and then what? " * 60}
             )
             if model:
                 time.sleep(0.3)  # the events of the last turn have come
-                foreseen = predicted(router, messages)
+                foreseen = predicted_tokens(router, messages)
             answer = chat(handle, messages)
             usage = answer["usage"]
-            cached = usage["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= last // 16 * 16, (talk, turn, usage)
-            assert not model or foreseen == cached, (talk, turn)
+            cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached_tokens >= last // 16 * 16, (talk, turn, usage)
+            assert not model or foreseen == cached_tokens, (talk, turn)
             last = usage["prompt_tokens"]
-            own.add(answer["engine"])
+            own_workers.add(answer["engine"])
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-        assert len(own) == 1, f"talk {talk} moved"
-        engines |= own
+        assert len(own_workers) == 1, f"talk {talk} moved"
+        engines |= own_workers
     assert len(engines) == 2, "conversations that share nothing are spread"
 
 

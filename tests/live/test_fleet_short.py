@@ -34,34 +34,34 @@ class Short:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self.started: set[int] = set()
+        self.started_pids: set[int] = set()
 
     def __call__(self, *words: str) -> str:
         command = [sys.executable, "-m", "fleet", words[0], "--address", self._address, *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
-        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+        assert process.returncode == 0, f"{words}\n{process.stdout}\n{process.stderr}"
+        return process.stdout
 
     def status(self) -> dict[str, Any]:
         directory = ray.get_actor("fleet-directory", namespace="blockcast")
-        found: dict[str, Any] = ray.get(directory.status.remote(), timeout=60)
-        return found
+        fleet_status: dict[str, Any] = ray.get(directory.status.remote(), timeout=60)
+        return fleet_status
 
-    def until(self, done: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        assert await_true(lambda: done(self.status()), 120, 0.2), json.dumps(self.status(), indent=1)
+    def wait_until(self, is_reached: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        assert await_true(lambda: is_reached(self.status()), 120, 0.2), json.dumps(self.status(), indent=1)
         return self.status()
 
     def pids(self, kind: str) -> dict[str, int]:
         """Member -> its program. As the guard's first child."""
-        found = {}
+        pids_by_name = {}
         for member in self.status()["members"]:
             if member["kind"] == kind and member["phase"] == "up":
                 port = f"--port\0{member['url'].rpartition(':')[2]}\0".encode()
-                found[member["name"]] = min(
+                pids_by_name[member["name"]] = min(
                     pid for pid, words in processes() if port in words and b"guard" not in words
                 )
-        self.started.update(found.values())
-        return found
+        self.started_pids.update(pids_by_name.values())
+        return pids_by_name
 
 
 def processes() -> Iterator[tuple[int, bytes]]:
@@ -105,9 +105,9 @@ def chat(url: str, text: str) -> int:
 def test_a_life(fleet: Short) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    more = ("--cpus", "0.5", "--router-cpus", "0.5", "--router-host", "127.0.0.1", "--router-port", str(port),
+    extra_flags = ("--cpus", "0.5", "--router-cpus", "0.5", "--router-host", "127.0.0.1", "--router-port", str(port),
             "--hang-timeout", str(HANG_S), "--replicas", "2", "--timeout", "180")  # fmt: skip
-    router = fleet("up", "--simulate", SLOW, *more).strip()
+    router = fleet("up", "--simulate", SLOW, *extra_flags).strip()
     assert router == f"http://127.0.0.1:{port}"
     engines, (front,) = fleet.pids("engine"), fleet.pids("router").values()
     end = threading.Event()
@@ -127,19 +127,21 @@ def test_a_life(fleet: Short) -> None:
         assert answer == 200, "a router that comes back knows its workers from its first answer on"
         os.kill(engines[dead], signal.SIGKILL)
 
-        def replaced(status: dict[str, Any]) -> bool:
-            gone = not {dead, hung} & {member["name"] for member in status["members"]}  # a death is seen a little later
-            return status["hung"].get("engine") == 1 and status["settled"] and gone
+        def is_replaced(status: dict[str, Any]) -> bool:
+            are_removed = not {dead, hung} & {
+                member["name"] for member in status["members"]
+            }  # a death is seen a little later
+            return status["hung"].get("engine") == 1 and status["settled"] and are_removed
 
-        status = fleet.until(replaced)
+        status = fleet.wait_until(is_replaced)
         assert any(f"{hung}: does not answer" in text for _, text in status["events"])
         assert not Path(f"/proc/{engines[hung]}").exists()
     finally:
         end.set()
         for thread in threads:
             thread.join()
-    assert fleet.until(lambda status: status["settled"])["hung"] == {"engine": 1}, "who is busy does not hang"
+    assert fleet.wait_until(lambda status: status["settled"])["hung"] == {"engine": 1}, "who is busy does not hang"
     fleet("scale", "1", "--timeout", "120")
     assert len(fleet.pids("engine") | fleet.pids("router")) == 2
     fleet("down", "--timeout", "120")
-    assert not [pid for pid in fleet.started if Path(f"/proc/{pid}").exists()], "a program outlives its fleet"
+    assert not [pid for pid in fleet.started_pids if Path(f"/proc/{pid}").exists()], "a program outlives its fleet"

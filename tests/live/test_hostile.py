@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from programs import Program, until
+from programs import Program, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.begins_first]
 
@@ -26,7 +26,7 @@ ANSWER_S_MAX = 20.0
 CHAT = b'"messages":[{"role":"user","content":"hello"}],"max_tokens":1'
 
 
-class Served:
+class ServerUnderTest:
     """A program under attack: its URL and what it logged."""
 
     def __init__(self, url: str, log: Path) -> None:
@@ -48,20 +48,20 @@ class Served:
                 conn.sendall(piece)
             if closes:
                 conn.shutdown(socket.SHUT_WR)
-            while received := conn.recv(1 << 16):
-                answer += received
+            while received_bytes := conn.recv(1 << 16):
+                answer += received_bytes
         return answer
 
     def status(self, *pieces: bytes, closes: bool = False) -> int | None:
         """The status of the first answer; None where the connection was closed without one."""
-        found = re.match(rb"HTTP/1\.[01] (\d{3}) ", self.send(*pieces, closes=closes))
-        return int(found[1]) if found else None
+        match = re.match(rb"HTTP/1\.[01] (\d{3}) ", self.send(*pieces, closes=closes))
+        return int(match[1]) if match else None
 
     def serves(self) -> None:
         """A well-formed request is answered, and promptly."""
-        started = time.monotonic()
+        start_s = time.monotonic()
         assert self.status(post(b"{%b}" % CHAT)) == 200
-        assert time.monotonic() - started < ANSWER_S_MAX
+        assert time.monotonic() - start_s < ANSWER_S_MAX
 
 
 def post(body: bytes, path: bytes = b"/v1/chat/completions", headers: bytes = b"") -> bytes:
@@ -70,25 +70,27 @@ def post(body: bytes, path: bytes = b"/v1/chat/completions", headers: bytes = b"
 
 
 @pytest.fixture(scope="module")
-def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerUnderTest]:
     log = tmp_path_factory.mktemp("router") / "router.log"
     program = Program(log, "router", "run", engine.url, "--port", "0", "--request-timeout", "1")
     try:
-        served = Served(program.await_ready().url, log)
-        until(lambda: re.search(r"tokenizer of .* read from", served.log()), served.log, 60)
-        until(lambda: served.status(post(b"{%b}" % CHAT)) == 200, served.log, 60)
-        yield served
+        server_under_test = ServerUnderTest(program.await_ready().url, log)
+        wait_until(lambda: re.search(r"tokenizer of .* read from", server_under_test.log()), server_under_test.log, 60)
+        wait_until(lambda: server_under_test.status(post(b"{%b}" % CHAT)) == 200, server_under_test.log, 60)
+        yield server_under_test
     finally:
         program.close()
 
 
 @pytest.fixture(params=["engine", "router"])
-def served(request: pytest.FixtureRequest, engine: Any, router: Served) -> Iterator[Served]:
+def server_under_test(
+    request: pytest.FixtureRequest, engine: Any, router: ServerUnderTest
+) -> Iterator[ServerUnderTest]:
     """Each program in turn; afterwards it still serves and has logged no traceback."""
-    found = router if request.param == "router" else Served(engine.url, engine._log)
-    yield found
-    found.serves()
-    assert "Traceback" not in found.log(), found.log()[-4000:]
+    server = router if request.param == "router" else ServerUnderTest(engine.url, engine._log)
+    yield server
+    server.serves()
+    assert "Traceback" not in server.log(), server.log()[-4000:]
 
 
 HEADS = {
@@ -109,8 +111,8 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_is_no_http_gets_a_4xx_or_nothing(served: Served, name: str) -> None:
-    status = served.status(HEADS[name], closes=True)
+def test_what_is_no_http_gets_a_4xx_or_nothing(server_under_test: ServerUnderTest, name: str) -> None:
+    status = server_under_test.status(HEADS[name], closes=True)
     assert status is None or 400 <= status < 500 or status == 505
 
 
@@ -138,8 +140,8 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_wrong_bodies_get_a_4xx(served: Served, name: str) -> None:
-    status = served.status(post(BODIES[name]))
+def test_wrong_bodies_get_a_4xx(server_under_test: ServerUnderTest, name: str) -> None:
+    status = server_under_test.status(post(BODIES[name]))
     assert status is not None
     assert 400 <= status < 500, name
 
@@ -147,37 +149,37 @@ def test_wrong_bodies_get_a_4xx(served: Served, name: str) -> None:
 @pytest.mark.parametrize(
     "ids", ["[-1]", "[4294967296]", "[99999999999999999999]", "[1.5]", '["a",1]', "[[1],[-1]]", "[null]", "[]", "[[]]"]
 )
-def test_wrong_token_ids_get_a_4xx(served: Served, ids: str) -> None:
-    status = served.status(post(b'{"prompt":%b,"max_tokens":1}' % ids.encode(), b"/v1/completions"))
+def test_wrong_token_ids_get_a_4xx(server_under_test: ServerUnderTest, ids: str) -> None:
+    status = server_under_test.status(post(b'{"prompt":%b,"max_tokens":1}' % ids.encode(), b"/v1/completions"))
     assert status is not None
     assert 400 <= status < 500
 
 
-def test_senders_that_never_end_keep_nobody_waiting(served: Served) -> None:
+def test_senders_that_never_end_keep_nobody_waiting(server_under_test: ServerUnderTest) -> None:
     """Slow-loris: heads and bodies that stop in the middle, a hundred at once."""
-    started = [b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-", post(b"x" * 1000)[:-500]]
-    conns = [served.connect() for _ in range(100)]
+    unfinished_requests = [b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-", post(b"x" * 1000)[:-500]]
+    conns = [server_under_test.connect() for _ in range(100)]
     try:
         for number, conn in enumerate(conns):
-            conn.sendall(started[number % 2])
+            conn.sendall(unfinished_requests[number % 2])
         for _ in range(3):
-            served.serves()
+            server_under_test.serves()
     finally:
         for conn in conns:
             conn.close()
 
 
-def test_the_router_cuts_senders_that_never_end(router: Served) -> None:
+def test_the_router_cuts_senders_that_never_end(router: ServerUnderTest) -> None:
     assert router.status(b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-") == 408
 
 
-def test_clients_that_vanish_keep_nobody_waiting(served: Served) -> None:
+def test_clients_that_vanish_keep_nobody_waiting(server_under_test: ServerUnderTest) -> None:
     body = b'{%b,"stream":true}' % CHAT.replace(b'"max_tokens":1', b'"max_tokens":400')
     for _ in range(30):
-        conn = served.connect()
+        conn = server_under_test.connect()
         conn.sendall(post(body))
         conn.close()
-    served.serves()
+    server_under_test.serves()
 
 
 def test_the_short_form_of_the_attacks_finds_nothing(tmp_path: Path) -> None:
@@ -185,9 +187,9 @@ def test_the_short_form_of_the_attacks_finds_nothing(tmp_path: Path) -> None:
     report = tmp_path / "hostile.json"
     command = [sys.executable, str(ROOT / "scripts" / "hostile"), "--checkout", "--short", "--json", str(report)]
     environment = {**os.environ, "BLOCKCAST_NO_VENV": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert report.exists(), done.stdout + done.stderr
-    found = json.loads(report.read_text())
-    assert found["faults"] == [], done.stdout
-    assert set(found["groups"]) == set(GROUPS)
-    assert all(row["attacks"] for row in found["groups"].values())
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert report.exists(), process.stdout + process.stderr
+    findings = json.loads(report.read_text())
+    assert findings["faults"] == [], process.stdout
+    assert set(findings["groups"]) == set(GROUPS)
+    assert all(row["attacks"] for row in findings["groups"].values())

@@ -19,8 +19,8 @@ from harness.workers import FakeWorker, Publisher, stored
 pytestmark = pytest.mark.live
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
-def test_a_late_router_asks_the_one_that_was_there(restarted: bool) -> None:
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
+def test_a_late_router_asks_the_one_that_was_there(is_restarted: bool) -> None:
     worker = FakeWorker("m", Publisher())
     first = Router()
     late = None
@@ -36,19 +36,19 @@ def test_a_late_router_asks_the_one_that_was_there(restarted: bool) -> None:
             worker.publisher.publish(stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
         assert await_true(lambda: first.predicted(body) == {worker.port: 160}, 10)
         worker.publisher.trim(9)
-        if restarted:
+        if is_restarted:
             first_seen = worker.publisher.seq
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
                 worker.publisher.publish(stored([rng.getrandbits(64)], [1] * 16), lost=True)
         late = Router("--snapshot-from", first.url)
         late.attach([worker])
-        expected = {worker.port: 0 if restarted else 160}
+        expected = {worker.port: 0 if is_restarted else 160}
         assert await_true(lambda: late.predicted(body) == expected, 10), late.predicted(body)
-        alone = Router()
-        alone.attach([worker])
-        assert alone.predicted(body) == {worker.port: 0}, "the ring alone does not tell"
-        alone.close()
+        single_router = Router()
+        single_router.attach([worker])
+        assert single_router.predicted(body) == {worker.port: 0}, "the ring alone does not tell"
+        single_router.close()
     finally:
         for router in (first, late):
             if router is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -32,8 +32,8 @@ def router(engines: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             workers = call(f"{program.url}/workers")[2]["workers"]
             return len(workers) == 2 and all(worker.get("tokenizer") == {"m": "loaded"} for worker in workers)
 
-        until(ready, "tokenizers")
-        until(lambda: call(f"{program.url}/readyz")[0] == 200, "the caches' view")
+        wait_until(ready, "tokenizers")
+        wait_until(lambda: call(f"{program.url}/readyz")[0] == 200, "the caches' view")
         yield program
     finally:
         program.close()
@@ -50,13 +50,13 @@ def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, given: Any = ITEMS, **more: Any) -> Any:
-    fields = {"instructions": RULES, "tools": TOOLS, "max_output_tokens": 12, "temperature": 0, **more}
-    return client.responses.create(model="m", input=given, **fields)
+def create_response(client: openai.OpenAI, input_items: Any = ITEMS, **extra_fields: Any) -> Any:
+    fields = {"instructions": RULES, "tools": TOOLS, "max_output_tokens": 12, "temperature": 0, **extra_fields}
+    return client.responses.create(model="m", input=input_items, **fields)
 
 
 def test_a_response(client: openai.OpenAI) -> None:
-    answer = ask(client)
+    answer = create_response(client)
     assert answer.object == "response"
     assert answer.status in ("completed", "incomplete")
     assert (answer.status == "incomplete") == (answer.incomplete_details is not None)
@@ -64,12 +64,12 @@ def test_a_response(client: openai.OpenAI) -> None:
     assert answer.instructions == RULES
     assert answer.tools[0].name == "read"
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
-    again = ask(client)
-    assert again.usage.input_tokens_details.cached_tokens > 0.8 * again.usage.input_tokens
+    second_response = create_response(client)
+    assert second_response.usage.input_tokens_details.cached_tokens > 0.8 * second_response.usage.input_tokens
 
 
 def test_a_stream_has_its_events_in_their_order(client: openai.OpenAI) -> None:
-    events = list(ask(client, max_output_tokens=30, stream=True))
+    events = list(create_response(client, max_output_tokens=30, stream=True))
     names = [event.type for event in events]
     assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert names[-2:] == ["response.output_item.done", "response.completed"]
@@ -84,30 +84,31 @@ def test_a_stream_has_its_events_in_their_order(client: openai.OpenAI) -> None:
 
 def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> None:
     texts = [f"Tell me of {thing}." for thing in ("rivers", "stones", "birds", "rain")]
-    firsts = [ask(client, f"{text} {RULES}") for text in texts]
+    firsts = [create_response(client, f"{text} {RULES}") for text in texts]
     for first in firsts:
         assert client.responses.retrieve(first.id).output_text == first.output_text
-        second = ask(client, "And then?", previous_response_id=first.id)
+        second = create_response(client, "And then?", previous_response_id=first.id)
         assert second.previous_response_id == first.id
         assert second.usage.input_tokens > first.usage.input_tokens
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16
     with pytest.raises(openai.BadRequestError, match="stream: a stored response is not streamed"):
         client.responses.retrieve(firsts[0].id, stream=True)
-    named = [{"role": "user", "content": texts[1]}, {"type": "item_reference", "id": firsts[1].output[0].id}]
-    third = ask(client, [*named, {"role": "user", "content": "And then?"}])
+    named_items = [{"role": "user", "content": texts[1]}, {"type": "item_reference", "id": firsts[1].output[0].id}]
+    third = create_response(client, [*named_items, {"role": "user", "content": "And then?"}])
     assert (
-        third.usage.input_tokens > ask(client, [named[0], {"role": "user", "content": "And then?"}]).usage.input_tokens
+        third.usage.input_tokens
+        > create_response(client, [named_items[0], {"role": "user", "content": "And then?"}]).usage.input_tokens
     )
     with pytest.raises(openai.NotFoundError, match=r"input\[0\]\.id: no item"):
-        ask(client, [{"type": "item_reference", "id": "msg_unknown"}])
+        create_response(client, [{"type": "item_reference", "id": "msg_unknown"}])
     client.responses.delete(firsts[0].id)
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.retrieve(firsts[0].id)
     with pytest.raises(openai.NotFoundError, match="no response"):
-        ask(client, "?", previous_response_id=firsts[0].id)
-    kept = ask(client, store=False)
+        create_response(client, "?", previous_response_id=firsts[0].id)
+    unstored_response = create_response(client, store=False)
     with pytest.raises(openai.NotFoundError, match="store: false"):
-        client.responses.retrieve(kept.id)
+        client.responses.retrieve(unstored_response.id)
 
 
 def test_errors_name_the_field(client: openai.OpenAI) -> None:
@@ -118,10 +119,10 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
         ({"background": True, "stream": True}, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, None),
     ):
-        with pytest.raises(openai.APIStatusError) as refused:
-            ask(client, **fields)  # type: ignore[arg-type]
-        assert refused.value.status_code in (400, 404)
-        assert param is None or refused.value.param == param
+        with pytest.raises(openai.APIStatusError) as error_info:
+            create_response(client, **fields)  # type: ignore[arg-type]
+        assert error_info.value.status_code in (400, 404)
+        assert param is None or error_info.value.param == param
 
 
 def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
@@ -133,21 +134,27 @@ def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
             )
             answer = raw.parse()
             assert answer.usage is not None
-            cached = answer.usage.input_tokens_details.cached_tokens
-            assert int(raw.headers["x-blockcast-predicted-cached-tokens"]) == cached
-            assert turn == 0 or cached > 0
-            said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]}
-            items += [said, {"role": "user", "content": "And then?"}]
-            until(lambda: idle(router), "it ended")
-    _, _, explained = call(f"{router.url}/route?path=%2Fv1%2Fresponses", {"model": "m", "input": items})
-    assert explained["tokenized"] is True
+            cached_tokens = answer.usage.input_tokens_details.cached_tokens
+            assert int(raw.headers["x-blockcast-predicted-cached-tokens"]) == cached_tokens
+            assert turn == 0 or cached_tokens > 0
+            assistant_message = {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Well."}],
+            }
+            items += [assistant_message, {"role": "user", "content": "And then?"}]
+            wait_until(lambda: idle(router), "it ended")
+    _, _, explanation = call(f"{router.url}/route?path=%2Fv1%2Fresponses", {"model": "m", "input": items})
+    assert explanation["tokenized"] is True
 
 
 def idle(router: Program) -> bool:
     """Every answer was read to its end, and its events are in."""
     workers = call(f"{router.url}/workers")[2]["workers"]
-    done = all(worker["prefilling"] == worker["decoding"] == 0 for worker in workers)
+    is_idle = all(worker["prefilling"] == worker["decoding"] == 0 for worker in workers)
     batches = [sum(stream["batches"] for stream in worker["events"]["streams"]) for worker in workers]
     time.sleep(0.1)
-    later = call(f"{router.url}/workers")[2]["workers"]
-    return done and batches == [sum(stream["batches"] for stream in worker["events"]["streams"]) for worker in later]
+    later_workers = call(f"{router.url}/workers")[2]["workers"]
+    return is_idle and batches == [
+        sum(stream["batches"] for stream in worker["events"]["streams"]) for worker in later_workers
+    ]

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from programs import ADMIN_KEY, Program, call, until
+from programs import ADMIN_KEY, Program, call, wait_until
 
 pytestmark = pytest.mark.live
 PAGE = Path(__file__).resolve().parents[2] / "router" / "app" / "dashboard.html"
@@ -24,7 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def looks(width: int, scheme: str) -> list[Any]:
     """Widths and schemes; all but this one take minutes together and are not part of scripts/test."""
     every = [(w, s) for w in (390, 1280) for s in ("light", "dark")]
-    return [pytest.param(*one, marks=() if one == (width, scheme) else pytest.mark.slow) for one in every]
+    return [pytest.param(*look, marks=() if look == (width, scheme) else pytest.mark.slow) for look in every]
 
 
 @contextlib.contextmanager
@@ -62,15 +62,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         engines = [start(f"e{number}", "engine", "serve", "--port", "0") for number in range(2)]
         router = start("router", "router", "run", "--port", "0", *engines)
         workers = f"{router}/workers"
-        until(lambda: [row["state"] for row in call(workers)[2]["workers"]] == ["up", "up"], "two workers are up")
+        wait_until(lambda: [row["state"] for row in call(workers)[2]["workers"]] == ["up", "up"], "two workers are up")
 
         def talk() -> None:
-            shared = " ".join(f"word {number}" for number in range(150))
+            prefix = " ".join(f"word {number}" for number in range(150))
             count = 0
             while not stop.is_set():
                 count += 1
                 messages = [
-                    {"role": "system", "content": shared},
+                    {"role": "system", "content": prefix},
                     {"role": "user", "content": f"{count % 3} " * 80},
                     {"role": "user", "content": f"question {count}"},
                 ]
@@ -97,13 +97,13 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         assert not page.locator("#alarms").is_visible()
         page.locator("#decisions summary").first.focus()
         page.keyboard.press("Enter")
-        opened = page.locator("#decisions details[open]")
-        opened.first.wait_for()
+        open_details = page.locator("#decisions details[open]")
+        open_details.first.wait_for()
         page.wait_for_timeout(2500)  # updates go on, the opened row stays open
-        assert opened.count() == 1
-        rows = opened.first.locator("table tr").count()
+        assert open_details.count() == 1
+        rows = open_details.first.locator("table tr").count()
         assert rows >= 2
-        cells = opened.first.locator("tr.won td").all_inner_texts()
+        cells = open_details.first.locator("tr.won td").all_inner_texts()
         price = next(float(cell[2:]) for cell in cells if cell.startswith("= "))
         terms = [float(cell) for cell in cells[2 : cells.index(f"= {price:.4f}")]]
         assert sum(terms) == pytest.approx(price, abs=1e-4 * len(terms)), "a price adds up"
@@ -112,7 +112,7 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         assert page.locator("#hold").get_attribute("aria-pressed") == "true"
 
 
-def many(count: int) -> dict[str, Any]:
+def make_workers(count: int) -> dict[str, Any]:
     """A state of so many workers, two in trouble."""
     groups = [{"group_idx": 0, "kind": "full_attention", "block_size": 16, "blocks": 700, "silent": False}]
     stream = {"rank": 0, "phase": "live", "last_seq": 5, "groups": groups, "gaps": 0, "restarts": 0, "malformed": 0}
@@ -160,9 +160,9 @@ def crowd() -> Iterator[str]:
     point = {"prompt_tokens": 10, "predicted_tokens": 5, "told_of_tokens": 10, "actual_tokens": 4, "retried": 1}
     point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
     points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
-    events = {"state": many(500), "history": points, "decisions": []}
+    events = {"state": make_workers(500), "history": points, "decisions": []}
 
-    class Told(http.server.BaseHTTPRequestHandler):
+    class FakeWorkerHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = self.path == "/dashboard"
             body = (
@@ -184,7 +184,7 @@ def crowd() -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     stop = threading.Event()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Told)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeWorkerHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -199,9 +199,9 @@ def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: i
     with chromium(width, scheme, tmp_path / f"crowd-{width}-{scheme}.png") as page:
         page.goto(f"{crowd}/dashboard")
         page.wait_for_function("document.querySelectorAll('.cell').length === 500")
-        said = page.locator("#alarms").inner_text()
-        assert "1 of 500 workers down: gpu499:8000" in said
-        assert "gpu250:8000: predictions drift" in said
+        alarm_text = page.locator("#alarms").inner_text()
+        assert "1 of 500 workers down: gpu499:8000" in alarm_text
+        assert "gpu250:8000: predictions drift" in alarm_text
         assert page.locator("#alarms").is_visible()
         assert page.title().startswith("⚠")
         assert [page.locator(".cell b").nth(i).inner_text() for i in range(2)] == ["gpu250:8000", "gpu499:8000"]

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import openai
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
@@ -43,7 +43,7 @@ class Cluster:
     def start_router(self, log: Path, *args: str) -> Program:
         program = Program(log, "router", "run", "--port", "0", *args)
         program.await_ready()
-        until(lambda: call(f"{program.url}/health")[1] and self.up(program) == 2, "two workers up")
+        wait_until(lambda: call(f"{program.url}/health")[1] and self.up(program) == 2, "two workers up")
         return program
 
     @staticmethod
@@ -57,14 +57,14 @@ class Cluster:
     def engine_figures(self) -> list[dict[str, float]]:
         """Of each engine, as its core told them together: what it runs, looked up and published."""
         names = ("num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "kv_event_batches_total")
-        found = []
+        figures = []
         for engine in self.engines:
             with urllib.request.urlopen(f"{engine.url}/metrics", timeout=30) as answer:
                 text = answer.read().decode()
             lines = [re.search(rf"^\w+:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names]
-            found.append({name: float(line.group(1)) for name, line in zip(names, lines, strict=True) if line})
-            assert len(found[-1]) == len(names), text
-        return found
+            figures.append({name: float(line.group(1)) for name, line in zip(names, lines, strict=True) if line})
+            assert len(figures[-1]) == len(names), text
+        return figures
 
     def looked_up(self) -> float:
         """Prompt tokens that the engines have looked up in their caches."""
@@ -80,11 +80,11 @@ class Cluster:
             return False
         if any(f["num_requests_running"] or f["num_requests_waiting"] for f in figures):
             return False
-        published = sorted(f["kv_event_batches_total"] for f in figures)
+        published_batches = sorted(f["kv_event_batches_total"] for f in figures)
         workers = call(f"{self.url}/workers")[2]["workers"]
         seqs = [stream["last_seq"] for worker in workers for stream in worker["events"]["streams"]]
-        applied = sorted(0 if seq is None else seq + 1 for seq in seqs)
-        return published == applied
+        applied_batches = sorted(0 if seq is None else seq + 1 for seq in seqs)
+        return published_batches == applied_batches
 
     def close(self) -> None:
         for program in (self.router, *self.engines):
@@ -100,24 +100,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def test_openai_client(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     messages: Any = [{"role": "user", "content": "Say something."}]
-    whole = client.chat.completions.create(model=model.id, messages=messages, max_tokens=12, temperature=0)
-    assert whole.usage is not None
+    full_answer = client.chat.completions.create(model=model.id, messages=messages, max_tokens=12, temperature=0)
+    assert full_answer.usage is not None
     stream = client.chat.completions.create(
         model=model.id, messages=messages, max_tokens=12, temperature=0, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    assert text == full_answer.choices[0].message.content
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+    assert chunks[-1].usage.completion_tokens == full_answer.usage.completion_tokens == 12
     completion = client.completions.create(model=model.id, prompt="Once upon", max_tokens=5)
     assert completion.usage is not None
     assert completion.usage.completion_tokens == 5
@@ -158,9 +158,9 @@ def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
         assert status == 200, answer
         talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         usage = answer["usage"]
-        predicted = int(headers["x-blockcast-predicted-cached-tokens"])
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return headers["x-blockcast-worker"], predicted, cached, usage["prompt_tokens"]
+        predicted_tokens = int(headers["x-blockcast-predicted-cached-tokens"])
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        return headers["x-blockcast-worker"], predicted_tokens, cached_tokens, usage["prompt_tokens"]
 
     rows = []
     looked_up = cluster.looked_up()
@@ -168,19 +168,21 @@ def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
         for number in range(4):
             rows.append(list(pool.map(lambda i, n=number: turn(i, n), range(3))))
             looked_up += sum(tokens for *_, tokens in rows[-1])
-            until(lambda total=looked_up: cluster.has_settled(total), "the router has applied what was published")
+            wait_until(lambda total=looked_up: cluster.has_settled(total), "the router has applied what was published")
     for number, row in enumerate(rows):
-        for worker, predicted, cached, tokens in row:
-            assert predicted == cached, f"turn {number} on {worker}: predicted {predicted}, engine says {cached}"
+        for worker, predicted_tokens, cached_tokens, tokens in row:
+            assert predicted_tokens == cached_tokens, (
+                f"turn {number} on {worker}: predicted {predicted_tokens}, engine says {cached_tokens}"
+            )
             if number:
-                assert cached > 0.8 * tokens
+                assert cached_tokens > 0.8 * tokens
     for index in range(3):
         assert len({row[index][0] for row in rows}) == 1, "a conversation left the worker that holds it"
     body = {"model": model, "messages": talks[0]}
-    explained = call(f"{cluster.url}/route", body)[2]
-    assert explained["tokenized"]
-    assert len(explained["candidates"]) == 2
-    assert explained["candidates"][0]["cached_tokens"] > explained["candidates"][1]["cached_tokens"]
+    explanation = call(f"{cluster.url}/route", body)[2]
+    assert explanation["tokenized"]
+    assert len(explanation["candidates"]) == 2
+    assert explanation["candidates"][0]["cached_tokens"] > explanation["candidates"][1]["cached_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +201,8 @@ def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
     ],
 )
 def test_wrong_input_is_named_in_openais_form(cluster: Cluster, body: Any, status: int, field: str | None) -> None:
-    found, _, answer = call(f"{cluster.url}/v1/chat/completions", body)
-    assert found == status
+    response_status, _, answer = call(f"{cluster.url}/v1/chat/completions", body)
+    assert response_status == status
     assert set(answer["error"]) >= {"message", "type", "param", "code"}
     assert answer["error"]["param"] == field or (field and field in answer["error"]["message"])
     assert call(f"{cluster.url}/health")[0] == 200
@@ -223,9 +225,9 @@ def test_client_that_leaves_frees_the_engine(cluster: Cluster) -> None:
     def idle() -> bool:
         pages = [urllib.request.urlopen(f"{engine.url}/metrics").read().decode() for engine in cluster.engines]
         running = [re.search(r"^\S*num_requests_running\S* (\S+)$", page, re.MULTILINE) for page in pages]
-        return all(found is not None and float(found.group(1)) == 0 for found in running)
+        return all(match is not None and float(match.group(1)) == 0 for match in running)
 
-    until(idle, "the engines stopped computing for clients that left")
+    wait_until(idle, "the engines stopped computing for clients that left")
     assert call(f"{cluster.url}/workers")[2]["in_flight"] == 0
 
 
@@ -234,24 +236,24 @@ def test_worker_killed_and_restarted(cluster: Cluster, tmp_path: Path) -> None:
     model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
     extra = Program(tmp_path / "extra.log", "engine", "serve", "--port", "0").await_ready()
     try:
-        status, _, added = call(f"{cluster.url}/workers", {"url": extra.url})
+        status, _, added_worker = call(f"{cluster.url}/workers", {"url": extra.url})
         assert status == 201
-        until(lambda: cluster.up(cluster.router) == 3, "the third worker is up")
+        wait_until(lambda: cluster.up(cluster.router) == 3, "the third worker is up")
 
-        def ask(number: int) -> int:
+        def send_request(number: int) -> int:
             body = {"model": model, "messages": [{"role": "user", "content": f"{number} " * 30}], "max_tokens": 30}
             return call(f"{cluster.url}/v1/chat/completions", body)[0]
 
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            futures = [pool.submit(ask, number) for number in range(36)]
+            futures = [pool.submit(send_request, number) for number in range(36)]
             time.sleep(0.3)
             extra.process.send_signal(signal.SIGKILL)
             statuses = [future.result(timeout=90) for future in futures]
         assert statuses == [200] * 36
-        until(lambda: cluster.up(cluster.router) == 2, "the dead worker is out")
+        wait_until(lambda: cluster.up(cluster.router) == 2, "the dead worker is out")
         rows = {row["worker_id"]: row for row in call(f"{cluster.url}/workers")[2]["workers"]}
-        assert rows[added["worker_id"]]["state"] in ("down", "probing")
-        assert call(f"{cluster.url}/workers/{added['worker_id']}", method="DELETE")[0] == 200
+        assert rows[added_worker["worker_id"]]["state"] in ("down", "probing")
+        assert call(f"{cluster.url}/workers/{added_worker['worker_id']}", method="DELETE")[0] == 200
         assert len(call(f"{cluster.url}/workers")[2]["workers"]) == 2
     finally:
         extra.close()
@@ -271,7 +273,7 @@ def test_a_worker_that_cannot_be_reached_is_named_and_can_be_removed(cluster: Cl
                 rows = {row["worker_id"]: row for row in call(f"{cluster.url}/workers")[2]["workers"]}
                 return rows.get(name, {"state": "gone", "state_reason": ""})
 
-            until(lambda: "tried 2 times" in row()["state_reason"], lambda: row())
+            wait_until(lambda: "tried 2 times" in row()["state_reason"], lambda: row())
             assert row()["state"] == "starting"
             assert "Connect" in row()["state_reason"]
             assert call(f"{cluster.url}/workers/{quote(by, safe='')}", method="DELETE")[0] == 200
@@ -303,7 +305,7 @@ def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) 
         }
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             running = pool.submit(call, f"{router.url}/v1/chat/completions", body)
-            until(lambda: call(f"{router.url}/workers")[2]["in_flight"] == 1, "the request is in flight")
+            wait_until(lambda: call(f"{router.url}/workers")[2]["in_flight"] == 1, "the request is in flight")
             router.process.send_signal(signal.SIGTERM)
             status, _, answer = running.result(timeout=60)
         assert status == 200
@@ -318,9 +320,9 @@ class Mute(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         card = {"id": "m", "object": "model", "owned_by": "someone", "max_model_len": 100}
-        found = self.path in ("/health", "/v1/models")
-        body = json.dumps({"object": "list", "data": [card]}).encode() if found else b"{}"
-        self.send_response(200 if found else 404)
+        is_known_path = self.path in ("/health", "/v1/models")
+        body = json.dumps({"object": "list", "data": [card]}).encode() if is_known_path else b"{}"
+        self.send_response(200 if is_known_path else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -345,13 +347,13 @@ def test_a_worker_without_metrics_shows_what_it_holds_by_what_it_evicts(tmp_path
             return rows[0] if rows else {}
 
         pub.publish([BlockStored(list(range(1, 11)), None, list(range(40)), 4, None, "GPU", None)])
-        until(
+        wait_until(
             lambda: row().get("events", {}).get("streams", [{}])[0].get("stored") == 10, lambda: f"ten blocks: {row()}"
         )
         assert row()["cache_tokens"] is None
         for i in range(10, 20):
             pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
-        until(lambda: row()["cache_tokens"] == 40, lambda: f"40 tokens: {row()}")
+        wait_until(lambda: row()["cache_tokens"] == 40, lambda: f"40 tokens: {row()}")
     finally:
         router.close()
         pub.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -39,14 +39,14 @@ def free_ports(count: int) -> list[int]:
 class Router(Program):
     """`router run` that tells its load at `own` and listens to `other`."""
 
-    def __init__(self, log: Path, workers: Sequence[str], own: int, other: int, *args: str) -> None:
-        peers = ("--peer-bind", f"tcp://127.0.0.1:{own}", "--peer", f"tcp://127.0.0.1:{other}")
+    def __init__(self, log: Path, workers: Sequence[str], own_port: int, peer_port: int, *args: str) -> None:
+        peers = ("--peer-bind", f"tcp://127.0.0.1:{own_port}", "--peer", f"tcp://127.0.0.1:{peer_port}")
         port = () if "--port" in args else ("--port", "0")
         super().__init__(log, "router", "run", *workers, *port, "--health-interval", "0.5", *peers, *args)
 
     def await_ready(self) -> Router:
         super().await_ready()
-        until(lambda: all(row["state"] == "up" for row in self.workers()), self.log, 60)
+        wait_until(lambda: all(row["state"] == "up" for row in self.workers()), self.log, 60)
         return self
 
     def workers(self) -> list[dict[str, Any]]:
@@ -61,26 +61,28 @@ class Router(Program):
         """(worker, tokens predicted as cached, tokens the engine reused) of a streamed completion of two tokens."""
         body = {"model": "m", "prompt": ids, "max_tokens": 2, "ignore_eos": True, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        pinned = {"x-blockcast-worker": worker} if worker else {}
+        worker_headers = {"x-blockcast-worker": worker} if worker else {}
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **pinned}
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **worker_headers},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             headers, lines = answer.headers, answer.read().split(b"\n\n")
         assert lines[-2:] == [b"data: [DONE]", b""], lines
         usage = json.loads(lines[-3].removeprefix(b"data: "))["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return headers["x-blockcast-worker"], int(headers["x-blockcast-predicted-cached-tokens"]), cached
+        cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return headers["x-blockcast-worker"], int(headers["x-blockcast-predicted-cached-tokens"]), cached_tokens
 
-    def predicted(self, ids: list[int]) -> dict[str, int]:
+    def predicted_tokens(self, ids: list[int]) -> dict[str, int]:
         """Worker -> tokens of this prompt that it holds, as far as this router knows."""
-        told = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})[2]
-        return {row["worker"]: row["cached_tokens"] for row in told["candidates"]}
+        explanation = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})[2]
+        return {row["worker"]: row["cached_tokens"] for row in explanation["candidates"]}
 
     def queued_s(self, worker: str) -> float:
         """Seconds of prefill that wait there, both routers' requests counted."""
-        told = call(f"{self.url}/route", {"model": "m", "prompt": prompt(20), "max_tokens": 1})[2]
-        return float(next(row["queue_s"] for row in told["candidates"] if row["worker"] == worker))
+        explanation = call(f"{self.url}/route", {"model": "m", "prompt": prompt(20), "max_tokens": 1})[2]
+        return float(next(row["queue_s"] for row in explanation["candidates"] if row["worker"] == worker))
 
 
 class Cluster:
@@ -92,16 +94,16 @@ class Cluster:
         self._folder = folder
         self._ports = free_ports(2)
         self.routers: list[Router] = []
-        self._started: list[Router] = []
+        self._routers: list[Router] = []
         for side in range(2):
             self.routers.append(self.start(side))
         for router in self.routers:
             router.await_ready()
 
     def start(self, side: int) -> Router:
-        log = self._folder / f"router-{len(self._started)}.log"
+        log = self._folder / f"router-{len(self._routers)}.log"
         router = Router(log, self.urls, self._ports[side], self._ports[1 - side])
-        self._started.append(router)
+        self._routers.append(router)
         return router
 
     @contextlib.contextmanager
@@ -117,7 +119,7 @@ class Cluster:
                 os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        for router in self._started:
+        for router in self._routers:
             router.close()
 
 
@@ -131,20 +133,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[Any]) -> Ite
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[concurrent.futures.Future[Any]]:
     """Every call in a thread of its own, started one after the other without waiting for answers."""
     pool = concurrent.futures.ThreadPoolExecutor(len(calls))
-    futures = [pool.submit(one) for one in calls]
+    futures = [pool.submit(call) for call in calls]
     pool.shutdown(wait=False)
     return futures
 
 
 def test_a_shared_prefix_goes_to_one_worker_through_both(cluster: Cluster) -> None:
-    for shared in (prompt(400) for _ in range(3)):
-        worker, predicted, _ = cluster.routers[0].complete([*shared, *prompt(20)])
-        assert predicted == 0
+    for prefix in (prompt(400) for _ in range(3)):
+        worker, predicted_tokens, _ = cluster.routers[0].complete([*prefix, *prompt(20)])
+        assert predicted_tokens == 0
         for number in (1, 0, 1):
             router = cluster.routers[number]
-            ids = [*shared, *prompt(20)]
-            until(lambda: router.predicted(ids)[worker] == 400, "the events came")  # noqa: B023
-            until(lambda: router.queued_s(worker) == 0, "the other router told that its request has begun")  # noqa: B023
+            ids = [*prefix, *prompt(20)]
+            wait_until(lambda: router.predicted_tokens(ids)[worker] == 400, "the events came")  # noqa: B023
+            wait_until(lambda: router.queued_s(worker) == 0, "the other router told that its request has begun")  # noqa: B023
             assert router.complete(ids) == (worker, 400, 400)
 
 
@@ -159,15 +161,15 @@ def test_a_burst_through_both_is_spread_over_the_sum(cluster: Cluster) -> None:
             router.complete(prompt(1000), worker=name)
 
     def sends(router: Router, count: int, worker: str | None = None) -> list[concurrent.futures.Future[Any]]:
-        made = [prompt(1000) for _ in range(count)]
-        return at_once([lambda ids=ids: router.complete(ids, worker=worker) for ids in made])
+        prompts = [prompt(1000) for _ in range(count)]
+        return at_once([lambda ids=ids: router.complete(ids, worker=worker) for ids in prompts])
 
     def all_told(a: Router, b: Router, count: int) -> None:
         """`b` counts as another's what `a` has in flight, and `a` has `count` of them."""
-        own = ("prefilling", "decoding")
-        until(lambda: sum(a.counts(*own)) == count, lambda: (a.workers(), a.log()))
-        told = lambda: b.counts("peer_prefilling", "peer_decoding") == a.counts(*own)  # noqa: E731
-        until(told, lambda: (a.workers(), b.workers()))
+        local_counts = ("prefilling", "decoding")
+        wait_until(lambda: sum(a.counts(*local_counts)) == count, lambda: (a.workers(), a.log()))
+        are_counts_shared = lambda: b.counts("peer_prefilling", "peer_decoding") == a.counts(*local_counts)  # noqa: E731
+        wait_until(are_counts_shared, lambda: (a.workers(), b.workers()))
 
     with cluster.nothing_computed():
         burst = sends(first, 6, names[0])
@@ -185,50 +187,53 @@ def test_a_burst_through_both_is_spread_over_the_sum(cluster: Cluster) -> None:
         future.result(60)
     for router in cluster.routers:
         columns = ("prefilling", "decoding", "peer_prefilling", "peer_decoding")
-        until(lambda: router.counts(*columns) == [0, 0], router.log)  # noqa: B023
+        wait_until(lambda: router.counts(*columns) == [0, 0], router.log)  # noqa: B023
 
 
 def test_one_is_killed_and_another_starts_in_its_place(cluster: Cluster) -> None:
-    dead, left = cluster.routers
-    names = [row["worker_id"] for row in left.workers()]
-    known = {}
+    dead, remaining_router = cluster.routers
+    names = [row["worker_id"] for row in remaining_router.workers()]
+    predictions = {}
     for number in range(6):
         ids = prompt(320)
-        name, _, _ = left.complete(ids, worker=names[number % 2])
-        known[name, number] = ids
+        name, _, _ = remaining_router.complete(ids, worker=names[number % 2])
+        predictions[name, number] = ids
     with cluster.nothing_computed():
-        lost = at_once([lambda: dead.complete(prompt(500), worker=names[0])] * 3)
-        until(lambda: left.counts("peer_prefilling", "peer_decoding") == [3, 0], left.log)
+        lost_answers = at_once([lambda: dead.complete(prompt(500), worker=names[0])] * 3)
+        wait_until(lambda: remaining_router.counts("peer_prefilling", "peer_decoding") == [3, 0], remaining_router.log)
         dead.process.kill()
-        until(lambda: left.counts("peer_prefilling", "peer_decoding") == [0, 0], left.log)
-    for future in lost:
+        wait_until(lambda: remaining_router.counts("peer_prefilling", "peer_decoding") == [0, 0], remaining_router.log)
+    for future in lost_answers:
         with pytest.raises(OSError):
             future.result(60)
-    assert "is silent: its load no longer counts" in left.log()
-    assert left.complete(prompt(100))[2] == 0, "the other one works on"
+    assert "is silent: its load no longer counts" in remaining_router.log()
+    assert remaining_router.complete(prompt(100))[2] == 0, "the other one works on"
     late = cluster.start(0).await_ready()
-    for (name, _), ids in known.items():
-        asked = [*ids, 5]
-        until(lambda: late.predicted(asked) == left.predicted(asked), lambda: (late.predicted(asked), late.log()))  # noqa: B023
-        assert late.predicted(asked)[name] == 320
+    for (name, _), ids in predictions.items():
+        extended_ids = [*ids, 5]
+        wait_until(
+            lambda: late.predicted_tokens(extended_ids) == remaining_router.predicted_tokens(extended_ids),  # noqa: B023
+            lambda: (late.predicted_tokens(extended_ids), late.log()),  # noqa: B023
+        )
+        assert late.predicted_tokens(extended_ids)[name] == 320
     # And it counts what was in flight before it came, and is counted.
     with cluster.nothing_computed():
-        waiting = at_once([lambda: left.complete(prompt(500), worker=names[1]) for _ in range(2)])
+        waiting = at_once([lambda: remaining_router.complete(prompt(500), worker=names[1]) for _ in range(2)])
         waiting += at_once([lambda: late.complete(prompt(500), worker=names[0])])
-        until(lambda: late.counts("peer_prefilling") == [0, 2], late.log)
-        until(lambda: left.counts("peer_prefilling") == [1, 0], left.log)
+        wait_until(lambda: late.counts("peer_prefilling") == [0, 2], late.log)
+        wait_until(lambda: remaining_router.counts("peer_prefilling") == [1, 0], remaining_router.log)
     for future in waiting:
         future.result(60)
 
 
 def test_routers_that_agree_share_a_port(tmp_path: Path, engines: list[Any]) -> None:
     """The kernel spreads connections over both, each counts the other's load, and one goes without the other."""
-    port, *rest = free_ports(5)
-    loads, admins = rest[:2], rest[2:]
+    port, *more_ports = free_ports(5)
+    loads, admins = more_ports[:2], more_ports[2:]
     urls = [engine.url for engine in engines]
-    started: list[Program] = []
+    programs: list[Program] = []
 
-    def answered(side: int) -> int:
+    def count_answers(side: int) -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{admins[side]}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         counts = [line.split()[-1] for line in lines if line.startswith("blockcast_router_decisions_total")]
@@ -242,20 +247,20 @@ def test_routers_that_agree_share_a_port(tmp_path: Path, engines: list[Any]) -> 
             flags = ["--port", str(port), "--reuse-port", "--admin", f"127.0.0.1:{admins[side]}"]
             flags += ["--peer-bind", f"tcp://127.0.0.1:{loads[side]}"]
             flags += [f"--peer=tcp://127.0.0.1:{load}" for load in loads]  # of all, its own too
-            started.append(Program(tmp_path / f"shares-{side}.log", "router", "run", *urls, *flags))
-        for side, router in enumerate(started):
+            programs.append(Program(tmp_path / f"shares-{side}.log", "router", "run", *urls, *flags))
+        for side, router in enumerate(programs):
             router.await_ready()
-            until(lambda: call(f"http://127.0.0.1:{admins[side]}/readyz")[0] == 200, router.log)  # noqa: B023
+            wait_until(lambda: call(f"http://127.0.0.1:{admins[side]}/readyz")[0] == 200, router.log)  # noqa: B023
         assert {complete() for _ in range(32)} == {200}
-        until(lambda: sum(map(answered, range(2))) == 32, "every request was counted once")
-        assert min(map(answered, range(2))) > 0
+        wait_until(lambda: sum(map(count_answers, range(2))) == 32, "every request was counted once")
+        assert min(map(count_answers, range(2))) > 0
         page = urllib.request.urlopen(f"http://127.0.0.1:{admins[0]}/metrics", timeout=10).read().decode()
         assert 'blockcast_router_peer_messages_total{outcome="received"} 0.0' not in page
-        started[0].process.send_signal(signal.SIGTERM)
-        assert started[0].process.wait(30) == 0
+        programs[0].process.send_signal(signal.SIGTERM)
+        assert programs[0].process.wait(30) == 0
         assert {complete() for _ in range(16)} == {200}
     finally:
-        for router in started:
+        for router in programs:
             router.close()
 
 
@@ -270,38 +275,38 @@ def test_one_that_starts_later_takes_what_the_first_knows(tmp_path: Path, engine
     and another in its place fills its own from the second."""
     loads, apis = free_ports(2), free_ports(2)
     workers = [part for engine in engines for part in ("--worker", as_vllm_tells(engine))]
-    started: list[Router] = []
+    routers: list[Router] = []
 
     def start(side: int) -> Router:
-        own = ("--port", str(apis[side]), "--snapshot-from", f"http://127.0.0.1:{apis[1 - side]}")
-        router = Router(tmp_path / f"{len(started)}.log", workers, loads[side], loads[1 - side], *own)
-        started.append(router)
+        own_flags = ("--port", str(apis[side]), "--snapshot-from", f"http://127.0.0.1:{apis[1 - side]}")
+        router = Router(tmp_path / f"{len(routers)}.log", workers, loads[side], loads[1 - side], *own_flags)
+        routers.append(router)
         return router.await_ready()
 
     try:
         first = start(0)
         names = [row["worker_id"] for row in first.workers()]
-        asked = {}
+        prompts = {}
         for number in range(6):
             ids = prompt(320)
             name, _, _ = first.complete(ids, worker=names[number % 2])
-            asked[name, number] = [*ids, 5]
-        knows = {key: {name: 320 if name == key[0] else 0 for name in names} for key in asked}
-        told = lambda router: {key: router.predicted(ids) for key, ids in asked.items()}  # noqa: E731
-        until(lambda: told(first) == knows, lambda: (told(first), first.log()))
+            prompts[name, number] = [*ids, 5]
+        knows = {key: {name: 320 if name == key[0] else 0 for name in names} for key in prompts}
+        predictions_of = lambda router: {key: router.predicted(ids) for key, ids in prompts.items()}  # noqa: E731
+        wait_until(lambda: predictions_of(first) == knows, lambda: (predictions_of(first), first.log()))
         second = start(1)
         for name in names:
             assert f"worker {name} rank 0: starting from {first.url}" in second.log()
-        until(lambda: told(second) == knows, lambda: (told(second), second.log()))
+        wait_until(lambda: predictions_of(second) == knows, lambda: (predictions_of(second), second.log()))
         first.process.kill()
         first.process.wait()
         third = start(0)
         for name in names:
             assert f"worker {name} rank 0: starting from {second.url}" in third.log()
-        until(lambda: told(third) == knows, lambda: (told(third), third.log()))
+        wait_until(lambda: predictions_of(third) == knows, lambda: (predictions_of(third), third.log()))
         assert [row["events"]["streams"][0]["replayed"] for row in third.workers()] == [0, 0], "not from the ring"
-        for (name, _), ids in asked.items():
+        for (name, _), ids in prompts.items():
             assert third.complete(ids, worker=name) == (name, 320, 320)
     finally:
-        for router in started:
+        for router in routers:
             router.close()

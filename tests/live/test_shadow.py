@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 pytestmark = pytest.mark.live
 
@@ -21,23 +21,23 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("engines")
-    started = [Program(folder / f"{i}.log", "engine", "serve", "--port", "0", "--simulate", SPEC) for i in range(2)]
-    yield [engine.await_ready().url for engine in started]
-    for engine in started:
+    programs = [Program(folder / f"{i}.log", "engine", "serve", "--port", "0", "--simulate", SPEC) for i in range(2)]
+    yield [engine.await_ready().url for engine in programs]
+    for engine in programs:
         engine.close()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    started: list[Program] = []
+    programs: list[Program] = []
 
     def begin(*args: str) -> Program:
-        log = tmp_path / f"{args[0]}{len(started)}.log"
-        started.append(Program(log, "router", args[0], "--port", "0", *args[1:]))
-        return started[-1]
+        log = tmp_path / f"{args[0]}{len(programs)}.log"
+        programs.append(Program(log, "router", args[0], "--port", "0", *args[1:]))
+        return programs[-1]
 
     yield begin
-    for program in reversed(started):
+    for program in reversed(programs):
         program.close()
 
 
@@ -48,7 +48,7 @@ def ready(program: Program) -> str:
         rows = call(f"{program.url}/workers")[2]["workers"]
         return len(rows) == 2 and all(r["state"] == "up" and "loaded" in r["tokenizer"].values() for r in rows)
 
-    until(up, "two workers up")
+    wait_until(up, "two workers up")
     return program.url
 
 
@@ -67,24 +67,24 @@ def talk(url: str, name: str, turns: int, *, also: str | None = None) -> list[di
             text = answer.read()
         if turn % 2:
             deltas = [json.loads(line[6:])["choices"] for line in text.splitlines() if line.startswith(b"data: {")]
-            said = "".join(choices[0]["delta"].get("content") or "" for choices in deltas if choices)
+            answer_text = "".join(choices[0]["delta"].get("content") or "" for choices in deltas if choices)
         else:
             answers.append(json.loads(text))
-            said = answers[-1]["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": said})
+            answer_text = answers[-1]["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": answer_text})
     return answers
 
 
-def shadowed(program: Program, placed: int) -> dict[str, Any]:
+def await_report(program: Program, placed_requests: int) -> dict[str, Any]:
     """What it knows once it has placed so many."""
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
 
-    def enough() -> bool:
-        told.update(call(f"{program.url}/shadow")[2])
-        return bool(told["requests"].get("placed", 0) >= placed)
+    def has_enough() -> bool:
+        report.update(call(f"{program.url}/shadow")[2])
+        return bool(report["requests"].get("placed", 0) >= placed_requests)
 
-    until(enough, lambda: told["requests"])
-    return told
+    wait_until(has_enough, lambda: report["requests"])
+    return report
 
 
 def test_copies_are_answered_with_nothing_and_placed_by_events(start: Any, engines: list[str], tmp_path: Path) -> None:
@@ -93,18 +93,18 @@ def test_copies_are_answered_with_nothing_and_placed_by_events(start: Any, engin
     shadow = start("shadow", "--report", str(report), *engines)
     url = ready(shadow)
     talk(ready(balancer), "mirrored", 4, also=url)
-    told = shadowed(shadow, 4)
-    assert told["requests"]["placed"] == sum(told["turns"].values()) == 4, "each is explained once"
-    assert told["lost"]["routing"] > 0, "each turn of a conversation went to the worker that had not the last"
+    shadow_report = await_report(shadow, 4)
+    assert shadow_report["requests"]["placed"] == sum(shadow_report["turns"].values()) == 4, "each is explained once"
+    assert shadow_report["lost"]["routing"] > 0, "each turn of a conversation went to the worker that had not the last"
     assert call(url + CHAT, b"no JSON")[0] == 204, "whoever answers says so"
     assert call(url + "/v1/nowhere", {})[0] == 204
     assert call(f"{url}/shadow")[2]["requests"]["unread"] == 2
     late = {"messages": [{"role": "user", "content": "whose copy comes too late? " * 40}], "max_tokens": 8}
     assert call(balancer.url + CHAT, late)[0] == 200
-    held = lambda: call(f"{url}/route", late)[2]["predicted_cached_tokens"]  # noqa: E731
-    until(lambda: held() > 0, "its worker's events are here")
+    predicted_tokens = lambda: call(f"{url}/route", late)[2]["predicted_cached_tokens"]  # noqa: E731
+    wait_until(lambda: predicted_tokens() > 0, "its worker's events are here")
     assert call(url + CHAT, late)[0] == 204
-    assert "unplaced" not in shadowed(shadow, 5)["requests"]
+    assert "unplaced" not in await_report(shadow, 5)["requests"]
     assert call(f"{url}/workers")[2]["in_flight"] == 0
     assert shadow.stop() == 0
     page = report.read_text()
@@ -119,20 +119,20 @@ def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Pat
     lines = []
     for i in range(12):
         body = {"messages": [system, {"role": "user", "content": f"{i % 3}: who are you? " * 10}], "max_tokens": 8}
-        told = {"at": 2.0 * i, "worker": engines[i % 2], "ttft_s": 0.02, "seconds": 0.05, "output_tokens": 8}
-        lines.append(json.dumps({"body": body, **told} if i % 2 else body))
+        outcome = {"at": 2.0 * i, "worker": engines[i % 2], "ttft_s": 0.02, "seconds": 0.05, "output_tokens": 8}
+        lines.append(json.dumps({"body": body, **outcome} if i % 2 else body))
     log, report = tmp_path / "bodies.jsonl", tmp_path / "report.json"
     log.write_text("\n".join(lines))
     shadow = start("shadow", "--log", str(log), "--report", str(report), "--warm-share", "0", *engines)
     assert shadow.process.wait(60) == 0, shadow.log()
-    told = json.loads(report.read_text())
-    found = told["comparison"]
-    assert found["requests"] == 12
-    assert found["saved"]["computed_tokens"] > 0
-    assert told["lost"] == found["lost"]
-    assert told["lost"]["routing"] > 0, "the second worker was sent what the first one had"
-    assert told["lost"]["workload"] == 0
-    assert told["lost_s"].keys() == told["lost"].keys()
+    outcome = json.loads(report.read_text())
+    comparison = outcome["comparison"]
+    assert comparison["requests"] == 12
+    assert comparison["saved"]["computed_tokens"] > 0
+    assert outcome["lost"] == comparison["lost"]
+    assert outcome["lost"]["routing"] > 0, "the second worker was sent what the first one had"
+    assert outcome["lost"]["workload"] == 0
+    assert outcome["lost_s"].keys() == outcome["lost"].keys()
 
 
 def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:

@@ -10,60 +10,60 @@ from typing import Any
 
 import aiohttp
 import pytest
-from programs import ADMIN_KEY, Program, call, until
+from programs import ADMIN_KEY, Program, call, wait_until
 
 pytestmark = pytest.mark.live
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.004, "kv_tokens": 65536, "max_model_len": 32768}
 
 
 def engine(folder: Path, model: str, *flags: str) -> Program:
-    what = ("--simulate", json.dumps(SPEC), "--served-model-name", model, "--port", "0")
-    return Program(folder / f"{model}.log", "engine", "serve", *what, *flags)
+    command_flags = ("--simulate", json.dumps(SPEC), "--served-model-name", model, "--port", "0")
+    return Program(folder / f"{model}.log", "engine", "serve", *command_flags, *flags)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
     """One simulated worker of each model."""
-    folder, started = tmp_path_factory.mktemp("fleet"), {}
+    folder, programs = tmp_path_factory.mktemp("fleet"), {}
     for model in ("m1", "m2"):
-        started[model] = engine(folder, model)
+        programs[model] = engine(folder, model)
     try:
-        yield {model: one.await_ready() for model, one in started.items()}
+        yield {model: program.await_ready() for model, program in programs.items()}
     finally:
-        for one in started.values():
-            one.close()
+        for program in programs.values():
+            program.close()
 
 
 @pytest.fixture
 def start_router(tmp_path: Path, fleet: dict[str, Program]) -> Iterator[Any]:
-    started: list[Program] = []
+    programs: list[Program] = []
 
     def start(*flags: str, workers: list[str] | None = None) -> Program:
-        urls = [one.url for one in fleet.values()] if workers is None else workers
-        router = Program(tmp_path / f"router{len(started)}.log", "router", "run", *urls, "--port", "0", *flags)
-        started.append(router)
+        urls = [program.url for program in fleet.values()] if workers is None else workers
+        router = Program(tmp_path / f"router{len(programs)}.log", "router", "run", *urls, "--port", "0", *flags)
+        programs.append(router)
         router.await_ready()
         up = lambda: call(router.url + "/health")[2].get("workers_up") == len(urls)  # noqa: E731
-        until(lambda: all(up() for _ in range(12)), router.log)  # every process
+        wait_until(lambda: all(up() for _ in range(12)), router.log)  # every process
         return router
 
     yield start
-    for one in started:
-        one.close()
+    for program in programs:
+        program.close()
 
 
-def complete(url: str, model: str, prompt: str = "Hello there", key: str | None = None, **more: Any) -> Any:
-    async def ask() -> Any:
+def complete(url: str, model: str, prompt: str = "Hello there", key: str | None = None, **extra_fields: Any) -> Any:
+    async def send_request() -> Any:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        headers |= more.pop("headers", {})
-        body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **more}
+        headers |= extra_fields.pop("headers", {})
+        body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **extra_fields}
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
         ):
             return answer.status, dict(answer.headers), await answer.json()
 
-    return asyncio.run(ask())
+    return asyncio.run(send_request())
 
 
 def metric(url: str, name: str) -> dict[str, float]:
@@ -85,27 +85,27 @@ def test_aliases_canaries_and_a_fallback(start_router: Any, fleet: dict[str, Pro
         "--model-alias", "gpt-4=m1", "--model-canary", "m1=m2:0.5", "--model-fallback", "m3=m4", "--model-fallback",
         "m4=m2",
     )  # fmt: skip
-    answered = {}
+    roots_by_session = {}
     for number in range(16):
         session = {"headers": {"x-session-id": f"conversation {number}"}}
         models = {complete(router.url, "gpt-4", f"turn {turn}", **session)[2]["model"] for turn in range(3)}
         assert len(models) == 1, "a conversation stays on its side"
-        answered[number] = models.pop()
-    assert set(answered.values()) == {"m1", "m2"}
+        roots_by_session[number] = models.pop()
+    assert set(roots_by_session.values()) == {"m1", "m2"}
     for number in range(8):  # without a name it is known by how it begins
-        said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Question {number}?"}]
-        chat = {"model": "m1", "messages": said, "max_tokens": 2}
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Question {number}?"}]
+        chat = {"model": "m1", "messages": messages, "max_tokens": 2}
         status, _, first = call(router.url + "/v1/chat/completions", chat)
         assert status == 200
-        chat["messages"] = [*said, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
+        chat["messages"] = [*messages, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
         assert call(router.url + "/v1/chat/completions", chat)[2]["model"] == first["model"]
     status, _, answer = complete(router.url, "m3")
     assert (status, answer["model"]) == (200, "m2"), "nobody serves m3 or m4"
     status, _, answer = complete(router.url, "m5")
     assert status == 404
     assert "m5" in answer["error"]["message"]
-    listed = {one["id"]: one["root"] for one in call(router.url + "/v1/models")[2]["data"]}
-    assert listed == {"m1": "m1", "m2": "m2", "gpt-4": "m1"}
+    listed_models = {row["id"]: row["root"] for row in call(router.url + "/v1/models")[2]["data"]}
+    assert listed_models == {"m1": "m1", "m2": "m2", "gpt-4": "m1"}
     assert metric(router.url, "key_requests_total") == {}, "without keys nothing is counted by key"
     status, _, why = call(router.url + "/route", {"model": "gpt-4", "prompt": "where?"})
     assert status == 200
@@ -131,25 +131,27 @@ async def _stream(url: str, body: dict[str, Any]) -> str:
 
 def test_the_tokens_of_each_key_add_up(start_router: Any) -> None:
     router = start_router("--api-key", "one", "--api-key", "two")
-    used = [complete(router.url, "m1", f"{key} says " * 40, key=key)[2]["usage"] for key in ("one", "two", "one")]
-    prompt = [usage["prompt_tokens"] for usage in used]
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
-    assert cached[2] > 0
+    usages = [complete(router.url, "m1", f"{key} says " * 40, key=key)[2]["usage"] for key in ("one", "two", "one")]
+    prompt = [usage["prompt_tokens"] for usage in usages]
+    cached_tokens = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached_tokens[2] > 0
     expected = {
         "key 0": {
-            "prompt": prompt[0] + prompt[2], "cached": cached[0] + cached[2],
-            "computed": prompt[0] + prompt[2] - cached[0] - cached[2], "output": 8,
+            "prompt": prompt[0] + prompt[2], "cached": cached_tokens[0] + cached_tokens[2],
+            "computed": prompt[0] + prompt[2] - cached_tokens[0] - cached_tokens[2], "output": 8,
         },
-        "key 1": {"prompt": prompt[1], "cached": cached[1], "computed": prompt[1] - cached[1], "output": 4},
+        "key 1": {
+            "prompt": prompt[1], "cached": cached_tokens[1], "computed": prompt[1] - cached_tokens[1], "output": 4,
+        },
     }  # fmt: skip
     tokens = {
         f'{{key="{key}",kind="{kind}"}}': count for key, kinds in expected.items() for kind, count in kinds.items()
     }
-    until(lambda: metric(router.url, "key_tokens_total") == tokens, lambda: metric(router.url, "key_tokens_total"))
+    wait_until(lambda: metric(router.url, "key_tokens_total") == tokens, lambda: metric(router.url, "key_tokens_total"))
     assert metric(router.url, "key_requests_total") == {'{key="key 0"}': 2.0, '{key="key 1"}': 1.0}
 
 
-def refused(log: Path, *flags: str) -> str:
+def refusal_message(log: Path, *flags: str) -> str:
     """What a router says that does not start."""
     router = Program(log, "router", "run", "--port", "0", *flags)
     try:
@@ -206,8 +208,8 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
         (("--model-canary", "a=b:0.6", "--model-canary", "a=c:0.6"), "the shares of a are more than 1"),
         (("--key-share", "k=0"), "--key-share"),
     ):
-        said = refused(tmp_path / "router.log", *flags)
-        assert words in said, said
+        message = refusal_message(tmp_path / "router.log", *flags)
+        assert words in message, message
 
 
 def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
@@ -234,12 +236,12 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
 def test_the_admin_key_is_needed(start_router: Any) -> None:
     router = start_router()
 
-    async def ask(key: str) -> int:
+    async def send_request(key: str) -> int:
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
             session.get(router.url + "/workers") as answer,
         ):
             return answer.status
 
-    assert asyncio.run(ask("no key")) == 401
-    assert asyncio.run(ask(ADMIN_KEY)) == 200
+    assert asyncio.run(send_request("no key")) == 401
+    assert asyncio.run(send_request(ADMIN_KEY)) == 200

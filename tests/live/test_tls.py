@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import ADMIN_KEY, Program, until
+from programs import ADMIN_KEY, Program, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")]
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 4096})
@@ -42,22 +42,22 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    started: list[Program] = []
+    programs: list[Program] = []
 
     def start(*words: str) -> Program:
-        started.append(Program(tmp_path / f"{len(started)}.log", *words, "--port", "0"))
-        return started[-1]
+        programs.append(Program(tmp_path / f"{len(programs)}.log", *words, "--port", "0"))
+        return programs[-1]
 
     yield start
-    for program in reversed(started):
+    for program in reversed(programs):
         program.close()
 
 
-def ask(pki: Path, url: str, body: Any = None, *, who: str | None = "client") -> tuple[int, Any]:
+def request_json(pki: Path, url: str, body: Any = None, *, certificate_name: str | None = "client") -> tuple[int, Any]:
     """As somebody with this certificate, or none. Raises OSError where the door stays shut."""
     context = ssl.create_default_context(cafile=str(pki / "ca.pem"))
-    if who is not None:
-        context.load_cert_chain(pki / f"{who}.pem", pki / f"{who}.key")
+    if certificate_name is not None:
+        context.load_cert_chain(pki / f"{certificate_name}.pem", pki / f"{certificate_name}.key")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), urllib.request.ProxyHandler({}))
@@ -71,8 +71,8 @@ def ask(pki: Path, url: str, body: Any = None, *, who: str | None = "client") ->
 
 def command(*words: str) -> tuple[int, str, str]:
     """(status, output, errors) of one of our commands; of its output no times."""
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
-    return done.returncode, re.sub(r"[\d.]+ s\)\n", "", done.stdout), done.stderr
+    process = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
+    return process.returncode, re.sub(r"[\d.]+ s\)\n", "", process.stdout), process.stderr
 
 
 def flags(pki: Path, **files: str) -> list[str]:
@@ -80,36 +80,39 @@ def flags(pki: Path, **files: str) -> list[str]:
 
 
 def test_certificates_all_the_way(pki: Path, start: Any) -> None:
-    own = flags(pki, tls_cert="server.pem", tls_key="server.key", tls_client_ca="ca.pem")
+    server_flags = flags(pki, tls_cert="server.pem", tls_key="server.key", tls_client_ca="ca.pem")
     towards = flags(pki, worker_tls_ca="ca.pem", worker_tls_cert="client.pem", worker_tls_key="client.key")
-    engine = start("engine", "serve", "--simulate", SPEC, *own).await_ready()
+    engine = start("engine", "serve", "--simulate", SPEC, *server_flags).await_ready()
     assert engine.url.startswith("https://")
-    router = start("router", "run", engine.url, *own, *towards).await_ready()
-    until(lambda: ask(pki, router.url + "/health")[1]["workers_up"] == 1, router.log)
+    router = start("router", "run", engine.url, *server_flags, *towards).await_ready()
+    wait_until(lambda: request_json(pki, router.url + "/health")[1]["workers_up"] == 1, router.log)
     for stream in (False, True):
         body = {"prompt": "Hello, who is there? " * 30, "max_tokens": 4, "ignore_eos": True, "stream": stream}
         if not stream:
-            status, answer = ask(pki, router.url + "/v1/completions", body)
+            status, answer = request_json(pki, router.url + "/v1/completions", body)
             assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
-    (worker,) = ask(pki, router.url + "/workers")[1]["workers"]
+    (worker,) = request_json(pki, router.url + "/workers")[1]["workers"]
     assert worker["state"] == "up"
     for url in (engine.url, router.url):
-        for who in (None, "stranger"):
+        for certificate_name in (None, "stranger"):
             with pytest.raises(OSError):
-                ask(pki, url + "/health", who=who)
-        assert ask(pki, url + "/health")[0] == 200, "who is turned away harms nobody"
-    asked = flags(pki, tls_ca="ca.pem", tls_cert="client.pem", tls_key="client.key")
-    assert command("router", "top", "--once", router.url, *asked)[0] == 0
-    status, _, error = command("router", "top", "--once", router.url, *asked[:2])
+                request_json(pki, url + "/health", certificate_name=certificate_name)
+        assert request_json(pki, url + "/health")[0] == 200, "who is turned away harms nobody"
+    client_flags = flags(pki, tls_ca="ca.pem", tls_cert="client.pem", tls_key="client.key")
+    assert command("router", "top", "--once", router.url, *client_flags)[0] == 0
+    status, _, error = command("router", "top", "--once", router.url, *client_flags[:2])
     assert (status, router.url in error) == (1, True), "a certificate is asked for"
-    checked = command("router", "check", engine.url, "--yes", *towards)[1]
-    assert "ok      address: serves" in checked
-    assert "ok      request" in checked
+    check_output = command("router", "check", engine.url, "--yes", *towards)[1]
+    assert "ok      address: serves" in check_output
+    assert "ok      request" in check_output
     assert "PROBLEM address" in command("router", "check", engine.url, "--yes")[1]
-    uncertified = start("router", "run", engine.url, *own, *flags(pki, worker_tls_ca="ca.pem"))
-    uncertified.await_ready()
-    until(lambda: ask(pki, uncertified.url + "/workers")[1]["workers"], uncertified.log)
-    (worker,) = ask(pki, uncertified.url + "/workers")[1]["workers"]
+    router_without_certificate = start("router", "run", engine.url, *server_flags, *flags(pki, worker_tls_ca="ca.pem"))
+    router_without_certificate.await_ready()
+    wait_until(
+        lambda: request_json(pki, router_without_certificate.url + "/workers")[1]["workers"],
+        router_without_certificate.log,
+    )
+    (worker,) = request_json(pki, router_without_certificate.url + "/workers")[1]["workers"]
     assert worker["state"] == "starting", "a worker that asks for a certificate does not take what has none"
 
 
@@ -134,7 +137,7 @@ def test_bad_files_are_named(pki: Path, start: Any, program: str) -> None:
             ({"worker_tls_cert": "text.pem", "worker_tls_key": "client.key"}, "--worker-tls-cert"),
         ]
     for files, words in cases:
-        one = start(*command, *flags(pki, **files))
-        assert one.process.wait(60) != 0
-        assert words in one.log(), one.log()
-        assert "Traceback" not in one.log()
+        refused_program = start(*command, *flags(pki, **files))
+        assert refused_program.process.wait(60) != 0
+        assert words in refused_program.log(), refused_program.log()
+        assert "Traceback" not in refused_program.log()

@@ -25,22 +25,22 @@ POST = {"Content-Type": "application/json"}
 
 def converse(url: str, name: str, turns: int) -> list[tuple[str, int, int]]:
     """A conversation that now and then is edited: (id, prompt tokens, cached tokens) of each turn."""
-    rng, found = random.Random(name), []
+    rng, measured_turns = random.Random(name), []
     messages: list[Any] = [{"role": "system", "content": "You are brief. " * 40}]
     for number in range(turns):
         if number and rng.random() < 0.15:
             messages[1]["content"] = f"No, I meant: {rng.random()}"
         messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randrange(20, 150)))})
         body = {"model": "m", "messages": messages, "max_tokens": rng.randrange(4, 40), "ignore_eos": True}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{url}/v1/chat/completions", json.dumps(body).encode(), {**POST, "x-session-id": name}
         )
-        with urllib.request.urlopen(asked, timeout=60) as got:
-            answer, request_id = json.loads(got.read()), got.headers["x-request-id"]
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer, request_id = json.loads(response.read()), response.headers["x-request-id"]
         usage = answer["usage"]
-        found.append((request_id, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+        measured_turns.append((request_id, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-    return found
+    return measured_turns
 
 
 def test_the_reasons_add_up_to_all_that_was_computed(tmp_path: Path) -> None:
@@ -49,16 +49,16 @@ def test_the_reasons_add_up_to_all_that_was_computed(tmp_path: Path) -> None:
         with ThreadPoolExecutor(12) as pool:
             talks = list(pool.map(lambda name: converse(router.url, f"s{name}", 6), range(14)))
         reasons: Counter[str] = Counter()
-        for request_id, prompt, cached in (turn for talk in talks for turn in talk):
+        for request_id, prompt, cached_tokens in (turn for talk in talks for turn in talk):
             why = call(f"{router.url}/requests/{request_id}")[2]
-            assert (why["prompt_tokens"], why["reported_cached_tokens"]) == (prompt, cached)
+            assert (why["prompt_tokens"], why["reported_cached_tokens"]) == (prompt, cached_tokens)
             places = sorted((part["start"], part["end"]) for part in why["uncached_ranges"])
-            assert sum(end - start for start, end in places) == prompt - cached, why
+            assert sum(end - start for start, end in places) == prompt - cached_tokens, why
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "no token has two reasons"
             for part in why["uncached_ranges"]:
                 reasons[part["reason"]] += part["tokens"]
             assert why["best_cached_tokens"] >= why["predicted_cached_tokens"], why
         with urllib.request.urlopen(router.url + "/metrics") as page:
-            told = re.findall(r'cache_miss_tokens_total\{.*reason="(\w+)"\} (\d+)', page.read().decode())
-    assert Counter({reason: int(count) for reason, count in told}) == reasons
-    assert min(reasons[one] for one in ("new_session", "new_text", "evicted")) > 0, reasons
+            reason_counts = re.findall(r'cache_miss_tokens_total\{.*reason="(\w+)"\} (\d+)', page.read().decode())
+    assert Counter({reason: int(count) for reason, count in reason_counts}) == reasons
+    assert min(reasons[expected_reason] for expected_reason in ("new_session", "new_text", "evicted")) > 0, reasons

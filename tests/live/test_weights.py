@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, wait_until
 
 from engine.loading import model_folder
 
@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     from safetensors.torch import load_file, save_file
 
     _, first = model_folder(None)
-    made = [first]
+    model_folders = [first]
     for name in ("second", "broken"):
         folder = tmp_path_factory.mktemp("weights") / name
         shutil.copytree(first, folder)
@@ -36,25 +36,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         if name == "broken":
             weights.pop(next(key for key in weights if "layers.1" in key))
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        made.append(folder)
-    return made
+        model_folders.append(folder)
+    return model_folders
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    started: list[Program] = []
+    programs: list[Program] = []
 
     def start(*args: str) -> Program:
-        program = Program(tmp_path / f"{len(started)}.log", *args, "--port", "0")
-        started.append(program)
+        program = Program(tmp_path / f"{len(programs)}.log", *args, "--port", "0")
+        programs.append(program)
         return program.await_ready()
 
     yield start
-    for program in reversed(started):
+    for program in reversed(programs):
         program.close()
 
 
-def said(url: str, prompt: str = PROMPT) -> tuple[str, int]:
+def answer_of(url: str, prompt: str = PROMPT) -> tuple[str, int]:
     """(text, cached tokens) of greedy tokens."""
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     status, _, answer = call(url + "/v1/completions", body)
@@ -70,37 +70,37 @@ def reload(url: str, folder: Path | str | None) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("host", [(), ("--host-cache-memory", "64MiB", "--num-gpu-blocks-override", "96")])
 def test_other_weights_in_place(start: Any, folders: list[Path], host: tuple[str, ...]) -> None:
-    below = ("--allowed-weights-path", str(folders[1].parent), "--allowed-weights-path", str(folders[2].parent))
-    engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", *below, *host)
-    old, _ = said(engine.url)
-    said(engine.url, "other prompts push the first one out to the host's memory; " * 40)
-    assert said(engine.url)[1] > 0
+    allowed_paths = ("--allowed-weights-path", str(folders[1].parent), "--allowed-weights-path", str(folders[2].parent))
+    engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", *allowed_paths, *host)
+    old, _ = answer_of(engine.url)
+    answer_of(engine.url, "other prompts push the first one out to the host's memory; " * 40)
+    assert answer_of(engine.url)[1] > 0
     assert reload(engine.url, folders[1]) == (200, {"results": [None]})
-    new, cached = said(engine.url)
-    assert cached == 0, "nothing that the old weights computed is used"
+    new, cached_tokens = answer_of(engine.url)
+    assert cached_tokens == 0, "nothing that the old weights computed is used"
     assert new != old
     fresh = start("engine", "serve", str(folders[1]))
-    assert said(fresh.url)[0] == new, "as an engine that was started with them"
-    assert said(engine.url) == (new, said(fresh.url)[1])
+    assert answer_of(fresh.url)[0] == new, "as an engine that was started with them"
+    assert answer_of(engine.url) == (new, answer_of(fresh.url)[1])
     nowhere = folders[1].parent / "nowhere"
     for wrong, status, words in (
         (folders[2], 409, "missing from the checkpoint"), (nowhere, 409, "nowhere"), ("/nowhere", 403, "/nowhere"),
     ):  # fmt: skip
-        answered, answer = reload(engine.url, wrong)
-        assert answered == status
+        reload_status, answer = reload(engine.url, wrong)
+        assert reload_status == status
         assert words in answer["error"]["message"]
-        assert said(engine.url)[0] == new, "the old ones stay"
+        assert answer_of(engine.url)[0] == new, "the old ones stay"
     assert reload(engine.url, None)[0] == 200, "the folder of last time"
-    assert said(engine.url) == (new, 0)
+    assert answer_of(engine.url) == (new, 0)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_and_wakes_up_as_it_was(start: Any, folders: list[Path], level: int) -> None:
     engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", "--kv-cache-memory-bytes", "256MiB")
-    before = said(engine.url)[0]
+    before = answer_of(engine.url)[0]
     core = int(engine.children()[0])
-    mapped = lambda: int(Path(f"/proc/{core}/statm").read_text().split()[0]) * 4096  # noqa: E731
-    held = mapped()
+    mapped_bytes = lambda: int(Path(f"/proc/{core}/statm").read_text().split()[0]) * 4096  # noqa: E731
+    bytes_awake = mapped_bytes()
     body = {"prompt": "what runs is finished first", "max_tokens": 100, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(engine.url + "/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -110,7 +110,7 @@ def test_it_sleeps_and_wakes_up_as_it_was(start: Any, folders: list[Path], level
         assert running.read().endswith(b"[DONE]\n\n")
     assert (status, answer) == (200, {"status": "sleeping", "level": level})
     assert call(engine.url + "/is_sleeping")[2] == {"is_sleeping": True}
-    assert mapped() < held - (200 << 20), "the pool was given back"
+    assert mapped_bytes() < bytes_awake - (200 << 20), "the pool was given back"
     status, _, answer = call(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert (status, "sleeps" in answer["error"]["message"]) == (503, True)
     assert call(engine.url + "/health")[0] == 503
@@ -118,8 +118,8 @@ def test_it_sleeps_and_wakes_up_as_it_was(start: Any, folders: list[Path], level
     assert reload(engine.url, None)[0] == 409
     assert call(engine.url + "/wake_up", {})[0] == 200
     assert call(engine.url + "/wake_up", {})[0] == 409
-    assert said(engine.url) == (before, 0)
-    assert said(engine.url)[1] > 0
+    assert answer_of(engine.url) == (before, 0)
+    assert answer_of(engine.url)[1] > 0
     for target, words in (
         ("/sleep?level=3", "level"),
         ("/sleep?mode=abort", "mode"),
@@ -155,7 +155,7 @@ def test_a_router_follows_workers_that_change(start: Any, folders: list[Path]) -
         for _ in "ab"
     ]
     router = start("router", "run", *(engine.url for engine in engines))
-    until(lambda: call(router.url + "/health")[2].get("workers_up") == 2, router.log)
+    wait_until(lambda: call(router.url + "/health")[2].get("workers_up") == 2, router.log)
     faults: list[Any] = []
     over = threading.Event()
 
@@ -188,7 +188,7 @@ def test_a_router_follows_workers_that_change(start: Any, folders: list[Path]) -
         for engine in engines:
             worker_id = engine.url.removeprefix("http://")
             assert call(f"{router.url}/workers/{worker_id}/drain", {})[0] == 200
-            until(lambda: runs(worker_id) == 0, router.log)  # noqa: B023
+            wait_until(lambda: runs(worker_id) == 0, router.log)  # noqa: B023
             assert reload(engine.url, folders[1])[0] == 200
             assert call(f"{router.url}/workers/{worker_id}/drain", {"on": False})[0] == 200
     finally:
@@ -196,31 +196,31 @@ def test_a_router_follows_workers_that_change(start: Any, folders: list[Path]) -
         for thread in threads:
             thread.join()
     assert faults == []
-    until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
+    wait_until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
     fresh = start("engine", "serve", str(folders[1]), "--served-model-name", "m")
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     expected = call(fresh.url + "/v1/completions", body)[2]["choices"][0]["text"]
     for turn in range(4):
         status, headers, answer = call(router.url + "/v1/completions", body)
         assert answer["choices"][0]["text"] == expected
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
-        assert turn or not cached
+        cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached_tokens
+        assert turn or not cached_tokens
     asleep = engines[0].url.removeprefix("http://")
     assert call(engines[0].url + "/sleep", {})[0] == 200
-    until(lambda: rows()[asleep]["state"] == "down", router.log)
+    wait_until(lambda: rows()[asleep]["state"] == "down", router.log)
     for _ in range(4):
         status, headers, _ = call(router.url + "/v1/completions", body)
         assert status == 200
         assert headers["x-blockcast-worker"] != asleep
     assert call(engines[0].url + "/wake_up", {})[0] == 200
-    until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
-    said(router.url)
-    predicted = lambda: call(router.url + "/route", body)[2]["predicted_cached_tokens"]  # noqa: E731
-    until(lambda: predicted() > 0, router.log)
+    wait_until(lambda: {row["state"] for row in rows().values()} == {"up"}, router.log)
+    answer_of(router.url)
+    predicted_tokens = lambda: call(router.url + "/route", body)[2]["predicted_cached_tokens"]  # noqa: E731
+    wait_until(lambda: predicted_tokens() > 0, router.log)
     for engine in engines:
         assert call(engine.url + "/reset_prefix_cache", {})[0] == 200
-    until(lambda: predicted() == 0, router.log)
+    wait_until(lambda: predicted_tokens() == 0, router.log)
     assert call(router.url + "/v1/completions", body)[1]["x-blockcast-predicted-cached-tokens"] == "0"
 
 

@@ -44,8 +44,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without its C++ parts, which take minutes: names and files are looked at here."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    built = subprocess.run([*command, "-Cwheel.cmake=false", str(ROOT)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    build_process = subprocess.run([*command, "-Cwheel.cmake=false", str(ROOT)], capture_output=True, text=True)
+    assert build_process.returncode == 0, build_process.stderr
     return next(folder.glob("blockcast-*.whl"))
 
 
@@ -58,9 +58,9 @@ def test_the_wheel_ships_what_runs_and_nothing_else(wheel: Path) -> None:
     assert "engine/tiny/data/tiny_merges.txt" in names
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
     with zipfile.ZipFile(wheel) as content:
-        declared = content.read(entry_points).decode()
-    assert "engine = " in declared
-    assert "router = " in declared
+        entry_point_text = content.read(entry_points).decode()
+    assert "engine = " in entry_point_text
+    assert "router = " in entry_point_text
 
 
 def test_transformers_works_beside_a_package_called_kernels(wheel: Path, tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_transformers_works_beside_a_package_called_kernels(wheel: Path, tmp_pat
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(home), str(wheel)]
     assert subprocess.run(install, capture_output=True, text=True).returncode == 0
     script = f"WHEEL = {str(home)!r}\n" + WITHOUT_THE_CLONE + USE_TRANSFORMERS
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(1, 5, 64)"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "(1, 5, 64)"
 
 
 def test_the_router_runs_where_there_is_no_torch(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_the_router_runs_where_there_is_no_torch(tmp_path: Path) -> None:
         "from router.__main__ import main\n"
         "sys.argv = ['router', 'run', '--help']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "Send each request" in done.stdout
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert "Send each request" in process.stdout
 
 
 COMPILER = r"gcc|g\+\+|cc$|c\+\+|clang|cpp|ld$|ld\.|ar$|as$|ranlib|make$|ninja|cmake"
@@ -115,8 +115,8 @@ def test_where_there_is_no_compiler_the_build_uses_the_registrys(
     monkeypatch.syspath_prepend(str(tmp_path))
     with backend._compiler():
         for variable, command in (("CC", "cc -target"), ("CXX", "c++ -target"), ("AR", "ar x"), ("RANLIB", "ranlib x")):
-            said = subprocess.run([os.environ[variable], "x"], capture_output=True, text=True, check=True).stdout
-            assert said.startswith(command), said
+            output = subprocess.run([os.environ[variable], "x"], capture_output=True, text=True, check=True).stdout
+            assert output.startswith(command), output
         assert shutil.which("c++") == os.environ["CXX"]
     assert "CXX" not in os.environ
 
@@ -142,8 +142,8 @@ def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
                 (tools / file.name).symlink_to(file)
     environment = {**os.environ, "PATH": str(tools), "PYTHONPATH": "", "BLOCKCAST_KERNELS": "ON"}
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)]
-    built = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    build_process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert build_process.returncode == 0, build_process.stdout[-4000:] + build_process.stderr[-4000:]
     with zipfile.ZipFile(next(tmp_path.glob("blockcast-*.whl"))) as content:
         extensions = {name.rpartition(".cpython")[0] for name in content.namelist() if name.endswith(".so")}
     assert {"router/index/_native", "prompts/_words", "kernels/cpu/_native"} <= extensions
@@ -157,7 +157,7 @@ def test_an_engine_without_its_native_operations_serves_and_says_how_to_get_them
         "with LLM(num_gpu_blocks_override=64) as llm:\n"
         "    print(len(llm.generate('Hello', SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "5"
-    assert "BLOCKCAST_KERNELS=ON pip install" in done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "5"
+    assert "BLOCKCAST_KERNELS=ON pip install" in process.stderr
