@@ -221,7 +221,7 @@ def main(
         write_tokenizer(folder, 4096, 1 << 20)
         bodies, tokenizer = Bodies(is_reasoned, MissReasonsConfig().share), Tokenizer.load(folder)
         seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
-        announced = [tokenizer.chat_ids(parse_routing(CHAT, body.encode())) for body in seen]
+        announced = [tokenizer.encode_chat(parse_routing(CHAT, body.encode())) for body in seen]
         mocks = []
         for number in range(2):
             (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))

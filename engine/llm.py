@@ -188,7 +188,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            text = self._tokenizer.chat_text(request)
+            text = self._tokenizer.render_chat_text(request)
             read.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
         salts: list[str | None] = [None] * len(read)
         return self._run(read, self._spread(sampling_params, len(read)), salts, None, use_tqdm)

@@ -1,10 +1,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Pairs = tuple[list[int], list[int], list[int], list[int]]
-Row = tuple[int, int, int, int, int, bool, list[int], int]
+MergePairs = tuple[list[int], list[int], list[int], list[int]]
+PatternRow = tuple[int, int, int, int, int, bool, list[int], int]
 
-def begin_alike(one: bytes, other: bytes, length: int) -> bool: ...
+def begin_alike(first: bytes, second: bytes, length: int) -> bool: ...
 def digest32(data: bytes, before: int, /) -> int: ...
 def message_words(
     messages: list[Any],
@@ -21,10 +21,10 @@ def digests_among(body: bytes, first: int, seed: int, among: Mapping[int, object
 class Words:
     def __init__(
         self,
-        steps: Sequence[Sequence[Row]],
+        steps: Sequence[Sequence[PatternRow]],
         seed: int,
         words_max: int,
-        pairs: Pairs | None = None,
+        pairs: MergePairs | None = None,
         added: Sequence[tuple[str, int | None]] = (),
     ) -> None: ...
     def encode(

@@ -7,8 +7,8 @@ normal forms change nothing and the classes of characters are small sets, so tha
 alternative first) agree. Where other characters stand among it, the library encodes those and what stands beside them,
 up to where a word ends whatever they are, and such pieces come back too.
 
-`plan_words` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is given
-out. Invariant: ids are identical to a plain full encode, or `encode` returns None and the library is asked.
+`build_bpe_encoder` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is
+given out. Invariant: ids are identical to a plain full encode, or `encode` returns None and the library is asked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ try:
     from prompts._words import digests_among as digests_among
     from prompts._words import message_words as message_words
 except ImportError:
-    _FOUND = False
+    _HAS_NATIVE = False
 
-    def begin_alike(one: bytes, other: bytes, length: int) -> bool:
+    def begin_alike(first: bytes, second: bytes, length: int) -> bool:
         """Whether both have so many bytes, and the same ones."""
-        return length <= min(len(one), len(other)) and one.startswith(memoryview(other)[:length])
+        return length <= min(len(first), len(second)) and first.startswith(memoryview(second)[:length])
 
     def count_openings(text: bytes, end: int = sys.maxsize) -> int:
         """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
@@ -58,33 +58,33 @@ except ImportError:
         roles: dict[str, int],
         mark: bytes,
         line: bytes,
-        other: Callable[[Any], tuple[int, ...]],
+        words_of_message: Callable[[Any], tuple[int, ...]],
         /,
     ) -> bytes:
         """`other` of each message, 32 bits each."""
-        return array("I", [word for message in messages for word in other(message)]).tobytes()
+        return array("I", [word for message in messages for word in words_of_message(message)]).tobytes()
 
     def digests(body: bytes, first: int, seed: int, end: int = sys.maxsize) -> list[int]:
         """Of the beginnings of `body` before `end` that have `first` bytes, an eighth more, two eighths ..., twice as
         many, an eighth of that more, and so on."""
-        whole, view, found = xxhash.xxh3_64(seed=seed), memoryview(body), list[int]()
-        at, length, step = 0, first, first // 8
+        hasher, view, results = xxhash.xxh3_64(seed=seed), memoryview(body), list[int]()
+        offset, length, step = 0, first, first // 8
         while length <= min(len(body), end):
-            whole.update(view[at:length])
-            found.append(whole.intdigest())
-            at, step = length, 2 * step if length == 16 * step else step
+            hasher.update(view[offset:length])
+            results.append(hasher.intdigest())
+            offset, step = length, 2 * step if length == 16 * step else step
             length += step
-        return found
+        return results
 
     def digests_among(body: bytes, first: int, seed: int, among: Mapping[int, object], most: int) -> list[int]:
         """Of the `digests` of the whole body the last ones that `among` has, `most` at most, the last first."""
         return [digest for digest in reversed(digests(body, first, seed)) if digest in among][:most]
 
 else:
-    _FOUND = True
+    _HAS_NATIVE = True
 
 if TYPE_CHECKING:
-    from prompts._words import Pairs, Row
+    from prompts._words import MergePairs, PatternRow
 
 TEXT_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
@@ -113,74 +113,74 @@ class BpeEncoder:
     """Encodes text of one tokenizer. Thread-safe."""
 
     def __init__(
-        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: Sequence[tuple[str, int | None]],
-        pairs: Pairs | None = None, mixes: bool = False,
+        self, hf: HfTokenizer, steps: Sequence[Sequence[PatternRow]], added_tokens: Sequence[tuple[str, int | None]],
+        merge_pairs: MergePairs | None = None, accepts_non_ascii: bool = False,
     ) -> None:  # fmt: skip
-        """`added`: every added token that a text may have, with its id where texts are cut at it. `pairs`: of which new
-        words are made; None leaves that to the library. `mixes`: other characters than ASCII, and what stands beside
-        them, are the library's, and all else is encoded here."""
+        """`added_tokens`: every added token that a text may have, with its id where texts are cut at it. `merge_pairs`:
+        of which new words are made; None leaves that to the library. `accepts_non_ascii`: other characters than ASCII,
+        and what stands beside them, are the library's, and all else is encoded here."""
         self._hf = hf
         self._model = hf.model
-        self._ask = self._encode_others if mixes else None
-        self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs, added)
+        self._library_encode = self._encode_with_library if accepts_non_ascii else None
+        self.native_encoder = Words(steps, secrets.randbits(64), WORDS_MAX, merge_pairs, added_tokens)
 
     def encode(self, text: str) -> bytes | None:
         """Ids of `text` as the bytes of an array; None where the library must be asked: it has an added token at which
         texts are not cut, or is not of the kind."""
-        if len(text) > TEXT_MAX or not (self._ask or text.isascii()):
+        if len(text) > TEXT_MAX or not (self._library_encode or text.isascii()):
             return None
-        return self.words.encode(text, self._learn, self._ask)
+        return self.native_encoder.encode(text, self._encode_word, self._library_encode)
 
-    def _encode_others(self, texts: list[str]) -> list[list[int]]:
+    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _learn(self, word: str) -> list[int]:
+    def _encode_word(self, word: str) -> list[int]:
         return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
 
 
-def _byte_level() -> dict[int, int]:
+def _byte_level_table() -> dict[int, int]:
     """How byte-level tokenizers spell ASCII bytes that cannot be seen."""
-    hidden = [*range(33), 127]
-    seen = {byte: byte for byte in range(128)}  # what is missing costs an exception a character
-    return seen | {byte: 256 + place for place, byte in enumerate(hidden)}
+    invisible_bytes = [*range(33), 127]
+    characters = {byte: byte for byte in range(128)}  # what is missing costs an exception a character
+    return characters | {byte: 256 + index for index, byte in enumerate(invisible_bytes)}
 
 
-_BYTE_LEVEL = _byte_level()
+_BYTE_LEVEL = _byte_level_table()
 _BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` cuts by where it is told to."""
 
 
-def plan_words(
+def build_bpe_encoder(
     hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str], cuts: frozenset[str] = frozenset()
 ) -> BpeEncoder | str:
     """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
     tokens before and behind which texts are encoded for themselves."""
-    if not _FOUND:
+    if not _HAS_NATIVE:
         return "prompts._words was not compiled"
     if (spec.get("model") or {}).get("type") != "BPE":
         return "it is not byte-level BPE"
-    if not _keeps_ascii(spec.get("normalizer")):
+    if not _preserves_ascii(spec.get("normalizer")):
         return "its normalizer may change ASCII text"
     if any(token["normalized"] and not token["content"].isascii() for token in spec["added_tokens"]):
         return "an added token may be ASCII once it is normalized"
-    patterns = _patterns(spec.get("pre_tokenizer"))
+    patterns = _split_patterns(spec.get("pre_tokenizer"))
     if isinstance(patterns, str):
         return patterns
     steps = []
     for pattern in patterns:
-        translated = ascii_pattern(pattern)
+        python_pattern = translate_pattern(pattern)
         try:
-            rows = None if translated is None else parts_of(translated)
+            rows = None if python_pattern is None else compile_pattern(python_pattern)
         except re.error as error:
             return f"its pattern does not compile: {error}"
         if rows is None:
             return f"its pattern uses what is not known here: {pattern[:60]!r}"
         steps.append(rows)
     contents = dict.fromkeys(token["content"] for token in spec["added_tokens"] if token["content"])
-    added = [(content, hf.token_to_id(content) if content in cuts else None) for content in contents]
+    added_tokens = [(content, hf.token_to_id(content) if content in cuts else None) for content in contents]
     try:
-        mixes = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
-        encoder = BpeEncoder(hf, steps, added, _pairs(spec["model"]), mixes)
+        accepts_non_ascii = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
+        encoder = BpeEncoder(hf, steps, added_tokens, _merge_pairs(spec["model"]), accepts_non_ascii)
     except ValueError as error:
         return f"its pattern is not for words: {error}"
     for sample in samples:
@@ -191,7 +191,7 @@ def plan_words(
     return encoder
 
 
-def _pairs(model: dict[str, Any]) -> Pairs | None:
+def _merge_pairs(model: dict[str, Any]) -> MergePairs | None:
     """The merges of a byte-level model that make ASCII tokens; None where it makes words another way."""
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "dropout")):
         return None
@@ -199,26 +199,26 @@ def _pairs(model: dict[str, Any]) -> Pairs | None:
     alphabet = "".join(map(chr, range(128))).translate(_BYTE_LEVEL)
     if any(char not in vocabulary for char in alphabet):
         return None
-    left, right, made = [], [], []
+    left_ids, right_ids, merged_ids = [], [], []
     for merge in model["merges"]:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         token = first + second
         if not token.strip(alphabet):
-            left.append(vocabulary[first])
-            right.append(vocabulary[second])
-            made.append(vocabulary[token])
-    return [vocabulary[char] for char in alphabet], left, right, made
+            left_ids.append(vocabulary[first])
+            right_ids.append(vocabulary[second])
+            merged_ids.append(vocabulary[token])
+    return [vocabulary[char] for char in alphabet], left_ids, right_ids, merged_ids
 
 
-def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:
+def _preserves_ascii(normalizer: dict[str, Any] | None) -> bool:
     if normalizer is None:
         return True
     if normalizer.get("type") == "Sequence":
-        return all(_keeps_ascii(part) for part in normalizer["normalizers"])
+        return all(_preserves_ascii(part) for part in normalizer["normalizers"])
     return normalizer.get("type") in _NORMAL_FORMS
 
 
-def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | str:
+def _split_patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | str:
     """The regular expressions that cut a text into words one after the other, before it is spelt byte by byte."""
     parts = [] if pre_tokenizer is None else [pre_tokenizer]
     if pre_tokenizer is not None and pre_tokenizer.get("type") == "Sequence":
@@ -238,38 +238,38 @@ def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | str:
     return patterns or "it does not cut words"
 
 
-def ascii_pattern(pattern: str) -> str | None:
+def translate_pattern(pattern: str) -> str | None:
     """`pattern` (Oniguruma's syntax) as Python's, equal on ASCII text; None where it uses anything but the constructs
     that are known to mean the same in both."""
-    folded = re.findall(r"\(\?i:([^()]*)\)", pattern)
-    if len(folded) != pattern.count("(?i:") or any(r"\p" in text for text in folded):
+    caseless_groups = re.findall(r"\(\?i:([^()]*)\)", pattern)
+    if len(caseless_groups) != pattern.count("(?i:") or any(r"\p" in text for text in caseless_groups):
         return None  # what a property means regardless of case is each engine's own idea
-    out, at = "", 0
-    while at < len(pattern):
-        part = _PATTERN_PARTS.match(pattern, at)
+    out, position = "", 0
+    while position < len(pattern):
+        part = _PATTERN_PARTS.match(pattern, position)
         if part is None:
             return None
-        at = part.end()
+        position = part.end()
         text = part.group()
         if part.lastgroup in ("property", "name"):
-            known = _CLASSES.get(part.group("name"))
-            text = f"[{known}]"
-            if known is None:
+            char_class = _CLASSES.get(part.group("name"))
+            text = f"[{char_class}]"
+            if char_class is None:
                 return None
         elif part.lastgroup == "class":
             names = re.findall(r"\\p\{(\w+)\}", text)
             if not all(name in _CLASSES for name in names) or re.search(r"-\\p|\\p\{\w+\}-", text):
                 return None
-            text = re.sub(r"\\p\{(\w+)\}", lambda found: _CLASSES[found.group(1)], text)
+            text = re.sub(r"\\p\{(\w+)\}", lambda match: _CLASSES[match.group(1)], text)
         out += text
     return out
 
 
 # A pattern as prompts/native/words.hpp runs it ------------------------------------------------------------------------
 
-_ACCEPT, _SET, _EITHER, _LOOK = range(4)
+_ACCEPT, _SET, _ALTERNATIVES, _LOOKAHEAD = range(4)
 _ASCII = (1 << 128) - 1
-_MANY = 1 << 31
+_UNLIMITED = 1 << 31
 
 
 def _chars(text: str) -> int:
@@ -286,71 +286,75 @@ _CATEGORIES = {
 }  # fmt: skip
 
 
-def parts_of(pattern: str) -> list[Row] | None:
+def compile_pattern(pattern: str) -> list[PatternRow] | None:
     """The parts of a pattern in Python's syntax, for ASCII text; None where there is none for what it uses. Raises
     re.error."""
-    rows: list[Row] = [(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
+    rows: list[PatternRow] = [(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
 
-    def add(kind: int, after: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), wanted: bool = True,
+    def add(kind: int, next_row: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), is_positive: bool = True,
             branches: Sequence[int] = ()) -> int:  # fmt: skip
         low, high = chars & (1 << 64) - 1, chars >> 64
-        rows.append((kind, low, high, times[0], min(int(times[1]), _MANY), wanted, list(branches), after))
+        rows.append((kind, low, high, times[0], min(int(times[1]), _UNLIMITED), is_positive, list(branches), next_row))
         return len(rows) - 1
 
-    def before(items: Sequence[Any], after: int, folds: bool) -> int:
+    def before(items: Sequence[Any], next_row: int, ignores_case: bool) -> int:
         """The part with which these begin, where `after` comes behind them."""
         for op, value in reversed(list(items)):
-            chars = _set_of(op, value, folds)
+            chars = _char_set(op, value, ignores_case)
             if chars is not None:
-                after = add(_SET, after, chars=chars)
+                next_row = add(_SET, next_row, chars=chars)
             elif op is sre.MAX_REPEAT:
-                least, most, inner = value[0], value[1], list(value[2])
-                chars = _set_of(inner[0][0], inner[0][1], folds) if len(inner) == 1 else None
+                count_min, count_max, inner_items = value[0], value[1], list(value[2])
+                chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
                 if chars is not None:
-                    after = add(_SET, after, chars=chars, times=(least, most))
-                elif (least, most) == (0, 1):
-                    after = add(_EITHER, after, branches=[before(inner, after, folds), after])
+                    next_row = add(_SET, next_row, chars=chars, times=(count_min, count_max))
+                elif (count_min, count_max) == (0, 1):
+                    next_row = add(
+                        _ALTERNATIVES, next_row, branches=[before(inner_items, next_row, ignores_case), next_row]
+                    )
                 else:
                     raise KeyError(op)
             elif op is sre.BRANCH:
-                after = add(_EITHER, after, branches=[before(branch, after, folds) for branch in value[1]])
+                next_row = add(
+                    _ALTERNATIVES, next_row, branches=[before(branch, next_row, ignores_case) for branch in value[1]]
+                )
             elif op is sre.SUBPATTERN and not value[2]:
-                after = before(value[3], after, folds or bool(value[1] & re.IGNORECASE))
+                next_row = before(value[3], next_row, ignores_case or bool(value[1] & re.IGNORECASE))
             elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
-                inner = list(value[1])
-                chars = _set_of(inner[0][0], inner[0][1], folds) if len(inner) == 1 else None
+                inner_items = list(value[1])
+                chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
                 if chars is None:
                     raise KeyError(op)
-                after = add(_LOOK, after, chars=chars, wanted=op is sre.ASSERT)
+                next_row = add(_LOOKAHEAD, next_row, chars=chars, is_positive=op is sre.ASSERT)
             else:
                 raise KeyError(op)
-        return after
+        return next_row
 
     try:
         first = before(sre_parse.parse(pattern, re.ASCII), 0, False)
     except KeyError:
         return None
-    add(_EITHER, first, branches=[first])
+    add(_ALTERNATIVES, first, branches=[first])
     return rows
 
 
-def _set_of(op: Any, value: Any, folds: bool) -> int | None:
+def _char_set(op: Any, value: Any, ignores_case: bool) -> int | None:
     """The characters that a single-character item matches; None for any other. Raises KeyError."""
     if op is sre.LITERAL:
         char = chr(value)
-        return (_chars(char.lower() + char.upper() if folds else char) if value < 128 else 0) & _ASCII
-    if op is sre.NOT_LITERAL and not folds:
+        return (_chars(char.lower() + char.upper() if ignores_case else char) if value < 128 else 0) & _ASCII
+    if op is sre.NOT_LITERAL and not ignores_case:
         return _ASCII & ~(1 << int(value))
-    if op is not sre.IN or (folds and any(item is not sre.LITERAL for item, _ in value)):
+    if op is not sre.IN or (ignores_case and any(item is not sre.LITERAL for item, _ in value)):
         return None
-    found, negated = 0, False
-    for item, what in value:
+    chars, is_negated = 0, False
+    for item, item_value in value:
         if item is sre.NEGATE:
-            negated = True
+            is_negated = True
         elif item is sre.RANGE:
-            found |= ((1 << what[1] + 1) - 1 & ~((1 << what[0]) - 1)) & _ASCII
+            chars |= ((1 << item_value[1] + 1) - 1 & ~((1 << item_value[0]) - 1)) & _ASCII
         elif item is sre.CATEGORY:
-            found |= int(_CATEGORIES[what])
+            chars |= int(_CATEGORIES[item_value])
         else:
-            found |= _set_of(item, what, folds) or 0
-    return _ASCII & ~found if negated else found
+            chars |= _char_set(item, item_value, ignores_case) or 0
+    return _ASCII & ~chars if is_negated else chars

@@ -15,9 +15,9 @@ import msgspec
 LENGTH_MIN = 8_192
 """Characters below which a beginning is not worth keeping."""
 LENGTH_MAX = 2**24
-_ALIKE_MAX = 4
+_CANDIDATES_MAX = 4
 """Beginnings kept of those that look alike: they have the same size, within a factor of two, and the same samples."""
-_SAMPLE = 48
+_SAMPLE_CHARS = 48
 _ENTRY_BYTES = 300
 
 _Key = tuple[int, str, str, str]
@@ -31,7 +31,7 @@ class EncodedPrefix(msgspec.Struct, eq=False):
     ids: bytes
 
     @property
-    def cost(self) -> int:
+    def size_bytes(self) -> int:
         return _ENTRY_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.ids)
 
 
@@ -40,58 +40,71 @@ class EncodedPrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._alike: OrderedDict[_Key, list[EncodedPrefix]] = OrderedDict()
+        self._candidates_by_key: OrderedDict[_Key, list[EncodedPrefix]] = OrderedDict()
         """Least recently used first; in a list, most recently used last."""
         self.used_bytes = 0
 
     def find(self, text: str) -> EncodedPrefix | None:
         """The longest kept beginning of `text`."""
-        level = _level(len(text))
-        while level >= LENGTH_MIN:
-            key = _key(text, level)
-            alike = self._alike.get(key, ())
-            found = max((it for it in alike if text.startswith(it.text)), key=lambda it: it.end, default=None)
-            if found is not None:
-                self._alike.move_to_end(key)
-                self._alike[key].remove(found)
-                self._alike[key].append(found)
-                return found
-            level //= 2
+        size_class = _size_class(len(text))
+        while size_class >= LENGTH_MIN:
+            key = _key(text, size_class)
+            candidates = self._candidates_by_key.get(key, ())
+            match = max(
+                (prefix for prefix in candidates if text.startswith(prefix.text)),
+                key=lambda prefix: prefix.end,
+                default=None,
+            )
+            if match is not None:
+                self._candidates_by_key.move_to_end(key)
+                self._candidates_by_key[key].remove(match)
+                self._candidates_by_key[key].append(match)
+                return match
+            size_class //= 2
         return None
 
-    def keep(self, fresh: EncodedPrefix) -> None:
+    def store(self, new_prefix: EncodedPrefix) -> None:
         """Remember it; of those that look alike, what it continues and the oldest make way."""
-        if not LENGTH_MIN <= len(fresh.text) <= LENGTH_MAX or fresh.cost > self._max_bytes // 4:
+        if not LENGTH_MIN <= len(new_prefix.text) <= LENGTH_MAX or new_prefix.size_bytes > self._max_bytes // 4:
             return
-        key = _key(fresh.text, _level(len(fresh.text)))
-        alike = self._alike.setdefault(key, [])
-        for old in [it for it in alike if fresh.text.startswith(it.text)] or alike[: len(alike) + 1 - _ALIKE_MAX]:
-            alike.remove(old)
-            self.used_bytes -= old.cost
-        alike.append(fresh)
-        self._alike.move_to_end(key)
-        self.used_bytes += fresh.cost
+        key = _key(new_prefix.text, _size_class(len(new_prefix.text)))
+        candidates = self._candidates_by_key.setdefault(key, [])
+        for outdated in [prefix for prefix in candidates if new_prefix.text.startswith(prefix.text)] or candidates[
+            : len(candidates) + 1 - _CANDIDATES_MAX
+        ]:
+            candidates.remove(outdated)
+            self.used_bytes -= outdated.size_bytes
+        candidates.append(new_prefix)
+        self._candidates_by_key.move_to_end(key)
+        self.used_bytes += new_prefix.size_bytes
         while self.used_bytes > self._max_bytes:
-            _, oldest = self._alike.popitem(last=False)
-            self.used_bytes -= sum(it.cost for it in oldest)
+            _, oldest = self._candidates_by_key.popitem(last=False)
+            self.used_bytes -= sum(prefix.size_bytes for prefix in oldest)
 
     def __len__(self) -> int:
-        return sum(map(len, self._alike.values()))
+        return sum(map(len, self._candidates_by_key.values()))
 
     def check_invariants(self) -> None:
         """For tests: counts agree with what they count; everybody stands where it is looked for."""
-        assert self.used_bytes == sum(it.cost for alike in self._alike.values() for it in alike)
+        assert self.used_bytes == sum(
+            prefix.size_bytes for candidates in self._candidates_by_key.values() for prefix in candidates
+        )
         assert self.used_bytes <= self._max_bytes
-        for key, alike in self._alike.items():
-            assert 0 < len(alike) <= _ALIKE_MAX
-            assert all(_key(it.text, _level(len(it.text))) == key for it in alike)
+        for key, candidates in self._candidates_by_key.items():
+            assert 0 < len(candidates) <= _CANDIDATES_MAX
+            assert all(_key(prefix.text, _size_class(len(prefix.text))) == key for prefix in candidates)
 
 
-def _level(length: int) -> int:
+def _size_class(length: int) -> int:
     """The largest power of two that is not longer."""
     return 1 << (length.bit_length() - 1) if length else 0
 
 
-def _key(text: str, level: int) -> _Key:
-    middle = level // 2
-    return level, text[:_SAMPLE], text[middle : middle + _SAMPLE], text[level - _SAMPLE : level]
+def _key(text: str, size_class: int) -> _Key:
+    middle = size_class // 2
+    return (
+        size_class,
+        text[:_SAMPLE_CHARS],
+        text[middle : middle + _SAMPLE_CHARS],
+        text[size_class - _SAMPLE_CHARS : size_class],
+    )

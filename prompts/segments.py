@@ -9,8 +9,8 @@ What is not cached is mostly a new turn, short and ASCII: `prompts/bpe_encoder.p
 the library where not.
 
 Where that does not hold for a tokenizer, `plan_segments` says why and there is no cache for it: the rules are in
-`_why_not`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical to
-a plain full encode. Memory is bounded in bytes, least recently used first.
+`_unsupported_reason`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical
+to a plain full encode. Memory is bounded in bytes, least recently used first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from prompts.bpe_encoder import BpeEncoder, plan_words
+from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder
 from prompts.encoded_prefixes import LENGTH_MIN, EncodedPrefix, EncodedPrefixCache
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
@@ -39,9 +39,9 @@ ID_TYPE = "I"
 _ID_BYTES = array(ID_TYPE).itemsize
 _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
-_BEGINNINGS_SHARE = 4
+_PREFIXES_SHARE = 4
 """One part in so many of the memory is for beginnings of long texts."""
-_KEPT_BEFORE_END = 3
+_TAIL_SEGMENTS = 3
 """A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
 SHORT_MAX = 4096
 """Characters of a text that is not looked up."""
@@ -64,9 +64,9 @@ class SegmentPlan:
     """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
     splitter: re.Pattern[str] | None = None
     """`pattern` in a group, where every token that it finds is a cut."""
-    words: BpeEncoder | None = None
+    bpe_encoder: BpeEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
-    longest: int = 0
+    token_chars_max: int = 0
     """Characters of an added token."""
 
     def split(self, text: str) -> list[str]:
@@ -116,12 +116,12 @@ class SegmentCache:
         self._short_max = short_max
         self._plan = plan
         self._max_bytes = max_bytes
-        self._beginnings = EncodedPrefixCache(max_bytes // _BEGINNINGS_SHARE)
-        self._segments_bytes_max = max_bytes - max_bytes // _BEGINNINGS_SHARE
+        self._prefixes = EncodedPrefixCache(max_bytes // _PREFIXES_SHARE)
+        self._segments_bytes_max = max_bytes - max_bytes // _PREFIXES_SHARE
         self._entries: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
-        self._starts: dict[str, bool] = {}
+        self._segment_starts: dict[str, bool] = {}
         """As many characters as a token has at most -> whether one begins there at which any text is cut."""
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
@@ -147,8 +147,8 @@ class SegmentCache:
 
     def _encode_short(self, text: str) -> list[bytes] | None:
         """At once, where that costs less than finding what of it is known."""
-        words = self._plan.words
-        ids = words.encode(text) if words is not None and len(text) <= self._short_max else None
+        bpe_encoder = self._plan.bpe_encoder
+        ids = bpe_encoder.encode(text) if bpe_encoder is not None and len(text) <= self._short_max else None
         if ids is None:
             return None
         with self._lock:
@@ -158,116 +158,120 @@ class SegmentCache:
 
     def _encode_segments(self, text: str) -> list[bytes]:
         plan = self._plan
-        beginning = self._known_beginning(text) if len(text) >= LENGTH_MIN else None
-        segments = plan.split(text if beginning is None else text[beginning.end :])
-        found = self._look_up(segments)
-        missing = [segment for segment, ids in zip(segments, found) if ids is None]
-        made = self._encode_missing(missing) if missing else {}
-        parts = [made[segment] if ids is None else ids for segment, ids in zip(segments, found)]
+        prefix = self._find_prefix(text) if len(text) >= LENGTH_MIN else None
+        segments = plan.split(text if prefix is None else text[prefix.end :])
+        cached_ids = self._look_up(segments)
+        missing = [segment for segment, ids in zip(segments, cached_ids) if ids is None]
+        encoded = self._encode_missing(missing) if missing else {}
+        parts = [encoded[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
         if len(text) >= LENGTH_MIN:
-            self._keep_beginning(text, beginning, segments, parts)
-        if beginning is not None:
-            parts.insert(0, beginning.ids)
+            self._store_prefix(text, prefix, segments, parts)
+        if prefix is not None:
+            parts.insert(0, prefix.ids)
         return parts
 
-    def first_segments(self, text: str, least: int) -> str:
+    def first_segments(self, text: str, chars_min: int) -> str:
         """Of `text`, until it has so many characters."""
         end = 0
         for segment in self._plan.split(text):
             end += len(segment)
-            if end >= least:
+            if end >= chars_min:
                 break
         return text[:end]
 
-    def starts_segment(self, text: str, at: int = 0) -> bool:
-        """Whether there is a token in `text` at `at` at which any text is cut."""
-        begins = text[at : at + self._plan.longest]
-        starts = self._starts.get(begins)
-        if starts is None:
-            found = self._plan.pattern.match(begins)
-            starts = found is not None and found.group() in self._plan.anchors
-            if len(self._starts) >= _STARTS_MAX:
-                self._starts = {}
-            self._starts[begins] = starts
-        return starts
+    def starts_segment(self, text: str, position: int = 0) -> bool:
+        """Whether there is a token in `text` at `position` at which any text is cut."""
+        head = text[position : position + self._plan.token_chars_max]
+        is_start = self._segment_starts.get(head)
+        if is_start is None:
+            match = self._plan.pattern.match(head)
+            is_start = match is not None and match.group() in self._plan.anchors
+            if len(self._segment_starts) >= _STARTS_MAX:
+                self._segment_starts = {}
+            self._segment_starts[head] = is_start
+        return is_start
 
-    def _known_beginning(self, text: str) -> EncodedPrefix | None:
+    def _find_prefix(self, text: str) -> EncodedPrefix | None:
         """The longest that is known of this text and at whose end the text is cut."""
         with self._lock:
-            found = self._beginnings.find(text)
-        if found is None:
+            prefix = self._prefixes.find(text)
+        if prefix is None:
             return None
-        next_token = self._plan.pattern.match(text, found.end)
+        next_token = self._plan.pattern.match(text, prefix.end)
         if next_token is None or next_token.group() not in self._plan.cuts:
             return None
         with self._lock:
             self._hits += 1
-            self._hit_tokens += len(found.ids) // _ID_BYTES
-        return found
+            self._hit_tokens += len(prefix.ids) // _ID_BYTES
+        return prefix
 
-    def _keep_beginning(
-        self, text: str, known: EncodedPrefix | None, segments: Sequence[str], parts: Sequence[bytes]
+    def _store_prefix(
+        self, text: str, cached_prefix: EncodedPrefix | None, segments: Sequence[str], parts: Sequence[bytes]
     ) -> None:
         """Remember this text up to its last turn, unless little would be won over what is known of it."""
-        rest = segments[-_KEPT_BEFORE_END:]
-        end = len(text) - sum(map(len, rest))
-        since = 0 if known is None else known.end
-        if len(segments) <= _KEPT_BEFORE_END or end - since < len(text) // 8:
+        tail_segments = segments[-_TAIL_SEGMENTS:]
+        end = len(text) - sum(map(len, tail_segments))
+        cached_chars = 0 if cached_prefix is None else cached_prefix.end
+        if len(segments) <= _TAIL_SEGMENTS or end - cached_chars < len(text) // 8:
             return
-        anchor = self._plan.pattern.match(rest[0])
+        anchor = self._plan.pattern.match(tail_segments[0])
         if anchor is None or anchor.group() not in self._plan.anchors:
             return
-        ids = b"".join(parts[:-_KEPT_BEFORE_END])
-        fresh = EncodedPrefix(text[: end + anchor.end()], end, ids if known is None else known.ids + ids)
+        ids = b"".join(parts[:-_TAIL_SEGMENTS])
+        new_prefix = EncodedPrefix(
+            text[: end + anchor.end()], end, ids if cached_prefix is None else cached_prefix.ids + ids
+        )
         with self._lock:
-            self._beginnings.keep(fresh)
+            self._prefixes.store(new_prefix)
 
     def _look_up(self, segments: Sequence[str]) -> list[bytes | None]:
         entries = self._entries
         with self._lock:
-            found = [entries.get(segment) for segment in segments]
-            for segment, ids in zip(segments, found):
+            cached_ids = [entries.get(segment) for segment in segments]
+            for segment, ids in zip(segments, cached_ids):
                 if ids is None:
                     self._misses += 1
                 else:
                     self._hits += 1
                     self._hit_tokens += len(ids) // _ID_BYTES
                     entries.move_to_end(segment)
-        return found
+        return cached_ids
 
     def _encode_missing(self, missing: Iterable[str]) -> dict[str, bytes]:
         unique = list(dict.fromkeys(missing))
-        made: dict[str, bytes] = {}
-        left = unique
-        if self._plan.words is not None:
-            since = 0
+        encoded: dict[str, bytes] = {}
+        unencoded = unique
+        if self._plan.bpe_encoder is not None:
+            chars_since_pause = 0
             for segment in unique:
-                since += len(segment)
-                if since > _CHARS_AT_ONCE:
+                chars_since_pause += len(segment)
+                if chars_since_pause > _CHARS_AT_ONCE:
                     time.sleep(_PAUSE_S)  # words are found under the interpreter's lock: others may have it now
-                    since = len(segment)
-                ids = self._plan.words.encode(segment)
+                    chars_since_pause = len(segment)
+                ids = self._plan.bpe_encoder.encode(segment)
                 if ids is not None:
-                    made[segment] = ids
-            left = [segment for segment in unique if segment not in made]
-        if left:
-            encodings = self._hf.encode_batch_fast(left, add_special_tokens=False)
-            made |= {segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(left, encodings)}
+                    encoded[segment] = ids
+            unencoded = [segment for segment in unique if segment not in encoded]
+        if unencoded:
+            encodings = self._hf.encode_batch_fast(unencoded, add_special_tokens=False)
+            encoded |= {
+                segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(unencoded, encodings)
+            }
         with self._lock:
-            for segment, ids in made.items():
+            for segment, ids in encoded.items():
                 self._miss_tokens += len(ids) // _ID_BYTES
-                self._insert(segment, ids)
-        return made
+                self._store_segment(segment, ids)
+        return encoded
 
-    def _insert(self, segment: str, ids: bytes) -> None:
-        cost = _cost(segment, ids)
-        if segment in self._entries or cost > self._segments_bytes_max // 4:
+    def _store_segment(self, segment: str, ids: bytes) -> None:
+        size_bytes = _entry_bytes(segment, ids)
+        if segment in self._entries or size_bytes > self._segments_bytes_max // 4:
             return  # one prompt must not empty the cache
         self._entries[segment] = ids
-        self._used_bytes += cost
+        self._used_bytes += size_bytes
         while self._used_bytes > self._segments_bytes_max:
             old_segment, old_ids = self._entries.popitem(last=False)
-            self._used_bytes -= _cost(old_segment, old_ids)
+            self._used_bytes -= _entry_bytes(old_segment, old_ids)
 
     def stats(self) -> SegmentStats:
         with self._lock:
@@ -276,20 +280,20 @@ class SegmentCache:
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
-                entries=len(self._entries) + len(self._beginnings),
-                used_bytes=self._used_bytes + self._beginnings.used_bytes,
+                entries=len(self._entries) + len(self._prefixes),
+                used_bytes=self._used_bytes + self._prefixes.used_bytes,
                 max_bytes=self._max_bytes,
             )
 
     def check_invariants(self) -> None:
         """For tests: the byte count is the sum over the entries and within its bound."""
         with self._lock:
-            assert self._used_bytes == sum(_cost(segment, ids) for segment, ids in self._entries.items())
+            assert self._used_bytes == sum(_entry_bytes(segment, ids) for segment, ids in self._entries.items())
             assert self._used_bytes <= self._segments_bytes_max
-            self._beginnings.check_invariants()
+            self._prefixes.check_invariants()
 
 
-def _cost(segment: str, ids: bytes) -> int:
+def _entry_bytes(segment: str, ids: bytes) -> int:
     """The same at all times: a text that is not ASCII takes more once somebody asked for its UTF-8."""
     size = sys.getsizeof(segment) if segment.isascii() else _ENTRY_BYTES + 8 * len(segment)
     return _ENTRY_BYTES + size + sys.getsizeof(ids)
@@ -298,28 +302,28 @@ def _cost(segment: str, ids: bytes) -> int:
 def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
     """How to cut this tokenizer's input, or why it must not be cut. Conservative: a doubt is a no."""
     spec: dict[str, Any] = json.loads(hf.to_str())
-    reason = _why_not(spec)
+    reason = _unsupported_reason(spec)
     if reason is not None:
         return reason
-    literal = [token for token in spec["added_tokens"] if not token["normalized"] and token["content"]]
+    literal_tokens = [token for token in spec["added_tokens"] if not token["normalized"] and token["content"]]
     looks_around = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in spec["added_tokens"])
-    cuts = frozenset(token["content"] for token in literal if _can_cut(token, looks_around))
+    cuts = frozenset(token["content"] for token in literal_tokens if _can_cut(token, looks_around))
     if not cuts:
         return "no added token at whose edges its input may be cut"
-    pattern = re.compile(_trie_pattern([token["content"] for token in literal]))
-    prefix, suffix = _affixes(hf, sorted(cuts)[0]) or (None, None)
-    contents = [token["content"] for token in literal]
+    pattern = re.compile(_trie_pattern([token["content"] for token in literal_tokens]))
+    prefix, suffix = _find_affixes(hf, sorted(cuts)[0]) or (None, None)
+    contents = [token["content"] for token in literal_tokens]
     anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
-    planned = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES, cuts)
-    words = planned if isinstance(planned, BpeEncoder) else None
+    encoder = build_bpe_encoder(hf, spec, _SAMPLE_TEXTS + _WORD_SAMPLE_TEXTS, cuts)
+    bpe_encoder = encoder if isinstance(encoder, BpeEncoder) else None
     splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
-    longest = max(map(len, contents))
-    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, splitter, words, longest)
-    wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
-    return plan if wrong is None else wrong
+    token_chars_max = max(map(len, contents))
+    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, splitter, bpe_encoder, token_chars_max)
+    mismatch = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
+    return plan if mismatch is None else mismatch
 
 
-def _why_not(spec: dict[str, Any]) -> str | None:
+def _unsupported_reason(spec: dict[str, Any]) -> str | None:
     """Properties of a tokenizer.json under which pieces are not encoded independently of each other."""
     model = spec.get("model") or {}
     if any(model.get(key) for key in _RANDOM_STATE_KEYS):
@@ -368,14 +372,14 @@ def _trie_pattern(words: Iterable[str]) -> str:
     return build(root)
 
 
-def _affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _find_affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """What add_special_tokens puts around a text, where it is the same for every text."""
     probe = f"{special}a b"
     core = encode_plain(hf, probe, add_special_tokens=False)
     full = encode_plain(hf, probe, add_special_tokens=True)
     candidates = [i for i in range(len(full) - len(core) + 1) if full[i : i + len(core)] == core]
-    for at in candidates:
-        prefix, suffix = full[:at], full[at + len(core) :]
+    for position in candidates:
+        prefix, suffix = full[:position], full[position + len(core) :]
         texts = ("", "x", special, f"one{special}two", f"{special}{special} three ")
         if all(
             encode_plain(hf, text, add_special_tokens=True)
@@ -386,12 +390,12 @@ def _affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int,
     return None
 
 
-_SAMPLES = (
+_SAMPLE_TEXTS = (
     "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
     "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji",
     "\t tab\r\n", "snake_case CamelCase",
 )  # fmt: skip
-_WORD_SAMPLES = (
+_WORD_SAMPLE_TEXTS = (
     "I'LL we've IT'S 'Tis o'clock d'accord 'sword", "1 12 123 1234 12345 0x1F 3.14e-10 1,000,000", "a.b;c!d?e(f)[g]{h}",
     "def f(x):\n    return x**2  # x\n\n\nclass A:\n\tpass\r\n", "   three\n \n  \t x  \n", "http://a.b/c?d=e&f=%20#g",
     "\x00\x01\x1f\x7f \x0b\x0c end", "aAbBcC HTTPServer iOS XMLHttpRequest2", "a" * 70 + " " * 20 + "-" * 20 + "\n" * 9,
@@ -399,12 +403,12 @@ _WORD_SAMPLES = (
 )  # fmt: skip
 
 
-def _self_check(hf: HfTokenizer, plan: SegmentPlan, added: Sequence[str]) -> str | None:
+def _self_check(hf: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str]) -> str | None:
     """Encode sample chats both ways; the first difference is the reason not to use the plan."""
     cuts = sorted(plan.cuts)
-    tokens = [*cuts[:4], *cuts[-2:], *added[:4], *added[-4:]]
-    texts = ["".join(a + b for a, b in zip(_SAMPLES, _cycle(tokens, shift))) for shift in range(len(tokens))]
-    texts += ["".join(b + a for a, b in zip(_SAMPLES, _cycle(tokens, shift))) for shift in range(len(tokens))]
+    tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
+    texts = ["".join(a + b for a, b in zip(_SAMPLE_TEXTS, _cycle(tokens, shift))) for shift in range(len(tokens))]
+    texts += ["".join(b + a for a, b in zip(_SAMPLE_TEXTS, _cycle(tokens, shift))) for shift in range(len(tokens))]
     texts += [first + second for first in tokens for second in tokens[:6]]
     for text in texts:
         pieces = [encode_plain(hf, segment, add_special_tokens=False) for segment in plan.split(text)]
@@ -414,4 +418,4 @@ def _self_check(hf: HfTokenizer, plan: SegmentPlan, added: Sequence[str]) -> str
 
 
 def _cycle(tokens: Sequence[str], shift: int) -> list[str]:
-    return [tokens[(i + shift) % len(tokens)] for i in range(len(_SAMPLES))]
+    return [tokens[(i + shift) % len(tokens)] for i in range(len(_SAMPLE_TEXTS))]

@@ -52,8 +52,8 @@ class Tokenizer:
         """`bos_token`, `eos_token` ... as the config names them: token texts."""
         self.eos_token_ids = eos_token_ids
         """Every id that ends a generation: the tokenizer's eos first, then generation_config's (else config's)."""
-        self.bos_token_id = self._named_id("bos_token")
-        self.eos_token_id = self._named_id("eos_token")
+        self.bos_token_id = self._named_token_id("bos_token")
+        self.eos_token_id = self._named_token_id("eos_token")
         vocabulary = hf.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
@@ -73,15 +73,15 @@ class Tokenizer:
         folder = Path(path)
         hf = _load_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
-        named = _add_configured_tokens(hf, folder, config)
+        named_tokens = _add_configured_tokens(hf, folder, config)
         hf.no_truncation()
         hf.no_padding()
         try:
-            template = _load_template(folder, config, chat_template, named)
+            template = _load_template(folder, config, chat_template, named_tokens)
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
-        eos_ids = _eos_ids(hf, folder, named)
-        return cls(hf, named_tokens=named, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes)
+        eos_ids = _eos_ids(hf, folder, named_tokens)
+        return cls(hf, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it are read as such. The list is the caller's own."""
@@ -99,19 +99,19 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
 
-    def starts_segment(self, text: str, at: int = 0) -> bool:
-        """Whether the ids of any text and of this one, from `at` on, behind it are those of both."""
-        return self._cache is not None and self._cache.starts_segment(text, at)
+    def starts_segment(self, text: str, position: int = 0) -> bool:
+        """Whether the ids of any text and of this one, from `position` on, behind it are those of both."""
+        return self._cache is not None and self._cache.starts_segment(text, position)
 
-    def first_segments(self, text: str, least: int) -> str:
+    def first_segments(self, text: str, chars_min: int) -> str:
         """The beginning of a text that has so many characters, if the text has, and whose end is cut."""
-        return "" if self._cache is None else self._cache.first_segments(text, least)
+        return "" if self._cache is None else self._cache.first_segments(text, chars_min)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def chat_text(self, request: ChatPrompt) -> str:
+    def render_chat_text(self, request: ChatPrompt) -> str:
         """The prompt's text as the chat template writes it. Raises RequestError."""
         if self._template is None:
             raise RequestError(
@@ -120,33 +120,35 @@ class Tokenizer:
             )
         return render_chat(self._template, request)
 
-    def chat_ids(self, request: ChatPrompt) -> list[int]:
+    def encode_chat(self, request: ChatPrompt) -> list[int]:
         """Prompt ids of a chat; with media, those of the text before the first image. Raises RequestError."""
-        return self.encode(self.chat_text(request), add_special_tokens=bool(request.add_special_tokens))
+        return self.encode(self.render_chat_text(request), add_special_tokens=bool(request.add_special_tokens))
 
-    def completion_ids(self, request: CompletionRequest | Any) -> list[list[int]]:
+    def encode_completion(self, request: CompletionRequest | Any) -> list[list[int]]:
         """Ids of each prompt of a completion request (or of its routing view). Token ids pass through, checked."""
-        return self.prompt_ids(request.prompt, request.add_special_tokens is not False)
+        return self.encode_prompts(request.prompt, request.add_special_tokens is not False)
 
-    def prompt_ids(self, prompt: Prompt | None, add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_prompts(self, prompt: Prompt | None, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of each prompt in any of the four forms. Raises RequestError for ids outside the vocabulary."""
         if isinstance(prompt, str):
             return [self.encode(prompt, add_special_tokens)]
         if not isinstance(prompt, list) or not prompt:
             raise bad_value("prompt", prompt, "a string, strings, token ids or arrays of token ids")
         if isinstance(prompt[0], int):
-            return [self._checked("prompt", prompt)]
+            return [self._check_token_ids("prompt", prompt)]
         return [
-            self.encode(item, add_special_tokens) if isinstance(item, str) else self._checked(f"prompt[{index}]", item)
+            self.encode(item, add_special_tokens)
+            if isinstance(item, str)
+            else self._check_token_ids(f"prompt[{index}]", item)
             for index, item in enumerate(prompt)
         ]
 
-    def _checked(self, where: str, ids: Any) -> list[int]:
+    def _check_token_ids(self, param: str, ids: Any) -> list[int]:
         if not isinstance(ids, list) or not ids:
-            raise bad_value(where, ids, "a non-empty array of token ids")
+            raise bad_value(param, ids, "a non-empty array of token ids")
         for index, token_id in enumerate(ids):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise bad_value(f"{where}[{index}]", token_id, f"a token id in [0, {self.vocab_size})")
+                raise bad_value(f"{param}[{index}]", token_id, f"a token id in [0, {self.vocab_size})")
         return ids
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -171,7 +173,7 @@ class Tokenizer:
         """Counters of the segment cache; None where this tokenizer has none."""
         return None if self._cache is None else self._cache.stats()
 
-    def _named_id(self, name: str) -> int | None:
+    def _named_token_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self.token_to_id(token)
 
@@ -181,10 +183,10 @@ def _load_backend(folder: Path) -> HfTokenizer:
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
     if not file.is_file():
-        others = [p.name for p in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))]
-        if others:
+        files = [p.name for p in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))]
+        if files:
             raise TokenizerError(
-                f"{folder}: has {', '.join(sorted(others))} but no tokenizer.json; convert it once with transformers: "
+                f"{folder}: has {', '.join(sorted(files))} but no tokenizer.json; convert it once with transformers: "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
             )
         raise TokenizerError(f"{folder}: no tokenizer.json")
@@ -236,44 +238,48 @@ def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]
     if not isinstance(decoder, dict):
         decoder = {}
         sources.update(_read_json(folder / "special_tokens_map.json"))
-    named = {name: text for name in _NAMED_TOKENS if (text := _token_text(sources.get(name))) is not None}
-    known = {token.content for token in hf.get_added_tokens_decoder().values()}
+    named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(sources.get(name))) is not None}
+    known_contents = {token.content for token in hf.get_added_tokens_decoder().values()}
     if not all(key.isdigit() and _token_text(value) for key, value in decoder.items()):
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
-    configured = [decoder[key] for key in sorted(decoder, key=int)]
-    wanted = [_added_token(value, special=False) for value in configured]
+    configured_tokens = [decoder[key] for key in sorted(decoder, key=int)]
+    new_tokens = [_added_token(value, special=False) for value in configured_tokens]
     extra = sources.get("additional_special_tokens") or sources.get("extra_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
-    flags = {_token_text(value): value for value in configured}
-    for value in [*(sources.get(name) for name in named), *extra]:
+    flags = {_token_text(value): value for value in configured_tokens}
+    for value in [*(sources.get(name) for name in named_tokens), *extra]:
         text = _token_text(value)
         if text is not None:
-            wanted.append(_added_token(flags.get(text, value), special=True))
-    for token in wanted:
-        if token.content not in known:
-            known.add(token.content)
+            new_tokens.append(_added_token(flags.get(text, value), special=True))
+    for token in new_tokens:
+        if token.content not in known_contents:
+            known_contents.add(token.content)
             hf.add_special_tokens([token]) if token.special else hf.add_tokens([token])
-    return named
+    return named_tokens
 
 
 def _load_template(
-    folder: Path, config: dict[str, Any], override: str | None, named: dict[str, str]
+    folder: Path, config: dict[str, Any], override: str | None, named_tokens: dict[str, str]
 ) -> ChatTemplate | None:
     """`override`, else the checkpoint's own: chat_template.jinja, then tokenizer_config, then chat_template.json."""
     if override is not None:
-        return ChatTemplate(_read_override(override), named)
+        return ChatTemplate(_read_override(override), named_tokens)
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
         sources = {name: _read_text(file) for name, file in files.items()}
-        return ChatTemplate(sources["default"] if list(sources) == ["default"] else sources, named)
-    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list) and all(isinstance(item, dict) and {"name", "template"} <= set(item) for item in found):
-        return ChatTemplate({item["name"]: item["template"] for item in found}, named)
-    if found is None or isinstance(found, (str, dict)):
-        return None if found is None else ChatTemplate(found, named)
-    raise TokenizerError(f"{folder}: chat_template: got {type(found).__name__}, expected a string or named templates")
+        return ChatTemplate(sources["default"] if list(sources) == ["default"] else sources, named_tokens)
+    config_template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(config_template, list) and all(
+        isinstance(item, dict) and {"name", "template"} <= set(item) for item in config_template
+    ):
+        return ChatTemplate({item["name"]: item["template"] for item in config_template}, named_tokens)
+    if config_template is None or isinstance(config_template, (str, dict)):
+        return None if config_template is None else ChatTemplate(config_template, named_tokens)
+    raise TokenizerError(
+        f"{folder}: chat_template: got {type(config_template).__name__}, expected a string or named templates"
+    )
 
 
 def _read_override(override: str) -> str:
@@ -287,9 +293,9 @@ def _read_override(override: str) -> str:
         ) from error
 
 
-def _eos_ids(hf: HfTokenizer, folder: Path, named: dict[str, str]) -> tuple[int, ...]:
-    own = hf.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    ids: list[Any] = [own]
+def _eos_ids(hf: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
+    tokenizer_eos_id = hf.token_to_id(named_tokens["eos_token"]) if "eos_token" in named_tokens else None
+    ids: list[Any] = [tokenizer_eos_id]
     for name in ("generation_config.json", "config.json"):
         config = _read_json(folder / name)
         text_config = config.get("text_config")

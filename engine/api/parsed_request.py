@@ -83,7 +83,7 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
     """(the model that is named, the answer), of `/v1/messages/count_tokens`. Raises RequestError."""
     request = parse_count(data)
     _check_text_only(request)
-    count = len(tokenizer.chat_ids(ChatRequest(**as_chat(request, tokenizer.chat_template))))
+    count = len(tokenizer.encode_chat(ChatRequest(**as_chat(request, tokenizer.chat_template))))
     return request.model, msgspec.json.encode(TokenCount(count))
 
 
@@ -224,7 +224,7 @@ def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], 
     if ids is None:
         if body.answered_tokens:
             raise bad_value("answered_tokens", body.answered_tokens, "none, or prompt_token_ids")
-        text = tokenizer.chat_text(body)
+        text = tokenizer.render_chat_text(body)
         return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
     end = len(ids) - (body.answered_tokens or 0)
     return ids, tokenizer.decode(ids[max(end - _PROMPT_END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
@@ -267,7 +267,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
         )
     prompts = [
         _truncate_prompt("prompt" if len(prompts_field) == 1 else f"prompt[{number}]", ids, body, limits)
-        for number, ids in enumerate(tokenizer.completion_ids(body))
+        for number, ids in enumerate(tokenizer.encode_completion(body))
     ]
     texts = [""] * len(prompts)
     if body.echo:

@@ -158,7 +158,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
     if probe.messages is not None:
         chat = parse_chat(data)
         check_supported(chat)
-        model, ids = chat.model, tokenizer.chat_ids(chat)
+        model, ids = chat.model, tokenizer.encode_chat(chat)
     else:
         text = decode_json(_prompt_decoder, data)
         model, ids = text.model, tokenizer.encode(text.prompt, text.add_special_tokens)

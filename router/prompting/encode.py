@@ -193,7 +193,7 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
             return (
                 RenderedPrompt()
             )  # a program of the client's: it could run for ever, and workers refuse it by default
-        text = tokenizer.chat_text(request)
+        text = tokenizer.render_chat_text(request)
         prompt_read = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
         if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
             prompt_read.chat, prompt_read.text = request, text

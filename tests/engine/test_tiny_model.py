@@ -49,7 +49,7 @@ def test_transformers_loads_every_family_whole(tmp_path, family):
     assert AutoConfig.from_pretrained(folder).model_type == FAMILIES[family][0]
     tokenizer = Tokenizer.load(folder)
     request = parse_chat(b'{"messages": [{"role": "user", "content": "What is a cache? Explain it in a few words."}]}')
-    ids = torch.tensor([tokenizer.chat_ids(request)])
+    ids = torch.tensor([tokenizer.encode_chat(request)])
     with torch.no_grad():
         logits = model(ids).logits[0]
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
@@ -184,7 +184,7 @@ def test_the_tokenizer_is_cacheable_and_equals_transformers(tmp_path):
     for fields in ({}, {"tools": tools}):
         request = parse_chat(json.dumps({"messages": messages, **fields}).encode())
         want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **fields)
-        assert ours.chat_ids(request) == want
+        assert ours.encode_chat(request) == want
     assert ours.chat_template.source() == CHAT_TEMPLATE
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from prompts import bpe_encoder
 from prompts._words import Words, count_openings, digest32
-from prompts.bpe_encoder import BpeEncoder, ascii_pattern, plan_words
+from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder, translate_pattern
 from prompts.segments import SegmentPlan, plan_segments
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -61,7 +61,7 @@ def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenize
 @cache
 def encoder(name: str) -> BpeEncoder:
     hf = tokenizer(name)
-    made = plan_words(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
+    made = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
     assert isinstance(made, BpeEncoder), made
     return made
 
@@ -117,20 +117,20 @@ def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, te
 @cache
 def mixing(name: str, form: str) -> BpeEncoder:
     hf = tokenizer(name, form, normalized=False)
-    made = plan_words(hf, json.loads(hf.to_str()), CORPUS)
+    made = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS)
     assert isinstance(made, BpeEncoder), made
     return made
 
 
 def test_little_is_asked_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = mixing("qwen", "NFC"), list[str]()
-    ask = made._encode_others
+    ask = made._encode_with_library
 
     def noted(texts: list[str]) -> list[list[int]]:
         asked.extend(texts)
         return ask(texts)
 
-    monkeypatch.setattr(made, "_ask", noted)
+    monkeypatch.setattr(made, "_library_encode", noted)
     text = "The first fox — or is it “the second”? — has 12 naïve tests to go on with, it says."
     for _ in range(2):
         assert made.encode(text) == array("I", tokenizer("qwen").encode(text, add_special_tokens=False).ids).tobytes()
@@ -155,7 +155,7 @@ TAILS = st.builds("{}{}".format, st.lists(REPEATED, min_size=1, max_size=3).map(
 @settings(max_examples=examples(600), deadline=None)
 @example(pattern=r"\s+(?!\S)|\s+", text="a  b ").via("what GPT-2 ends in")
 def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str) -> None:
-    rows = bpe_encoder.parts_of(pattern)
+    rows = bpe_encoder.compile_pattern(pattern)
     if rows is None:
         assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
         return
@@ -178,21 +178,21 @@ def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
     for kind in ("byte_level", "qwen", "llama3"):
         plan = plan_segments(make_tokenizer(kind))
         assert isinstance(plan, SegmentPlan)
-        assert plan.words is not None, kind
+        assert plan.bpe_encoder is not None, kind
     for kind in ("byte_level_prefix_space", "metaspace_first", "unigram"):
         plan = plan_segments(make_tokenizer(kind))
-        assert not isinstance(plan, SegmentPlan) or plan.words is None, kind
+        assert not isinstance(plan, SegmentPlan) or plan.bpe_encoder is None, kind
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bpe_encoder, "WORDS_MAX", 5)
     hf = tokenizer("llama3")
-    made = plan_words(hf, json.loads(hf.to_str()), [])
+    made = build_bpe_encoder(hf, json.loads(hf.to_str()), [])
     assert isinstance(made, BpeEncoder)
     for number in range(50):
         text = f"word{number % 7}x and more{number}"
         assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
-        assert len(made.words) <= 5
+        assert len(made.native_encoder) <= 5
     assert made.encode("x" * (bpe_encoder.TEXT_MAX + 1)) is None
 
 
@@ -207,7 +207,7 @@ def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
         asked += len(word)
         return [0]
 
-    monkeypatch.setattr(made, "_learn", learn)
+    monkeypatch.setattr(made, "_encode_word", learn)
     texts = [
         "".join(item * (63_000 // len(item)))
         for item in ("a", " ", "\n", "-", "A", " a" * 50 + "b" * 99, "b" * 129 + " ")
@@ -221,8 +221,8 @@ def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
 
 def test_a_rule_of_dashes_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, hf, asked = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
-    learn = made._learn
-    monkeypatch.setattr(made, "_learn", lambda word: [asked.append(word), learn(word)][1])
+    learn = made._encode_word
+    monkeypatch.setattr(made, "_encode_word", lambda word: [asked.append(word), learn(word)][1])
     for number in range(3):
         text = f"part {number} {'-' * 119} {'=' * 65}end {'.' * 64} {'*' * 200}"
         assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
@@ -235,7 +235,7 @@ def test_a_rule_of_dashes_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> 
      r"a.b", r"[\p{L}-z]", r"(?i:\p{Lu})", r"\X", r"\h", r"[a\h]", r"a|(?#c)b", r"\p{^L}", r"(?m:a)"],
 )  # fmt: skip
 def test_patterns_that_may_mean_something_else_are_refused(pattern: str) -> None:
-    assert ascii_pattern(pattern) is None
+    assert translate_pattern(pattern) is None
 
 
 def test_other_kinds_of_tokenizers_are_refused() -> None:
@@ -248,21 +248,21 @@ def test_other_kinds_of_tokenizers_are_refused() -> None:
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}}, "byte-level"),
         ({"added_tokens": [{"content": "Å", "normalized": True}]}, "normalized"),
     ):
-        refused = plan_words(hf, {**spec, **change}, [])
+        refused = build_bpe_encoder(hf, {**spec, **change}, [])
         assert isinstance(refused, str)
         assert reason in refused
 
 
 def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tokenizer("llama3")
-    monkeypatch.setattr(bpe_encoder, "ascii_pattern", lambda pattern: r"[^\s]+|\s+")
-    refused = plan_words(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
+    monkeypatch.setattr(bpe_encoder, "translate_pattern", lambda pattern: r"[^\s]+|\s+")
+    refused = build_bpe_encoder(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
     assert isinstance(refused, str)
     assert "other ids" in refused
 
 
 def test_a_pattern_with_many_alternatives_is_known() -> None:
-    rows = bpe_encoder.parts_of("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
+    rows = bpe_encoder.compile_pattern("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
     assert rows is not None
     found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", lambda word: [len(word)])
     assert found == array("I", [66, 24, 1, 2]).tobytes()
@@ -273,14 +273,14 @@ def test_a_pattern_with_too_many_states_is_refused() -> None:
     split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,5000}"}, "behavior": "Isolated", "invert": False}
     spec = json.loads(hf.to_str())
     spec["pre_tokenizer"]["pretokenizers"].insert(0, split)
-    refused = plan_words(hf, spec, [])
+    refused = build_bpe_encoder(hf, spec, [])
     assert isinstance(refused, str)
     assert "too many states" in refused
 
 
 @pytest.mark.parametrize("pattern", [r"a(?=bc)", r"a(?=b*)", r"a(?!b|cd)", r"a(?=)"])
 def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
-    assert bpe_encoder.parts_of(pattern) is None
+    assert bpe_encoder.compile_pattern(pattern) is None
 
 
 @given(
@@ -320,7 +320,7 @@ def test_digests_of_texts_that_differ_little_differ_in_half_of_their_bits() -> N
 @settings(max_examples=examples(300), deadline=None)
 def test_texts_are_cut_at_the_leftmost_longest_token(tokens: list[str], text: str, cuts: int) -> None:
     """`cuts`: at so many of them; any other leaves the text to the library."""
-    rows = bpe_encoder.parts_of("[a-z<|>]")
+    rows = bpe_encoder.compile_pattern("[a-z<|>]")
     assert rows is not None
     added = [(token, 1000 + i if i < cuts else None) for i, token in enumerate(tokens)]
     made = Words([rows], 7, 100, None, added)

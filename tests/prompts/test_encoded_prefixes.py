@@ -21,7 +21,7 @@ def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of tests are short: everything from 8 characters on is long enough to be kept."""
     monkeypatch.setattr(encoded_prefixes, "LENGTH_MIN", 8)
     monkeypatch.setattr(segments, "LENGTH_MIN", 8)
-    monkeypatch.setattr(encoded_prefixes, "_SAMPLE", 2)
+    monkeypatch.setattr(encoded_prefixes, "_SAMPLE_CHARS", 2)
 
 
 @cache
@@ -94,7 +94,7 @@ def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) ->
     book = EncodedPrefixCache(max_bytes)
     for keeps, text, more in steps:
         if keeps:
-            book.keep(EncodedPrefix(text, len(text) - 1, bytes(4 * more)))
+            book.store(EncodedPrefix(text, len(text) - 1, bytes(4 * more)))
         found = book.find(text)
         assert found is None or text.startswith(found.text)
         if keeps and max_bytes == 8_000 and len(text) >= 8:
@@ -105,6 +105,6 @@ def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) ->
 
 def test_a_text_too_long_for_the_memory_is_not_kept() -> None:
     book = EncodedPrefixCache(10_000)
-    book.keep(EncodedPrefix("a" * 5_000, 4_999, b""))
+    book.store(EncodedPrefix("a" * 5_000, 4_999, b""))
     assert len(book) == 0
     assert book.find("a" * 6_000) is None

@@ -46,7 +46,7 @@ def test_the_same_tokens(tokenizer: Tokenizer, name: str, monkeypatch: pytest.Mo
     assert len(cases) > 20
     for case in cases:
         body = json.dumps({**case["body"], "chat_template": ALL[name]}).encode()
-        ids = tokenizer.chat_ids(parse_routing("/v1/chat/completions", body))
+        ids = tokenizer.encode_chat(parse_routing("/v1/chat/completions", body))
         assert tokenizer.decode(ids, False) == tokenizer.decode(case["tokens"], False), case["body"]
         assert list(ids) == case["tokens"], case["body"]
 
@@ -63,7 +63,7 @@ def test_the_same_tokens_of_the_traffic_of_agents(tmp_path: Path, name: str) -> 
         parsed = parse_routing(case["path"], json.dumps(case["body"]).encode())
         try:
             made = parsed if parsed.source is None else chat_of(parsed, tokenizer.chat_template)
-            ids: list[int] | None = list(tokenizer.chat_ids(made))
+            ids: list[int] | None = list(tokenizer.encode_chat(made))
         except RequestError:
             ids = None
         assert ids == case["tokens"], case["body"]

@@ -62,9 +62,9 @@ def test_bos_comes_from_the_post_processor_alone(checkpoint, kind_, flags):
     ours, _ = same_ids(checkpoint(kind_, {"bos_token": "<|endoftext|>", **flags}))
     has_bos = kind_ == "llama3"
     assert (ours.encode("x")[0] == ours.bos_token_id) == has_bos
-    assert (ours.completion_ids(parse_completion(b'{"prompt": "x"}'))[0][0] == ours.bos_token_id) == has_bos
+    assert (ours.encode_completion(parse_completion(b'{"prompt": "x"}'))[0][0] == ours.bos_token_id) == has_bos
     bare = parse_completion(b'{"prompt": "x", "add_special_tokens": false}')
-    assert ours.bos_token_id not in ours.completion_ids(bare)[0]
+    assert ours.bos_token_id not in ours.encode_completion(bare)[0]
 
 
 def test_tokens_that_only_the_config_names(checkpoint):
@@ -95,9 +95,9 @@ def test_chat_ids_equal_apply_chat_template(checkpoint, kind_):
     for count in range(1, len(messages) + 1):
         request = parse_chat(json.dumps({"messages": messages[:count]}).encode())
         want = theirs.apply_chat_template(messages[:count], add_generation_prompt=True, return_dict=False)
-        assert ours.chat_ids(request) == want
+        assert ours.encode_chat(request) == want
     with_special = parse_chat(json.dumps({"messages": messages, "add_special_tokens": True}).encode())
-    assert ours.chat_ids(with_special) == theirs.encode(ours.chat_text(with_special))
+    assert ours.encode_chat(with_special) == theirs.encode(ours.render_chat_text(with_special))
     stats = ours.cache_stats()
     assert stats.hits + stats.misses > 0
 
@@ -125,7 +125,7 @@ def test_where_the_chat_template_comes_from(checkpoint, tmp_path):
 def test_a_model_without_a_template_says_so(checkpoint):
     tokenizer = Tokenizer.load(checkpoint())
     with pytest.raises(RequestError, match="no chat template"):
-        tokenizer.chat_ids(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'))
+        tokenizer.encode_chat(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'))
 
 
 def test_eos_ids_come_from_tokenizer_and_generation_config(checkpoint):
@@ -142,7 +142,7 @@ def test_prompt_forms(checkpoint):
     one, two = tokenizer.encode("one"), tokenizer.encode("two")
 
     def ids(prompt):
-        return tokenizer.completion_ids(parse_completion(json.dumps({"prompt": prompt}).encode()))
+        return tokenizer.encode_completion(parse_completion(json.dumps({"prompt": prompt}).encode()))
 
     assert ids("one") == [one]
     assert ids(["one", "two"]) == [one, two]
@@ -279,7 +279,9 @@ def test_engine_and_router_get_identical_ids(both_sides, data):
     )
     engine_side, router_side = both_sides
     raw = json.dumps(body).encode()
-    assert engine_side.chat_ids(parse_chat(raw)) == router_side.chat_ids(parse_routing("/v1/chat/completions", raw))
+    assert engine_side.encode_chat(parse_chat(raw)) == router_side.encode_chat(
+        parse_routing("/v1/chat/completions", raw)
+    )
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Fleet:
         self, body: dict[str, Any], session: str | None = None, **changes: Any
     ) -> tuple[RouteRequest, RoutingRequest]:
         parsed = parse_routing("/v1/chat/completions", json.dumps(body).encode())
-        ids = array("I", self.tokenizer.encode(self.tokenizer.chat_text(parsed), False))
+        ids = array("I", self.tokenizer.encode(self.tokenizer.render_chat_text(parsed), False))
         self.count += 1
         scope = Scope("m", parsed.cache_salt, "tuned" if parsed.model == "tuned" else None)
         route = RouteRequest(f"r{self.count}", parsed.model or "m", scope, ids, len(ids), session=session, **changes)
