@@ -28,17 +28,17 @@ ELSEWHERE = {
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/conversation_suffix.py:SUFFIX_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
-    "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
-    "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",
+    "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",
+    "router/fleet/feed.py:UNSLICED_BYTES_MAX": "longer ones go in slices",
     "events/frames.py:REQUEST_BYTES_MAX": "of who follows an engine: its connection ends",
-    "router/fleet/answers.py:KEPT_BYTES_MAX": "within the bytes of its metrics page",
-    "router/fleet/answers.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
+    "router/fleet/worker_responses.py:METRIC_LINES_BYTES_MAX": "within the bytes of its metrics page",
+    "router/fleet/worker_responses.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
     "router/commands/check.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/commands/client.py:ANSWER_BYTES_MAX": "of a command that ends with it",
     "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/prompting/encode.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
-    "router/fleet/snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",
+    "router/fleet/peer_snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",
 }
 
 

@@ -154,7 +154,7 @@ class Admin:
         states = [worker.state for worker in self._core.workers.values()]
         up = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.draining else "ok" if up else "no worker is up"
-        named = len(states) + len(self._fleet.starting())
+        named = len(states) + len(self._fleet.starting_reasons())
         body: dict[str, Any] = {"status": status, "workers": named, "workers_up": up}
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
@@ -176,7 +176,7 @@ class Admin:
             unknown = [
                 w.worker_id for w in up if w.spec.cache_view is CacheView.EVENTS and not self._synced(w.worker_id)
             ]
-            unknown += self._fleet.starting()
+            unknown += self._fleet.starting_reasons()
             if unknown and self._now() - self._started_s < self._ready_s:
                 return f"not known yet: {', '.join(unknown[:10])}"
             self._knows = True
@@ -240,7 +240,7 @@ class Admin:
 
     def _render_metrics(self) -> Answer:
         report, snapshot = self.report(), self._core.snapshot(self._now())
-        starting, unusable, index = self._fleet.starting(), self._fleet.unusable, self._core.index.stats()
+        starting, unusable, index = self._fleet.starting_reasons(), self._fleet.failed_checks, self._core.index.stats()
         page = families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())
         return Answer(render(page), content_type=TEXT)
 
@@ -260,7 +260,7 @@ class Admin:
                 for base in sorted(bases)
             }
             rows.append(values)
-        for worker_id, problem in self._fleet.starting().items():
+        for worker_id, problem in self._fleet.starting_reasons().items():
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
         stats = self._core.index.stats()
         return {
@@ -287,7 +287,7 @@ class Admin:
     async def _remove(self, request: HttpRequest, argument: str) -> Answer:
         settings = {} if argument else _object(request.body)
         name = argument or str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._known(name, *self._fleet.starting())
+        worker_id = self._known(name, *self._fleet.starting_reasons())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))

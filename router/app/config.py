@@ -15,8 +15,8 @@ from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SPEC, KubernetesSource
-from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
+from router.fleet.worker_lists import read_workers_file
 from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PromptWorkerConfig

@@ -58,8 +58,8 @@ from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
+from router.fleet.peer_snapshots import PeerClient, PeerRoutes, fetch_seed
 from router.fleet.peers import PeerLoads, PeerSockets
-from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.budget import Budget
 from router.http.listener import Listener
 from router.http.request import HttpRequest
@@ -99,7 +99,7 @@ class RouterProcess:
         )
         self._heap = HeapTrimmer(self._executor)
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
-        seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
+        seed, self._snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
@@ -150,7 +150,7 @@ class RouterProcess:
             self._prompts,
             self._worker_pool,
             self._metrics,
-            emptied=self._feed.emptied,
+            emptied=self._feed.last_emptied_s,
         )
         self._addresses = ListenAddresses(config, self._admin_key, self._app)
         self._peers: PeerSockets | None = None
@@ -240,7 +240,7 @@ class RouterProcess:
             event_faults=lambda: self._feed.events.faults,
             events_ignored=lambda: self._feed.events.ignored_messages,
             peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | others.outcomes,
-            synced=self._feed.synced,
+            synced=self._feed.is_synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             aliases=self._request_reader.model_names.aliases if self._request_reader.model_names is not None else {},
@@ -251,12 +251,12 @@ class RouterProcess:
         )
         self._admin.show(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)
-        self._admin.routes.add("GET", "/peer", routes.index, public=False)
-        self._admin.routes.add("GET", "/peer/*", routes.stream, public=False)
+        self._admin.routes.add("GET", "/peer", routes.get_seed, public=False)
+        self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._follow, public=False)
         self._core.registry.on_state_change = log_state
-        proxy.is_keyed = self._fleet.is_keyed
-        proxy.on_worker_lost.append(self._feed.lost)
+        proxy.is_keyed = self._fleet.may_receive_api_key
+        proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._ended)
         if self._tracing is not None:
@@ -303,7 +303,7 @@ class RouterProcess:
             self._admin.routes,
             guard=guard,
             reasons=self._reasons,
-            discover_model=self._fleet.look_for,
+            discover_model=self._fleet.discover_model,
             make_exchange=kind,
             forwards=not isinstance(self._config, EppConfig),
         )
@@ -322,7 +322,7 @@ class RouterProcess:
         """Know the workers that were named before the first request comes, which would hear that there are none. Once
         somebody is known, those who don't answer are not waited for."""
         end_s = self._now() + min(FIRST_LOOK_S, self._config.edge.ready_s)
-        while self._fleet.untried() and self._now() < end_s:
+        while self._fleet.has_untried() and self._now() < end_s:
             if self._core.workers:
                 end_s = min(end_s, self._now() + OTHERS_S)
             await asyncio.sleep(0.01)
@@ -377,7 +377,7 @@ class RouterProcess:
         """The core's clock, every timeout, idle connections."""
         now = self._now()
         if self._peers is not None:
-            self._guarded("peers", self._peers.beat, now)
+            self._guarded("peers", self._peers.exchange_loads, now)
         due = self._core.next_tick()
         if due is not None and due <= now:
             self._guarded("core", self._tick, now)
@@ -405,7 +405,7 @@ class RouterProcess:
     def _look_at_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
         self._feed.events.restart_thread()
-        for worker_id, at_s in list(self._feed.emptied.items()):  # another thread adds
+        for worker_id, at_s in list(self._feed.last_emptied_s.items()):  # another thread adds
             if at_s > self._emptied_s:
                 self._core.clear_worker_cache(worker_id, at_s)
         self._emptied_s = now
@@ -416,12 +416,12 @@ class RouterProcess:
     def _stream_changed(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""
         if not up:
-            self._loop.call_soon_threadsafe(self._fleet.suspect, worker_id)
+            self._loop.call_soon_threadsafe(self._fleet.check_soon, worker_id)
 
     def _attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
         if decision is not None and kind is not FailureKind.OVERLOADED:
-            self._fleet.suspect(decision.worker)
+            self._fleet.check_soon(decision.worker)
 
     def _ended(self, exchange: Exchange) -> None:
         self._tenants.remove_request(exchange.request_id)

@@ -89,7 +89,7 @@ class Check:
         self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
     ) -> None:
         self._flag, self._session, self._prompts = flag, session, prompts
-        self._headers = headers if flag.keyed else {}
+        self._headers = headers if flag.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
         self._facts = WorkerFacts(False)
         self._model = ServedModel("", "")
@@ -104,7 +104,7 @@ class Check:
             yield Finding("address", False, f"{self._flag.url} {why}")
             return
         yield self._address()
-        if not self._facts.alive:
+        if not self._facts.is_alive:
             return
         self._model = next(model for model in self._facts.models if model.lora is None)
         await self._prompts.discover_tokenizer(self._model.base, self._facts.roots.get(self._model.base), self._flag)
@@ -137,7 +137,7 @@ class Check:
 
     def _address(self) -> Finding:
         facts = self._facts
-        if facts.alive:
+        if facts.is_alive:
             names = ", ".join(model.name for model in facts.models)
             return Finding("address", True, f"serves {names}" + (f" ({facts.engine})" if facts.engine else ""))
         if "answers 401" in facts.reason or "answers 403" in facts.reason:

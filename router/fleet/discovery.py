@@ -1,8 +1,8 @@
 """From a worker's HTTP address to everything the router needs to know of it.
 
-The `--worker` flag, and one thin asynchronous prober that asks; what comes back is read by router/fleet/answers.py. A
-worker that answers no event source is tried at vLLM's default port; where nobody listens there, its cache is followed
-by history.
+The `--worker` flag, and one thin asynchronous prober that asks; what comes back is read by
+router/fleet/worker_responses.py. A worker that answers no event source is tried at vLLM's default port; where nobody
+listens there, its cache is followed by history.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from events.types import DecodeError
 from options import ConfigError
 from router.decide.reported_load import EngineLoad
 from router.decide.workers import BLOCKCAST, VLLM, CacheView, ServedModel, WorkerSpec
-from router.fleet.answers import (
+from router.fleet.worker_responses import (
     is_asleep,
-    number,
+    parse_number,
     read_block_size,
     read_cache_capacity,
     read_engine,
@@ -35,7 +35,7 @@ from router.fleet.answers import (
     read_server_info,
     read_shortest_first,
     read_sources,
-    wanted_lines,
+    select_metric_lines,
 )
 from router.http_client import FetchError, fetch
 
@@ -68,7 +68,7 @@ class WorkerFlag:
     """`prefill_order=shortest`: which of its prompts it computes first; None: as it tells, else in their order."""
     reannounces: bool = False
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
-    keyed: bool = True
+    sends_api_key: bool = True
     """It is sent the workers' API key: the operator named it when the router started, or said `send_key=1`."""
     model: str = ""
     """What it serves; told where nobody can be asked."""
@@ -81,7 +81,7 @@ class WorkerFlag:
 class WorkerFacts:
     """What one probe found."""
 
-    alive: bool
+    is_alive: bool
     reason: str = ""
     """Why it is not alive."""
     models: tuple[ServedModel, ...] = ()
@@ -154,7 +154,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
     capacity, seats, block_size = (values.get(key) for key in ("cache_tokens", "seats", "block_size"))
     for key, value in (("cache_tokens", capacity), ("seats", seats), ("block_size", block_size)):
-        if value is not None and not number(value):
+        if value is not None and not parse_number(value):
             raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
     for key in ("reannounce", "send_key"):
         if values.get(key, "0") not in ("0", "1"):
@@ -177,7 +177,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         seats=int(seats) if seats is not None else None,
         shortest_first=None if order is None else order == "shortest",
         reannounces=values.get("reannounce") == "1",
-        keyed=values.get("send_key", "1") == "1",
+        sends_api_key=values.get("send_key", "1") == "1",
         model=values.get("model", ""),
         root=values.get("root", ""),
         block_size=int(block_size) if block_size is not None else None,
@@ -227,7 +227,7 @@ def worker_id_of(url: str) -> str:
     return f"{host}:{parts.port or default}{parts.path}"
 
 
-def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
+def configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
     """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
     return tuple(
         EventSource(
@@ -258,7 +258,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
     )
 
 
-async def _addresses(host: str) -> set[str]:
+async def _resolve_addresses(host: str) -> set[str]:
     """The IP addresses of a host; none where its name is not known."""
     try:
         found = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), NAME_S_MAX)
@@ -284,7 +284,7 @@ class Prober:
         self._timeout_s = timeout_s
         self._headers = headers or {}
 
-    async def healthy(self, flag: WorkerFlag) -> str | None:
+    async def check_health(self, flag: WorkerFlag) -> str | None:
         """None where `/health` answers 200; else why not. Without a URL whoever named it takes it back."""
         if not flag.url:
             return None
@@ -294,7 +294,7 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
         """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
         if not flag.url:
             roots = {flag.model: flag.root} if flag.root else {}
@@ -307,9 +307,9 @@ class Prober:
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
             models, roots, engine = read_models(body), read_roots(body), read_engine(body)
-            sources = await self.sources(flag, known)
+            sources = await self.sources(flag, previous)
             metrics = await self._metrics(flag)
-            capacity = read_cache_capacity(metrics, unused=int(engine == VLLM)) or await self._capacity(flag)
+            capacity = read_cache_capacity(metrics, reserved_blocks=int(engine == VLLM)) or await self._capacity(flag)
         except (FetchError, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
@@ -337,28 +337,28 @@ class Prober:
             raise DecodeError("/v1/models lists no model")
         return models, read_roots(body)
 
-    async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
+    async def sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
-        sources = await self._advertised(flag, known)
+        sources = await self._find_sources(flag, previous)
         if not flag.reannounces:
             return sources
         return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
 
-    async def _advertised(self, flag: WorkerFlag, known: WorkerFacts | None) -> tuple[EventSource, ...]:
+    async def _find_sources(self, flag: WorkerFlag, previous: WorkerFacts | None) -> tuple[EventSource, ...]:
         if flag.no_events:
             return ()
         if flag.events:
-            return given_sources(flag)
+            return configured_sources(flag)
         status, body = await self._get(flag, "/kv_event_sources")
         if status == 200:
             sources = read_sources(body, flag.url)
             if not self._trusts_endpoints:
                 await self._check_hosts(flag, sources)
             return sources
-        if status not in NOT_OFFERED and known is not None and known.sources:
-            return known.sources  # a worker that is busy or behind a busy proxy publishes where it did
+        if status not in NOT_OFFERED and previous is not None and previous.sources:
+            return previous.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
-        return (default_source(host, flag.topic),) if await self._listens(host, DEFAULT_PORT) else ()
+        return (default_source(host, flag.topic),) if await self._is_listening(host, DEFAULT_PORT) else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raises DecodeError where a worker names an endpoint of another host: the router would connect to it from
@@ -371,8 +371,8 @@ class Prober:
                 if host is not None and host.lower() == own:
                     continue
                 if addresses is None:
-                    addresses = await _addresses(own)
-                if host is None or not addresses & await _addresses(host):
+                    addresses = await _resolve_addresses(own)
+                if host is None or not addresses & await _resolve_addresses(host):
                     raise DecodeError(
                         f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on {own}, the "
                         "worker's own host; events=ENDPOINT for this worker, or --trust-event-endpoints, allows it"
@@ -391,7 +391,7 @@ class Prober:
         except FetchError:
             return ""
         kept = []
-        for lines in wanted_lines(body if status == 200 else b""):
+        for lines in select_metric_lines(body if status == 200 else b""):
             kept.append(lines)
             await asyncio.sleep(0)
         return b"\n".join(kept).decode("utf-8", "replace")
@@ -401,12 +401,12 @@ class Prober:
         return read_server_info(body) if status == 200 else None
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
-        headers = self._headers if flag.keyed else None
+        headers = self._headers if flag.sends_api_key else None
         return await fetch(
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 
-    async def _listens(self, host: str, port: int) -> bool:
+    async def _is_listening(self, host: str, port: int) -> bool:
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
         except (OSError, asyncio.TimeoutError):

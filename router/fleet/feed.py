@@ -35,28 +35,28 @@ from events.stream_types import (
     Origin,
     PublisherRestarted,
 )
-from router.fleet.streams import FullCache, StreamCounters, WorkerStream
+from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
 
 SNAPSHOT_VERSION = 2
 SNAPSHOT_S_MAX = 60.0
-EMPTIED_MAX = 1000
+EMPTIED_WORKERS_MAX = 1000
 COUNT_EVERY, MEASURE_EVERY = 1 << 14, 1 << 17
 """Blocks stored between two looks at how many one stream holds, and at how much memory all take."""
-WHOLE_BYTES_MAX = 64 << 10
+UNSLICED_BYTES_MAX = 64 << 10
 """Longer payloads are applied in slices, with turns of other streams between them."""
 
 
 class PeerSnapshot(msgspec.Struct, array_like=True):
-    """One stream as a router knows it, for another that starts late (peer_snapshot.py)."""
+    """One stream as a router knows it, for another that starts late (peer_snapshots.py)."""
 
     version: int
     seq: int
     digest: int
     """Of the payload of batch `seq`, as events.stream makes it."""
-    since: int
+    complete_from: int
     """Every batch from this one to `seq` is in it; 0: nothing that is resident is missing."""
     chunks: list[bytes]
     """Payloads for an index with the same seed."""
@@ -87,9 +87,9 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
         self._generation = itertools.count()
-        self.emptied: OrderedDict[str, float] = OrderedDict()
+        self.last_emptied_s: OrderedDict[str, float] = OrderedDict()
         """worker -> when what it held was last forgotten as a whole: it died, restarted, said so, or a gap was not
-        repaired. Of `time.monotonic`; the last EMPTIED_MAX workers."""
+        repaired. Of `time.monotonic`; the last EMPTIED_WORKERS_MAX workers."""
         self.events = EventFeed(self)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class IndexFeed:
         A topic belongs to the followed stream whose source names it, or, in the form `kv@HOST...`, to the worker of
         that host or id. Raises zmq.ZMQError where the endpoint cannot be bound.
         """
-        return self.events.bind(endpoint, self._accept)
+        return self.events.bind(endpoint, self._find_stream)
 
     def follow(
         self,
@@ -123,10 +123,10 @@ class IndexFeed:
         """
         known = self._workers.get(worker_id, [])
         wanted = list(zip(sources, holders))
-        if len(known) == len(wanted) and all(s.is_at(source, h) for s, (source, h) in zip(known, wanted)):
+        if len(known) == len(wanted) and all(s.has_same_address(source, h) for s, (source, h) in zip(known, wanted)):
             for stream, (source, _) in zip(known, wanted):
                 stream.source, stream.blocks_max = source, blocks_max
-                self._declare(stream)
+                self._declare_groups(stream)
                 if source.epoch is not None:
                     self.events.report_epoch(stream.stream_id, source.epoch)
             return
@@ -134,7 +134,7 @@ class IndexFeed:
         for stream in known:
             self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._workers[worker_id] = [
-            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), alone=len(wanted) == 1)
+            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), is_only_rank=len(wanted) == 1)
             for rank, (source, holder) in enumerate(wanted)
         ]
         for stream in self._workers[worker_id]:
@@ -147,43 +147,45 @@ class IndexFeed:
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
-        self._emptied(worker_id)
+        self._record_emptied(worker_id)
         self._drop(worker_id)
         self._workers.pop(worker_id, None)
         for key in [key for key in self._counters if key[0] == worker_id]:
             del self._counters[key]
 
-    def empty(self, worker_id: str) -> None:
+    def clear_worker(self, worker_id: str) -> None:
         """The worker's cache is empty, although its events do not say so, or not yet: it gave its memory back. Its
         streams go on from where they are."""
         for stream in self._workers.get(worker_id, []):
             with self._lock:
                 self._clear(stream)
-                stream.since = 0  # what comes now is all there is
+                stream.complete_from = 0  # what comes now is all there is
 
-    def lost(self, worker_id: str) -> None:
+    def restart_streams(self, worker_id: str) -> None:
         """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
         streams = self._workers.get(worker_id, [])
-        formers = [stream.position or stream.former for stream in streams]
+        formers = [stream.position or stream.position_before_restart for stream in streams]
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)
-        self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder, alone=s.alone) for s in streams]
+        self._workers[worker_id] = [
+            self._add(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
+        ]
         for stream, former in zip(self._workers[worker_id], formers):
-            stream.former = former if stream.source.epoch is None else None  # else a new epoch tells
+            stream.position_before_restart = former if stream.source.epoch is None else None  # else a new epoch tells
         self.events.rematch_topics()
 
-    def incomplete(self, worker_id: str) -> dict[int, int]:
+    def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
         the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,
         and without those that could confirm none."""
-        if not self.synced(worker_id):
+        if not self.is_synced(worker_id):
             return {}
         return {
-            stream.rank: (stream.last_seq or 0) + 1 if stream.since is None else stream.since
+            stream.rank: (stream.last_seq or 0) + 1 if stream.complete_from is None else stream.complete_from
             for stream in self._workers[worker_id]
             if stream.last_seq is not None
-            and stream.since != 0
+            and stream.complete_from != 0
             and stream.source.replay_endpoint is not None
             and not stream.source.snapshot
             and stream.source.snapshot_endpoint is None
@@ -195,7 +197,7 @@ class IndexFeed:
         Exact for the same reason as at the first join: the stream is followed from batch `seq` on, and if the worker's
         own replay does not begin with that very batch, everything is forgotten and the ring is replayed.
         """
-        if snapshot.since >= self.incomplete(worker_id).get(rank, 0):
+        if snapshot.complete_from >= self.incomplete_ranks(worker_id).get(rank, 0):
             return False
         streams = self._workers[worker_id]
         old = streams[rank]
@@ -203,7 +205,7 @@ class IndexFeed:
         with self._lock:
             self._streams.pop(old.stream_id, None)
         self._clear(old)
-        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot, alone=old.alone)
+        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot, is_only_rank=old.is_only_rank)
         return True
 
     # Seeing --------------------------------------------------------------------------------------------------------
@@ -213,13 +215,13 @@ class IndexFeed:
 
     def capacities(self, worker_id: str) -> list[int | None]:
         """By rank, how many tokens its cache holds, as far as its events show that."""
-        return [stream.full.tokens for stream in self._workers.get(worker_id, [])]
+        return [stream.full_cache.tokens for stream in self._workers.get(worker_id, [])]
 
     def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
         thread makes it slice by slice, before anything else of this stream and between the turns of the others."""
         streams = self._workers.get(worker_id, [])
-        if rank >= len(streams) or not self.synced(worker_id):
+        if rank >= len(streams) or not self.is_synced(worker_id):
             return None
         stream = streams[rank]
         dumping: DumpTask | None = None
@@ -229,7 +231,7 @@ class IndexFeed:
         def step() -> bool:
             nonlocal dumping
             with self._lock:
-                if stream.position is None or stream.since is None or stream.stream_id not in self._streams:
+                if stream.position is None or stream.complete_from is None or stream.stream_id not in self._streams:
                     made.put(None)
                     return False
                 try:
@@ -240,7 +242,7 @@ class IndexFeed:
                 except KeyError:  # gone, or cleared by another thread
                     made.put(None)
                 else:
-                    made.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks))
+                    made.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, chunks))
             return False
 
         self.events.schedule_work(stream.stream_id, step)
@@ -253,7 +255,7 @@ class IndexFeed:
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
         streams = self._workers.get(worker_id, [])
-        return {"streams": [s.row(self.events.state(s.stream_id), self._groups(s.holder)) for s in streams]}
+        return {"streams": [s.to_json(self.events.state(s.stream_id), self._groups(s.holder)) for s in streams]}
 
     def totals(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
@@ -265,11 +267,11 @@ class IndexFeed:
                     sums[name] += getattr(stream.counters, name)
         return found
 
-    def synced(self, worker_id: str) -> bool:
+    def is_synced(self, worker_id: str) -> bool:
         """Whether every stream of the worker is connected and has caught up."""
         streams = self._workers.get(worker_id, [])
         return bool(streams) and all(
-            s.up and (state := self.events.state(s.stream_id)) is not None and state.phase.value == "live"
+            s.is_up and (state := self.events.state(s.stream_id)) is not None and state.phase.value == "live"
             for s in streams
         )
 
@@ -288,20 +290,20 @@ class IndexFeed:
         holder: HolderId,
         snapshot: PeerSnapshot | None = None,
         *,
-        alone: bool,
+        is_only_rank: bool,
     ) -> WorkerStream:
         stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
-        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, alone, topic=source.topic)
-        self._declare(stream)
+        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, is_only_rank, topic=source.topic)
+        self._declare_groups(stream)
         with self._lock:
             self._streams[stream_id] = stream
-        self.events.add(stream.address(self._start_from(stream, snapshot)))
+        self.events.add(stream.feed_source(self._apply_snapshot(stream, snapshot)))
         if source.epoch is not None:
             self.events.report_epoch(stream_id, source.epoch)
         return stream
 
-    def _start_from(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
+    def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
         """Apply a peer's snapshot; the place in the stream that the worker has to confirm, None without one."""
         if snapshot is None:
             return None
@@ -313,10 +315,10 @@ class IndexFeed:
                 self._clear(stream)
                 return None
         stream.position = (snapshot.seq, snapshot.digest)
-        stream.last_seq, stream.since = snapshot.seq, snapshot.since
+        stream.last_seq, stream.complete_from = snapshot.seq, snapshot.complete_from
         return stream.position
 
-    def _declare(self, stream: WorkerStream) -> None:
+    def _declare_groups(self, stream: WorkerStream) -> None:
         self._index.set_reannounces(stream.holder, stream.source.reannounces)
         if stream.source.groups:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
@@ -327,21 +329,21 @@ class IndexFeed:
             with self._lock:
                 self._streams.pop(stream.stream_id, None)
 
-    def _emptied(self, worker_id: str) -> None:
-        self.emptied[worker_id] = time.monotonic()
-        self.emptied.move_to_end(worker_id)
-        while len(self.emptied) > EMPTIED_MAX:
-            self.emptied.popitem(last=False)
+    def _record_emptied(self, worker_id: str) -> None:
+        self.last_emptied_s[worker_id] = time.monotonic()
+        self.last_emptied_s.move_to_end(worker_id)
+        while len(self.last_emptied_s) > EMPTIED_WORKERS_MAX:
+            self.last_emptied_s.popitem(last=False)
 
     def _clear(self, stream: WorkerStream) -> None:
-        self._emptied(stream.worker_id)
-        stream.position = stream.since = None
+        self._record_emptied(stream.worker_id)
+        stream.position = stream.complete_from = None
         try:
             self._index.clear(stream.holder)
         except KeyError:
             log.debug("holder of %s is gone already", stream.stream_id)
 
-    def _accept(self, topic: str) -> StreamSource | None:
+    def _find_stream(self, topic: str) -> StreamSource | None:
         """The stream of a publisher that connected to us (feed's thread)."""
         with self._lock:
             streams = list(self._streams.values())
@@ -350,29 +352,31 @@ class IndexFeed:
             host = stream.worker_id.rpartition(":")[0]
             if stream.source.topic == topic or (names and names[0] in (stream.worker_id, host)):
                 stream.topic = topic
-                return stream.address()
+                return stream.feed_source()
         return None
 
-    def _bound(self, stream: WorkerStream, stored: int) -> None:
+    def _enforce_limits(self, stream: WorkerStream, stored: int) -> None:
         """Count what a stream holds, and measure the index, once in a while: a worker may announce what it likes."""
         stream.stored_since += stored
         if stream.stored_since >= min(COUNT_EVERY, stream.blocks_max):
             stream.stored_since = 0
-            if self._blocks(stream) > stream.blocks_max:
-                self._forget(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
+            if self._count_blocks(stream) > stream.blocks_max:
+                self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
         self._stored_since += stored
         if self._stored_since >= MEASURE_EVERY:
             self._stored_since = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
                 streams = list(self._streams.values())
-                worst = max(streams, key=lambda one: (self._blocks(one) / one.blocks_max, self._blocks(one)))
-                self._forget(worst, "most for its cache, and the index is full (--index-memory)")
+                worst = max(
+                    streams, key=lambda one: (self._count_blocks(one) / one.blocks_max, self._count_blocks(one))
+                )
+                self._drop_blocks(worst, "most for its cache, and the index is full (--index-memory)")
 
-    def _blocks(self, stream: WorkerStream) -> int:
+    def _count_blocks(self, stream: WorkerStream) -> int:
         return sum(int(str(group["blocks"])) for group in self._groups(stream.holder))
 
-    def _forget(self, stream: WorkerStream, reason: str) -> None:
-        blocks = self._blocks(stream)
+    def _drop_blocks(self, stream: WorkerStream, reason: str) -> None:
+        blocks = self._count_blocks(stream)
         if not stream.counters.forgotten:
             log.warning("worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, blocks)
         stream.counters.forgotten += blocks
@@ -382,7 +386,7 @@ class IndexFeed:
     def connection_changed(self, stream_id: str, up: bool) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
-            stream.up = up
+            stream.is_up = up
             if self._on_connection is not None:
                 self._on_connection(stream.worker_id, up)
 
@@ -401,29 +405,29 @@ class IndexFeed:
                 counters.gaps += 1
             elif isinstance(instruction, PublisherRestarted):
                 counters.restarts += 1
-                stream.full = FullCache()
+                stream.full_cache = ObservedCapacity()
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, MalformedMessage):
                 counters.malformed += 1
-                stream.skipped([instruction.reason])
+                stream.record_skipped([instruction.reason])
             elif isinstance(instruction, DroppedMessages):
                 counters.overflowed += instruction.count
         return None
 
     def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
         try:
-            if len(apply.payload) <= WHOLE_BYTES_MAX:
-                self._applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
+            if len(apply.payload) <= UNSLICED_BYTES_MAX:
+                self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
                 return None
             ingesting = self._index.begin(stream.holder, apply.payload, time.monotonic())
             if ingesting.step():
-                return lambda: self._go_on(stream, apply, ingesting)
-            self._applied(stream, apply, ingesting.report)
+                return lambda: self._continue_ingest(stream, apply, ingesting)
+            self._record_applied(stream, apply, ingesting.report)
         except KeyError:
             log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
         return None
 
-    def _go_on(self, stream: WorkerStream, apply: Apply, ingesting: IngestTask) -> bool:
+    def _continue_ingest(self, stream: WorkerStream, apply: Apply, ingesting: IngestTask) -> bool:
         """The next slice of a long payload; False where there is no other."""
         with self._lock:
             if self._streams.get(stream.stream_id) is not stream:
@@ -433,17 +437,17 @@ class IndexFeed:
                     return True
             except KeyError:
                 return False
-            self._applied(stream, apply, ingesting.report)
+            self._record_applied(stream, apply, ingesting.report)
         return False
 
-    def _applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
+    def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
         counters = stream.counters
-        if stream.last_seq is None and not stream.alone:
+        if stream.last_seq is None and not stream.is_only_rank:
             stream.check_rank(batch_rank(apply.payload))
-        counters.applied(len(apply.payload), report)
-        stream.skipped(report.malformed)
+        counters.record_batch(len(apply.payload), report)
+        stream.record_skipped(report.malformed)
         if report.removed:  # only then it can be full
-            stream.full.saw(self._index.held_tokens(stream.holder), report)
+            stream.full_cache.record_batch(self._index.held_tokens(stream.holder), report)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:
@@ -451,16 +455,16 @@ class IndexFeed:
         else:
             counters.snapshots += 1
         if report.cleared:
-            self._emptied(stream.worker_id)
+            self._record_emptied(stream.worker_id)
         if apply.seq is None or report.cleared:
-            stream.since = 0
-        elif stream.since is None:
-            stream.since = apply.seq
+            stream.complete_from = 0
+        elif stream.complete_from is None:
+            stream.complete_from = apply.seq
         if apply.seq is not None:
             stream.last_seq = apply.seq
             stream.position = (apply.seq, digest(apply.payload))
-            if stream.former is not None and stream.is_another(*stream.position, apply.origin):
+            if stream.position_before_restart is not None and stream.is_another_process(*stream.position, apply.origin):
                 counters.restarts += 1
                 log.info("worker %s rank %d came back as another process", stream.worker_id, stream.rank)
         if report.stored:
-            self._bound(stream, report.stored)
+            self._enforce_limits(stream, report.stored)

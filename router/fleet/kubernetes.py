@@ -1,8 +1,8 @@
 """Workers that Kubernetes knows: a Service's EndpointSlices, or an InferencePool's pods, listed and then watched.
 
-A shell: owns the API client, the watch that is open and its clock. What the objects mean is router/fleet/slices.py's. A
-list is asked for in pages; the watch goes on from its version, by bookmarks too, and after 410 everything is listed
-anew. While the API cannot be reached, the workers stay as they are.
+A shell: owns the API client, the watch that is open and its clock. What the objects mean is
+router/fleet/kubernetes_objects.py's. A list is asked for in pages; the watch goes on from its version, by
+bookmarks too, and after 410 everything is listed anew. While the API cannot be reached, the workers stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ import aiohttp
 
 from events.types import DecodeError
 from options import ConfigError
-from router.fleet.slices import GONE, LINE_BYTES_MAX, Addresses, Watched, read_pod, read_pool, read_slice
+from router.fleet.kubernetes_objects import (
+    GONE,
+    LINE_BYTES_MAX,
+    EndpointReadiness,
+    ObjectCache,
+    read_pod,
+    read_pool,
+    read_slice,
+)
 from router.http_client import iterate_body
 
 log = logging.getLogger("router")
@@ -32,15 +40,15 @@ WATCH_S = 300
 """The server ends a watch after so long; the next goes on where it ended."""
 POOL_S = 10.0
 """Between two looks at what a pool selects."""
-AGAIN_S, AGAIN_S_MAX = 1.0, 30.0
+RETRY_S, RETRY_S_MAX = 1.0, 30.0
 SPEC = r"^(?:(?:[a-z0-9-]+/)?(?:service|pool)/)?[a-z0-9][a-z0-9.-]*(?::[a-z0-9-]+)?$"
 _SPEC = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
-Tell = Callable[[Addresses], None]
-_UNREACHED = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+AddressCallback = Callable[[EndpointReadiness], None]
+_CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
-class _Again(Exception):
+class _RetryableError(Exception):
     """The API did not give what was asked for."""
 
 
@@ -67,7 +75,7 @@ class KubernetesSource:
         return cls(found[2] or "service", found[3], found[1], found[4])
 
 
-async def watch_kubernetes(source: KubernetesSource, tell: Tell) -> None:
+async def watch_kubernetes(source: KubernetesSource, tell: AddressCallback) -> None:
     """Tell all addresses at the start and whenever one has changed. Runs until cancelled. Raises ConfigError where the
     package or the way to the API is missing."""
     try:
@@ -85,13 +93,13 @@ async def watch_kubernetes(source: KubernetesSource, tell: Tell) -> None:
         await follow(api, source, namespace, tell)
 
 
-async def _follow_service(api: Any, source: KubernetesSource, namespace: str, tell: Tell) -> None:
+async def _follow_service(api: Any, source: KubernetesSource, namespace: str, tell: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    watched = Watched(lambda raw: read_slice(raw, source.port))
+    watched = ObjectCache(lambda raw: read_slice(raw, source.port))
     await _follow(api, path, f"kubernetes.io/service-name={source.name}", watched, tell)
 
 
-async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell: Tell) -> None:
+async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell: AddressCallback) -> None:
     """Follow the pods that the pool selects; begin anew where it selects others."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     selected: tuple[str, tuple[int, ...]] | None = None
@@ -100,7 +108,7 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell:
         while True:
             try:
                 found = read_pool(await _get(api, path, []))
-            except (_Again, DecodeError) as error:
+            except (_RetryableError, DecodeError) as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             else:
                 if found != selected:
@@ -108,7 +116,7 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell:
                     if task is not None:
                         task.cancel()
                     ports = found[1] if source.port is None else (int(source.port),)
-                    watched = Watched(partial(read_pod, ports=ports))
+                    watched = ObjectCache(partial(read_pod, ports=ports))
                     pods = f"/api/v1/namespaces/{namespace}/pods"
                     task = asyncio.get_running_loop().create_task(_follow(api, pods, found[0], watched, tell))
             await asyncio.sleep(POOL_S)
@@ -119,8 +127,8 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell:
             task.cancel()
 
 
-async def _follow(api: Any, path: str, labels: str, watched: Watched, tell: Tell) -> None:
-    pause_s = AGAIN_S
+async def _follow(api: Any, path: str, labels: str, watched: ObjectCache, tell: AddressCallback) -> None:
+    pause_s = RETRY_S
     while True:
         began_s = time.monotonic()
         try:
@@ -128,76 +136,76 @@ async def _follow(api: Any, path: str, labels: str, watched: Watched, tell: Tell
                 await _list(api, path, labels, watched)
                 tell(watched.addresses())
             await _watch(api, path, labels, watched, tell)
-            pause_s = AGAIN_S
-            if watched.version and time.monotonic() - began_s < AGAIN_S:
-                await asyncio.sleep(AGAIN_S)  # a server that ends each watch at once is not asked all the time
-        except (_Again, DecodeError) as error:
+            pause_s = RETRY_S
+            if watched.version and time.monotonic() - began_s < RETRY_S:
+                await asyncio.sleep(RETRY_S)  # a server that ends each watch at once is not asked all the time
+        except (_RetryableError, DecodeError) as error:
             log.warning("%s: %s; the workers stay as they are, again in %g s", path, error, pause_s)
             if isinstance(error, DecodeError):
-                watched.forget()
+                watched.require_list()
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, AGAIN_S_MAX)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
 
 
-async def _list(api: Any, path: str, labels: str, watched: Watched) -> None:
+async def _list(api: Any, path: str, labels: str, watched: ObjectCache) -> None:
     query = [("labelSelector", labels), ("limit", str(PAGE_OBJECTS))]
-    after = watched.page(await _get(api, path, query))
+    after = watched.add_page(await _get(api, path, query))
     while after:
-        after = watched.page(await _get(api, path, [*query, ("continue", after)]))
+        after = watched.add_page(await _get(api, path, [*query, ("continue", after)]))
     if not watched.version:
-        raise _Again("a list without a version")
+        raise _RetryableError("a list without a version")
 
 
-async def _watch(api: Any, path: str, labels: str, watched: Watched, tell: Tell) -> None:
+async def _watch(api: Any, path: str, labels: str, watched: ObjectCache, tell: AddressCallback) -> None:
     """One watch, until the server ends it or says 410."""
     query = [
         ("labelSelector", labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
         ("resourceVersion", watched.version), ("timeoutSeconds", str(WATCH_S)),
     ]  # fmt: skip
-    response = await _ask(api, path, query, WATCH_S + 30)
+    response = await _request(api, path, query, WATCH_S + 30)
     try:
         if response.status == GONE:
-            watched.forget()
+            watched.require_list()
             return
         if response.status != 200:
-            raise _Again(f"the API answers {response.status}")
+            raise _RetryableError(f"the API answers {response.status}")
         rest = b""
         async for chunk in iterate_body(response):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > LINE_BYTES_MAX:
-                raise _Again(f"an event of over {LINE_BYTES_MAX} bytes")
-            changed = [watched.event(line) for line in lines if line.strip()]
+                raise _RetryableError(f"an event of over {LINE_BYTES_MAX} bytes")
+            changed = [watched.apply_event(line) for line in lines if line.strip()]
             if not watched.version:
                 return
             if any(changed):
                 tell(watched.addresses())
-    except _UNREACHED as error:
-        raise _Again(f"{type(error).__name__}: {error}") from error
+    except _CONNECTION_ERRORS as error:
+        raise _RetryableError(f"{type(error).__name__}: {error}") from error
     finally:
         response.close()
 
 
 async def _get(api: Any, path: str, query: list[tuple[str, str]]) -> bytes:
-    response = await _ask(api, path, query, 30)
+    response = await _request(api, path, query, 30)
     try:
         if response.status != 200:
-            raise _Again(f"the API answers {response.status}")
+            raise _RetryableError(f"the API answers {response.status}")
         return bytes(await response.read())
-    except _UNREACHED as error:
-        raise _Again(f"{type(error).__name__}: {error}") from error
+    except _CONNECTION_ERRORS as error:
+        raise _RetryableError(f"{type(error).__name__}: {error}") from error
     finally:
         response.close()
 
 
-async def _ask(api: Any, path: str, query: list[tuple[str, str]], seconds: float) -> Any:
+async def _request(api: Any, path: str, query: list[tuple[str, str]], seconds: float) -> Any:
     try:
         return await api.call_api(
             path, "GET", query_params=query, header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
             _request_timeout=seconds,
         )  # fmt: skip
-    except _UNREACHED as error:
-        raise _Again(f"{type(error).__name__}: {error}") from error
+    except _CONNECTION_ERRORS as error:
+        raise _RetryableError(f"{type(error).__name__}: {error}") from error
 
 
 def _own_namespace() -> str:

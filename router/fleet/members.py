@@ -25,18 +25,18 @@ from options import ConfigError, Flag, Seconds, Size
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
-from router.fleet.answers import is_asleep
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
-from router.fleet.lists import read_workers_file, watch_file, watch_name
-from router.fleet.snapshots import PeerClient
+from router.fleet.peer_snapshots import PeerClient
+from router.fleet.worker_lists import read_workers_file, watch_file, watch_name
+from router.fleet.worker_responses import is_asleep
 from router.http_client import FetchError
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
 
-NOT_CURED_BY_HEALTH = frozenset(
+TRAFFIC_ONLY_RECOVERY = frozenset(
     f"{kind.value} failure"
     for kind in (FailureKind.TIMEOUT, FailureKind.STALLED, FailureKind.SERVER_ERROR, FailureKind.STREAM)
 )
@@ -45,18 +45,18 @@ RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 """After a fault of our own in a worker's watch, or in following a list: doubles up to the second."""
 LOADS_S_MAX = 60.0
-LOOK_EVERY_S, LOOK_EVERY_S_A_WORKER = 1.0, 0.01
+DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
 """Between two looks for models that nobody is known to serve, the longer of the two: of all workers and of each."""
-LOOK_WAIT_S_MAX, LOOK_TURN_S = 2.0, 0.02
+DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
 """How long a client waits for such a look, and the pauses in which it sees whether its model came."""
-LOOKS_AT_ONCE = 32
+CONCURRENT_POLLS_MAX = 32
 """Workers that are asked at once."""
 REASON_CHARS_MAX = 300
 """What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
-BLOCKS_MAX_UNTOLD = 1 << 22
+BLOCKS_MAX_DEFAULT = 1 << 22
 """Blocks of a rank whose worker does not tell how much it holds."""
-BLOCKS_LEAST, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
+BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 """Else so many, and so many times those of its cache, of so many tokens at the most."""
 
 
@@ -118,13 +118,13 @@ class _Member:
     restart_s: float = 0.0
     """The pause after the last fault of its watch."""
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         task, self.task = self.task, None  # which would keep both until the collector looks at what is old
         if task is not None:
             task.cancel()
 
     @property
-    def waits_for(self) -> str:
+    def starting_reason(self) -> str:
         """Why a worker that was never reached is not there."""
         if not self.problem:
             return "not tried yet"
@@ -157,11 +157,11 @@ class Fleet:
         self._now = now
         self._members: dict[str, _Member] = {}
         self._closed = False
-        self._looking: asyncio.Task[None] | None = None
+        self._discovery: asyncio.Task[None] | None = None
         """Asks all workers which models they serve."""
-        self._looked_s = -math.inf
+        self._discovered_s = -math.inf
         self._background: set[asyncio.Task[None]] = set()
-        self.unusable: Counter[str] = Counter()
+        self.failed_checks: Counter[str] = Counter()
         """worker -> checks and probes that failed: for `/metrics`."""
 
     # Changes ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Fleet:
             if known.flag == flag:
                 known.wake.set()  # whoever names it again expects it to be there
                 return
-            known.stop()
+            known.cancel()
         member = _Member(flag, origin)
         self._members[flag.worker_id] = member
         self._start(member)
@@ -190,7 +190,7 @@ class Fleet:
     def _start(self, member: _Member) -> None:
         if self._members.get(member.flag.worker_id) is not member:
             return
-        member.task = asyncio.get_running_loop().create_task(self._live(member))
+        member.task = asyncio.get_running_loop().create_task(self._run(member))
 
         def ended(task: asyncio.Task[None]) -> None:
             if task.cancelled() or self._closed or (error := task.exception()) is None:
@@ -199,8 +199,8 @@ class Fleet:
             if reason != member.problem:
                 log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
             member.problem = reason
-            self.unusable[member.flag.worker_id] += 1
-            member.restart_s = _longer(member.restart_s, RESTART_S, RESTART_S_MAX)
+            self.failed_checks[member.flag.worker_id] += 1
+            member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
             asyncio.get_running_loop().call_later(member.restart_s, self._start, member)
 
         member.task.add_done_callback(ended)
@@ -210,28 +210,30 @@ class Fleet:
         member = self._members.pop(worker_id, None)
         if member is None:
             return
-        member.stop()
-        self.unusable.pop(worker_id, None)
+        member.cancel()
+        self.failed_checks.pop(worker_id, None)
         self._prompts.forget_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
-    async def look_for(self, model: str) -> None:
+    async def discover_model(self, model: str) -> None:
         """A client asks for a model that nobody serves: ask all workers now, and wait for it. Those who ask meanwhile
         share one look, and after one there is none for a while: names come from clients."""
-        looking = self._looking
+        looking = self._discovery
         if looking is None or looking.done():
-            if self._now() - self._looked_s < max(LOOK_EVERY_S, LOOK_EVERY_S_A_WORKER * len(self._members)):
+            if self._now() - self._discovered_s < max(
+                DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members)
+            ):
                 return
-            looking = self._looking = self._spawn(self._look_at_models())
-        deadline_s = self._now() + LOOK_WAIT_S_MAX
+            looking = self._discovery = self._spawn(self._poll_all_models())
+        deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
         while not looking.done() and self._now() < deadline_s and not self._core.registry.is_known(model):
-            await asyncio.wait({looking}, timeout=LOOK_TURN_S)
+            await asyncio.wait({looking}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
         self._perform(self._core.set_draining(worker_id, self._now(), on=on))
 
-    def suspect(self, worker_id: str) -> None:
+    def check_soon(self, worker_id: str) -> None:
         """Traffic to this worker failed: check it now."""
         member = self._members.get(worker_id)
         if member is not None:
@@ -252,16 +254,16 @@ class Fleet:
             details["problem"] = member.problem
         return details
 
-    def is_keyed(self, worker_id: str) -> bool:
+    def may_receive_api_key(self, worker_id: str) -> bool:
         """Whether it may be sent the workers' API key."""
         member = self._members.get(worker_id)
-        return member is not None and member.flag.keyed
+        return member is not None and member.flag.sends_api_key
 
-    def starting(self) -> dict[str, str]:
+    def starting_reasons(self) -> dict[str, str]:
         """Workers that were never reached: id -> why not."""
-        return {key: m.waits_for for key, m in self._members.items() if key not in self._core.workers}
+        return {key: m.starting_reason for key, m in self._members.items() if key not in self._core.workers}
 
-    def untried(self) -> bool:
+    def has_untried(self) -> bool:
         """Whether there are workers whose first answer, or the lack of one, is awaited."""
         return any(one.facts is None and not one.failures and not one.problem for one in self._members.values())
 
@@ -269,14 +271,14 @@ class Fleet:
 
     def follow_file(self, path: Path) -> None:
         """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
-        self._keep_to("file", read_workers_file(path))
-        self._spawn(self._keep_watching(lambda: watch_file(path, partial(self._keep_to, "file"))))
+        self._update_origin("file", read_workers_file(path))
+        self._spawn(self._watch_forever(lambda: watch_file(path, partial(self._update_origin, "file"))))
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Keep to the addresses that the host of `flag` resolves to, one worker each."""
         origin = f"dns {urlsplit(flag.url).hostname}"
-        tell = partial(self._keep_to, origin)
-        self._spawn(self._keep_watching(lambda: watch_name(flag, self._config.names_s, tell)))
+        tell = partial(self._update_origin, origin)
+        self._spawn(self._watch_forever(lambda: watch_name(flag, self._config.names_s, tell)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Keep to the endpoints of a Service or of an InferencePool. Those that are not ready get nothing new."""
@@ -286,7 +288,7 @@ class Fleet:
         def tell(addresses: Mapping[str, bool]) -> None:
             flags = {address: parse_worker_flag(f"http://{address}") for address in addresses}
             known = self._core.workers
-            self._keep_to(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in known])
+            self._update_origin(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in known])
             for address, flag in flags.items():
                 worker_id, takes = flag.worker_id, addresses[address]
                 if worker_id in known and takes == (worker_id in drained):
@@ -294,9 +296,9 @@ class Fleet:
                     self._perform(self._core.set_draining(worker_id, self._now(), on=not takes))
             drained.intersection_update(flag.worker_id for flag in flags.values())
 
-        self._spawn(self._keep_watching(lambda: watch_kubernetes(source, tell)))
+        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, tell)))
 
-    async def _keep_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Follow a list for as long as the router runs."""
         pause_s = 0.0
         while True:
@@ -304,10 +306,10 @@ class Fleet:
                 await watch()
             except Exception:
                 log.exception("a list of workers could not be followed; it is looked at again")
-            pause_s = _longer(pause_s, RESTART_S, RESTART_S_MAX)
+            pause_s = _next_pause(pause_s, RESTART_S, RESTART_S_MAX)
             await asyncio.sleep(pause_s)
 
-    def _keep_to(self, origin: str, flags: list[WorkerFlag]) -> None:
+    def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """What came from `origin` before and is not among `flags` leaves."""
         wanted = {flag.worker_id for flag in flags}
         for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
@@ -326,7 +328,7 @@ class Fleet:
 
     # One worker ---------------------------------------------------------------------------------------------------
 
-    async def _live(self, member: _Member) -> None:
+    async def _run(self, member: _Member) -> None:
         """Probe until it answers, then check it for as long as it is ours."""
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
@@ -336,37 +338,42 @@ class Fleet:
             worker = self._core.workers.get(member.flag.worker_id)
             was_down = worker is not None and worker.is_down
             suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
-            problem = await self._prober.healthy(member.flag)
+            problem = await self._prober.check_health(member.flag)
             if problem is not None:
-                self._unhealthy(member, problem, suspected=suspected)
+                self._record_failed_check(member, problem, suspected=suspected)
                 continue
             member.failures, member.problem = 0, ""
             if not was_down:
-                await self._look_at_names(member)
+                await self._poll_models(member)
             if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
                 looked_s = self._now()
-                await self._look_again(member, was_down=was_down)
-            await self._fill_up(member)
+                await self._poll_sources(member, was_down=was_down)
+            await self._fetch_missing_snapshots(member)
             if self._now() >= member.loads_from_s:
                 member.loads_from_s = math.inf  # until it is answered, which may take longer than the next look
-                self._spawn(self._ask_load(member))
+                self._spawn(self._poll_load(member))
 
-    async def _fill_up(self, member: _Member) -> None:
+    async def _fetch_missing_snapshots(self, member: _Member) -> None:
         """Take from other routers what a gap or a reconnect made this one forget."""
-        if self._peers is None or not self._peers.any or member.facts is None or self._now() < member.peers_from_s:
+        if (
+            self._peers is None
+            or not self._peers.has_peers
+            or member.facts is None
+            or self._now() < member.peers_from_s
+        ):
             return
         worker_id = member.flag.worker_id
-        lacking = self._feed.incomplete(worker_id)
+        lacking = self._feed.incomplete_ranks(worker_id)
         if not lacking:
             member.peers_pause_s = 0.0
             return
-        found = await self._peers.snapshots(worker_id, member.facts.sources, below=lacking)
+        found = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=lacking)
         for rank, snapshot in found.items():
             self._feed.resume(worker_id, rank, snapshot)
-        member.peers_pause_s = _longer(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
+        member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
         member.peers_from_s = self._now() + member.peers_pause_s
 
-    async def _ask_load(self, member: _Member) -> None:
+    async def _poll_load(self, member: _Member) -> None:
         """What does the worker itself say that it has to do?"""
         worker_id, silent = member.flag.worker_id, True
         sent = self._core.in_flight_by_rank(worker_id)
@@ -376,39 +383,41 @@ class Fleet:
             asleep = is_asleep(loads)
             silent = asleep is None
             if asleep is not None:
-                self._sleep(worker_id, asleep=asleep)
+                self._set_asleep(worker_id, asleep=asleep)
         finally:
-            member.loads_pause_s = _longer(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
+            member.loads_pause_s = (
+                _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
+            )
             member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
-    def _sleep(self, worker_id: str, *, asleep: bool) -> None:
+    def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
         """An engine that sleeps has lost its cache, and tells so with its first step afterwards at the earliest."""
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not asleep:
-            self._feed.empty(worker_id)
+            self._feed.clear_worker(worker_id)
             self._perform(self._core.set_asleep(worker_id, self._now(), on=asleep))
 
-    async def _look_at_models(self) -> None:
+    async def _poll_all_models(self) -> None:
         """Ask all workers which models they serve."""
         try:
-            turns = asyncio.Semaphore(LOOKS_AT_ONCE)
+            turns = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
 
             async def look(member: _Member) -> None:
                 async with turns:
-                    await self._look_at_names(member)
+                    await self._poll_models(member)
 
             await asyncio.gather(*(look(member) for member in list(self._members.values()) if member.facts is not None))
         finally:
-            self._looked_s = self._now()
+            self._discovered_s = self._now()
 
-    async def _look_at_names(self, member: _Member) -> None:
+    async def _poll_models(self, member: _Member) -> None:
         """Does the worker serve other models than before? Adapters are loaded while it runs, and another process may
         have taken its place."""
         try:
             models, roots = await self._prober.models(member.flag)
         except (FetchError, DecodeError) as error:
             member.problem = str(error)[:REASON_CHARS_MAX]
-            self.unusable[member.flag.worker_id] += 1
+            self.failed_checks[member.flag.worker_id] += 1
             return
         facts = member.facts
         if facts is not None and (set(models), roots) != (set(facts.models), facts.roots):
@@ -418,21 +427,23 @@ class Fleet:
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""
         facts = await self._prober.probe(member.flag, member.facts)
-        if not facts.alive:
+        if not facts.is_alive:
             reason = facts.reason[:REASON_CHARS_MAX]
             if reason.partition(":")[0] != member.problem.partition(":")[0]:
                 log.info("worker %s not there yet: %s", member.flag.worker_id, reason)
                 member.starting_pause_s = 0.0  # something moved: look again soon
             member.problem = reason
-            self.unusable[member.flag.worker_id] += 1
+            self.failed_checks[member.flag.worker_id] += 1
             member.failures += 1
             longest_s = self._config.starting_s_max
-            member.starting_pause_s = _longer(member.starting_pause_s, self._config.starting_s, longest_s)
+            member.starting_pause_s = _next_pause(member.starting_pause_s, self._config.starting_s, longest_s)
             return False
         member.problem, member.failures = "", 0
         await self._read_tokenizers(member, facts)
         is_new = member.flag.worker_id not in self._core.workers
-        snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
+        snapshots = (
+            await self._peers.fetch_snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
+        )
         if self._members.get(member.flag.worker_id) is not member:
             return False  # it was removed meanwhile
         room = self._feed.room_for(member.flag.worker_id)
@@ -459,16 +470,18 @@ class Fleet:
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max(spec))
-        if worker.health_reason not in NOT_CURED_BY_HEALTH:
+        if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
-        self._sleep(spec.worker_id, asleep=facts.is_asleep)
+        self._set_asleep(spec.worker_id, asleep=facts.is_asleep)
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
-            await _within(TOKENIZER_S_MAX, self._prompts.discover_tokenizer(base, facts.roots.get(base), member.flag))
+            await _run_with_timeout(
+                TOKENIZER_S_MAX, self._prompts.discover_tokenizer(base, facts.roots.get(base), member.flag)
+            )
 
-    async def _look_again(self, member: _Member, *, was_down: bool) -> None:
+    async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""
         if was_down:
             await self._join(member)
@@ -477,23 +490,23 @@ class Fleet:
             sources = await self._prober.sources(member.flag, member.facts)
         except (FetchError, EventsError, ConfigError) as error:
             member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
-            self.unusable[member.flag.worker_id] += 1
+            self.failed_checks[member.flag.worker_id] += 1
             return
         if member.facts is not None and sources != member.facts.sources:
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
             await self._join(member)
 
-    def _unhealthy(self, member: _Member, problem: str, *, suspected: bool) -> None:
+    def _record_failed_check(self, member: _Member, problem: str, *, suspected: bool) -> None:
         """A check failed. After a failure seen by traffic, one is enough."""
         member.problem = problem[:REASON_CHARS_MAX]
         member.failures += 1
-        self.unusable[member.flag.worker_id] += 1
+        self.failed_checks[member.flag.worker_id] += 1
         if suspected or member.failures >= self._config.failures_to_down:
             self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
-        await _within(seconds, member.wake.wait())
+        await _run_with_timeout(seconds, member.wake.wait())
         woken = member.wake.is_set()
         if woken:
             await asyncio.sleep(0.05)  # a burst of failures asks once
@@ -505,13 +518,13 @@ def blocks_max(spec: WorkerSpec) -> int:
     """How many blocks a rank of this worker may announce: many times those of its cache, as blocks may be small, in
     several groups, and in memory or storage besides."""
     if spec.cache_tokens is None:
-        return BLOCKS_MAX_UNTOLD
+        return BLOCKS_MAX_DEFAULT
     tokens = spec.cache_tokens + (spec.host_tokens or 0)
     per_rank = tokens // (min(spec.block_size or BLOCK_TOKENS, BLOCK_TOKENS) * spec.ranks)
-    return BLOCKS_LEAST + BLOCKS_FACTOR * per_rank
+    return BLOCKS_MIN + BLOCKS_FACTOR * per_rank
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
+async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, object]) -> None:
     """Do `work`, but not for longer. A cancellation always gets through: up to Python 3.11 `asyncio.wait_for` loses one
     that comes in the moment in which the work is done, and then a worker would be watched for ever."""
     task = asyncio.ensure_future(work)
@@ -523,7 +536,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-def _longer(pause_s: float, first_s: float, max_s: float) -> float:
+def _next_pause(pause_s: float, first_s: float, max_s: float) -> float:
     """The pause after one of `pause_s` that did not help."""
     return min(max(2 * pause_s, first_s), max_s)
 

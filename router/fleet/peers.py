@@ -31,7 +31,7 @@ MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
 TARGETS_MAX = 8192
 """Of one router."""
-BEAT_BYTES_MAX = 256 << 10
+POLL_BYTES_MAX = 256 << 10
 """Read at one beat; the rest waits for the next."""
 QUEUE_MESSAGES = 64
 """Of each peer, in the socket."""
@@ -72,7 +72,7 @@ class LoadMessage(msgspec.Struct, array_like=True):
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 
 
-class Peers(msgspec.Struct, forbid_unknown_fields=True):
+class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `PUT /peers`: all routers to follow, and no others."""
 
     peers: Annotated[
@@ -95,7 +95,7 @@ class PeerConfig:
 class _Peer:
     epoch: str
     seq: int
-    heard_s: float
+    last_message_s: float
 
 
 @dataclass(slots=True)
@@ -123,14 +123,14 @@ class PeerLoads:
         self._config = config or PeerConfig()
         self._epoch = uuid.uuid4().hex
         self._seq = 0
-        self._full_at_s: float | None = None
+        self._last_full_s: float | None = None
         self._peers: dict[str, _Peer] = {}
         self.stats = PeerStats()
 
-    def outgoing(self, now: float) -> bytes | None:
+    def next_message(self, now: float) -> bytes | None:
         """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
         tracker = self._tracker
-        full = self._full_at_s is None or now - self._full_at_s >= self._config.heartbeat_s
+        full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
         if not full and not tracker.changed_targets:
             return None
         tracker.advance(now)
@@ -138,27 +138,27 @@ class PeerLoads:
         tracker.changed_targets.clear()
         loads = [self._load(name, now) for name in names if name in tracker.targets]
         if full:
-            self._full_at_s = now
+            self._last_full_s = now
             loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
         self._seq += 1
         self.stats.sent += 1
         return _ENCODER.encode(LoadMessage(VERSION, self._router, self._epoch, self._seq, full, loads))
 
-    def incoming(self, payload: bytes, now: float) -> None:
+    def apply_message(self, payload: bytes, now: float) -> None:
         """A peer's message. What cannot be read is counted and logged once."""
         try:
             message = _DECODER.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._malformed(f"{error}")
+            self._record_malformed(f"{error}")
             return
         if message.version != VERSION:
-            self._malformed(f"version {message.version}, expected {VERSION}")
+            self._record_malformed(f"version {message.version}, expected {VERSION}")
             return
         if message.router == self._router:
             return  # our own, by way of a proxy
         known = self._peers.get(message.router)
         if known is None and len(self._peers) >= PEERS_MAX:
-            self._malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
+            self._record_malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
             return
         if known is not None and known.epoch == message.epoch and message.seq <= known.seq:
             self.stats.late += 1
@@ -166,12 +166,12 @@ class PeerLoads:
         restarted = known is None or known.epoch != message.epoch
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
-        loads = {load.target: _shared(load, now) for load in message.loads}
+        loads = {load.target: _peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, full=message.full or restarted)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
-        gone = [name for name, peer in self._peers.items() if now - peer.heard_s > self._config.expire_s]
+        gone = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
         for name in gone:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
@@ -193,13 +193,13 @@ class PeerLoads:
             load.prefill_rate,
         )
 
-    def _malformed(self, reason: str) -> None:
+    def _record_malformed(self, reason: str) -> None:
         if self.stats.malformed == 0:
             log.warning("a message of a peer router is skipped: %s", reason)
         self.stats.malformed += 1
 
 
-def _shared(load: TargetLoad, now: float) -> PeerLoad:
+def _peer_load(load: TargetLoad, now: float) -> PeerLoad:
     return PeerLoad(
         prefill_s=load.prefill_s,
         prefill_requests=load.prefill_requests,
@@ -232,7 +232,7 @@ class PeerSockets:
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
-        self._followed: set[str] = set()
+        self._endpoints: set[str] = set()
 
     def counts(self) -> dict[str, int]:
         """outcome -> messages."""
@@ -247,27 +247,27 @@ class PeerSockets:
 
     def connect(self, endpoint: str) -> None:
         """Hear a peer's messages from there. Raises zmq.ZMQError."""
-        if endpoint not in self._followed:
+        if endpoint not in self._endpoints:
             self._sub.connect(endpoint)
-            self._followed.add(endpoint)
+            self._endpoints.add(endpoint)
 
     def follow(self, body: bytes) -> list[str]:
         """The body of `PUT /peers`: from now on these alone. Raises RequestError, and nobody is left out."""
         try:
-            wanted = set(msgspec.json.decode(body, type=Peers).peers)
+            wanted = set(msgspec.json.decode(body, type=PeersBody).peers)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"the body: {error}", param="peers") from None
-        for endpoint in wanted - self._followed:
+        for endpoint in wanted - self._endpoints:
             try:
                 self.connect(endpoint)
             except zmq.ZMQError as error:
                 raise RequestError(f"peers: {endpoint!r}: {error}", param="peers") from None
-        for endpoint in self._followed - wanted:
+        for endpoint in self._endpoints - wanted:
             self._sub.disconnect(endpoint)
-        self._followed = wanted
+        self._endpoints = wanted
         return sorted(wanted)
 
-    def beat(self, now: float, messages_max: int = 1000) -> None:
+    def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
         """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""
         taken = 0
         for _ in range(messages_max):
@@ -275,12 +275,12 @@ class PeerSockets:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._loads.incoming(frames[-1], now)
+            self._loads.apply_message(frames[-1], now)
             taken += len(frames[-1])
-            if taken > BEAT_BYTES_MAX:
+            if taken > POLL_BYTES_MAX:
                 break
         self._loads.expire(now)
-        message = self._loads.outgoing(now)
+        message = self._loads.next_message(now)
         if message is not None:
             self._pub.send_multipart([TOPIC, message], zmq.NOBLOCK)  # a PUB drops rather than waits
 

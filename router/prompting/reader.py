@@ -140,7 +140,11 @@ class PromptReader:
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-        if self.remote is not None and worker.url and await self.remote.learn(model, worker.url, keyed=worker.keyed):
+        if (
+            self.remote is not None
+            and worker.url
+            and await self.remote.learn(model, worker.url, keyed=worker.sends_api_key)
+        ):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
@@ -160,7 +164,7 @@ class PromptReader:
             ids_by_mode[mode] = ids
         if ids_by_mode[True] == ids_by_mode[False]:
             return
-        worker_ids = await self.remote.of(worker.url, tokenize_request, keyed=worker.keyed)
+        worker_ids = await self.remote.of(worker.url, tokenize_request, keyed=worker.sends_api_key)
         as_sent = next((mode for mode, ids in ids_by_mode.items() if list(ids) == worker_ids), None)
         if worker_ids is None or as_sent == template.keeps_messages_as_sent:
             return

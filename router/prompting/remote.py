@@ -35,7 +35,7 @@ class RemoteWorker(Protocol):
     @property
     def url(self) -> str: ...
     @property
-    def keyed(self) -> bool:
+    def sends_api_key(self) -> bool:
         """It may be sent the workers' API key."""
 
 

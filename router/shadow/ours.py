@@ -163,7 +163,7 @@ class Ours(Router):
 
     def _tell(self) -> None:
         self._pending = False
-        message = self.loads.outgoing(self.cluster.now)
+        message = self.loads.next_message(self.cluster.now)
         if message is not None:
             for sibling in self.siblings:
-                sibling.loads.incoming(message, self.cluster.now)
+                sibling.loads.apply_message(message, self.cluster.now)

@@ -30,7 +30,7 @@ from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.tracker import LoadTracker
 from router.edge.continuation import Continuation
 from router.edge.progress import find_usage
-from router.fleet import answers
+from router.fleet import worker_responses
 from router.fleet.discovery import parse_worker_flag
 from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
 from router.http.config import HttpLimits
@@ -179,12 +179,17 @@ def _stream(data: bytes) -> None:
 
 
 def _worker(data: bytes) -> None:
-    for read in (answers.read_models, answers.read_roots, answers.read_engine, answers.read_server_info):
+    for read in (
+        worker_responses.read_models,
+        worker_responses.read_roots,
+        worker_responses.read_engine,
+        worker_responses.read_server_info,
+    ):
         _unless(DecodeError, read, data)
-    _unless(DecodeError, answers.read_sources, data, "http://10.0.0.1:8000")
+    _unless(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
     page = data.decode(errors="replace")
-    answers.read_cache_capacity(page)
-    answers.read_block_size(page)
+    worker_responses.read_cache_capacity(page)
+    worker_responses.read_block_size(page)
     _unless(ValueError, parse_worker_flag, page)
 
 
@@ -198,7 +203,7 @@ def _peer(data: bytes) -> None:
     tracker.add_target("w", None, HolderId(0))
     loads = PeerLoads(tracker, "us")
     for _ in range(2):
-        loads.incoming(data, 1.0)
+        loads.apply_message(data, 1.0)
     loads.expire(100.0)
 
 

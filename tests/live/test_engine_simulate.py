@@ -14,7 +14,7 @@ import pytest
 from programs import call, wait_until
 
 from events import BlockStored, Message, StreamSource, Subscriber, discover
-from router.fleet.answers import read_shortest_first
+from router.fleet.worker_responses import read_shortest_first
 
 pytestmark = pytest.mark.live
 

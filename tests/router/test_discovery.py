@@ -13,7 +13,13 @@ from aiohttp import web
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.workers import CacheView, ServedModel
-from router.fleet.answers import (
+from router.fleet.discovery import (
+    Prober,
+    WorkerFacts,
+    parse_worker_flag,
+    worker_spec,
+)
+from router.fleet.worker_responses import (
     MODELS_MAX,
     OBJECTS_MAX,
     read_block_size,
@@ -23,12 +29,6 @@ from router.fleet.answers import (
     read_models,
     read_server_info,
     read_sources,
-)
-from router.fleet.discovery import (
-    Prober,
-    WorkerFacts,
-    parse_worker_flag,
-    worker_spec,
 )
 from router.prompting.reader import checkpoint_folder
 from router.prompting.remote import RemoteTokenizer
@@ -69,7 +69,7 @@ def test_a_worker_without_an_address_is_told_whole() -> None:
     flag = parse_worker_flag("model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
     assert (flag.url, flag.model, flag.root, flag.block_size) == ("", "qwen", "/m/qwen", 16)
     facts, _ = probe({}, "model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
-    assert facts.alive
+    assert facts.is_alive
     assert facts.models == (ServedModel("qwen", "qwen"),)
     assert (facts.sources[0].endpoint, facts.sources[0].replay_endpoint) == ("tcp://a:2", "tcp://a:3")
     assert (facts.block_size, facts.roots) == (16, {"qwen": "/m/qwen"})
@@ -127,7 +127,7 @@ def test_an_engine_has_one_name_whatever_its_frontend(owner: object, engine: str
 def test_capacity_from_metrics() -> None:
     text = '# HELP x\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\nother 3\n'
     assert read_cache_capacity(text) == 16_000
-    assert read_cache_capacity(text, unused=1) == 15_984, "vLLM keeps a block for itself"
+    assert read_cache_capacity(text, reserved_blocks=1) == 15_984, "vLLM keeps a block for itself"
     assert read_cache_capacity('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
     assert read_host_capacity(text) is None
     assert read_host_capacity(text.replace('engine="0"', 'num_cpu_blocks="70"')) == 1120
@@ -185,7 +185,7 @@ def test_a_worker_with_sources_is_followed_by_events() -> None:
     facts, url = probe(
         {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources)), "/metrics": (200, metrics)}
     )
-    assert facts.alive
+    assert facts.is_alive
     assert [s.endpoint for s in facts.sources] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
     assert [s.epoch for s in facts.sources] == ["e", "e"]
     spec = worker_spec(parse_worker_flag(url), facts)
@@ -210,7 +210,7 @@ def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> Non
 )
 def test_what_is_wrong_is_said(routes: dict[str, tuple[int, str]], reason: str) -> None:
     facts, _ = probe(routes)
-    assert not facts.alive
+    assert not facts.is_alive
     assert reason in facts.reason
 
 
@@ -220,7 +220,7 @@ def test_nobody_there() -> None:
             return await Prober(session, timeout_s=1).probe(parse_worker_flag("http://127.0.0.1:1"))
 
     facts = asyncio.run(run())
-    assert not facts.alive
+    assert not facts.is_alive
     assert facts.reason
 
 
@@ -255,7 +255,7 @@ def test_event_endpoints_are_on_the_worker_s_own_host(field: str, endpoint: str,
     sources = {"0": {"endpoint": "tcp://*:7001"}, "1": {"endpoint": "tcp://*:7002", field: endpoint}}
     routes = {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources))}
     facts, _ = probe(routes)
-    assert facts.alive is is_own
+    assert facts.is_alive is is_own
     if not is_own:
         assert "rank 1" in facts.reason
         assert endpoint in facts.reason
@@ -263,7 +263,7 @@ def test_event_endpoints_are_on_the_worker_s_own_host(field: str, endpoint: str,
     trusted, _ = probe(routes, trusts_endpoints=True)
     assert len(trusted.sources) == 2
     given, _ = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
-    assert given.alive, "an operator may name any"
+    assert given.is_alive, "an operator may name any"
 
 
 def test_given_endpoints_can_repeat_their_stores_too() -> None:
@@ -319,7 +319,7 @@ def test_whatever_a_worker_answers_is_a_fact_or_a_reason(what: str) -> None:
     for path in (*usual, "/metrics"):
         facts, url = probe({**usual, path: (200, body)})
         spec = worker_spec(parse_worker_flag(url), facts)
-        assert facts.alive or facts.reason
+        assert facts.is_alive or facts.reason
         assert 0 <= (spec.cache_tokens or 0) < 2**63
         assert 0 <= (spec.block_size or 0) < 2**31
         for root in facts.roots.values():
@@ -334,7 +334,7 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
     assert known.sources
     for status, kept in ((503, True), (500, True), (429, True), (404, False)):
         facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known=known)
-        assert facts.alive
+        assert facts.is_alive
         assert (facts.sources == known.sources) is kept, status
     with pytest.raises(DecodeError, match=r"deep|lists"):
         read_sources(b"[" * 100_000, "http://h:1")
@@ -364,8 +364,8 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, sent: bool) -> Non
         async with aiohttp.ClientSession() as session:
             prober, remote = Prober(session, headers=headers), RemoteTokenizer(session, headers)
             await prober.probe(worker)
-            await prober.healthy(worker)
-            assert await remote.learn("m", worker.url, keyed=worker.keyed)
+            await prober.check_health(worker)
+            assert await remote.learn("m", worker.url, keyed=worker.sends_api_key)
         await runner.cleanup()
         return seen
 

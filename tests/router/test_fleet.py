@@ -25,8 +25,8 @@ from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerStat
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import (
     BLOCKS_FACTOR,
-    BLOCKS_LEAST,
-    BLOCKS_MAX_UNTOLD,
+    BLOCKS_MAX_DEFAULT,
+    BLOCKS_MIN,
     Fleet,
     FleetConfig,
     _Member,
@@ -90,7 +90,7 @@ def test_what_is_posted_is_refused_by_name(settings: dict[str, Any], said: str) 
         fleet = fleet_of(None)
         with pytest.raises(ConfigError, match=said):
             await fleet.add(settings)
-        assert fleet.starting() == {}
+        assert fleet.starting_reasons() == {}
 
     asyncio.run(run())
 
@@ -114,13 +114,13 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
         )
         member = _Member(parse_worker_flag("http://h:1"), "operator")
         fleet._members["h:1"] = member
-        assert fleet.starting() == {"h:1": "not tried yet"}
+        assert fleet.starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
         for _ in range(8):
             assert not await fleet._join(member)
             pauses.append(member.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
-        assert fleet.starting() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
+        assert fleet.starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
 
     asyncio.run(run())
 
@@ -148,7 +148,7 @@ def test_a_worker_is_left_also_in_the_moment_in_which_traffic_fails() -> None:
         await asked.workers.get()
         for _ in range(5):
             await asyncio.sleep(0)  # it waits now
-        fleet.suspect("h:1")
+        fleet.check_soon("h:1")
         await asyncio.wait_for(fleet.close(), 30)
         assert asked.workers.empty()
 
@@ -181,10 +181,10 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
     async def run() -> None:
         fleet = fleet_of(Odd())
         await fleet.add({"url": "http://h:1"})
-        while fleet.unusable["h:1"] < 5:
+        while fleet.failed_checks["h:1"] < 5:
             await asyncio.sleep(0.001)
         assert fleet._members["h:1"].restart_s == 0.004
-        assert "a number of the worker's" in fleet.starting()["h:1"]
+        assert "a number of the worker's" in fleet.starting_reasons()["h:1"]
         await fleet.close()
 
     asyncio.run(run())
@@ -199,7 +199,7 @@ def test_a_worker_that_is_added_later_gets_the_key_only_where_that_is_said() -> 
         fleet.watch(parse_worker_flag("http://a:1"), origin="operator")
         await fleet.add({"url": "http://b:1"})
         await fleet.add({"url": "http://c:1", "send_key": 1})
-        keyed = {name: fleet.is_keyed(name) for name in ("a:1", "b:1", "c:1", "unknown")}
+        keyed = {name: fleet.may_receive_api_key(name) for name in ("a:1", "b:1", "c:1", "unknown")}
         assert keyed == {"a:1": True, "b:1": False, "c:1": True, "unknown": False}
         await fleet.close()
 
@@ -216,7 +216,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
             return WorkerFacts(True, models=(ServedModel("m", "m"),))
 
-        async def healthy(self, flag: WorkerFlag) -> None:
+        async def check_health(self, flag: WorkerFlag) -> None:
             self.looks += 1
 
         async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
@@ -230,7 +230,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         prober: Any = Slow()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = feed_of()
-        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
+        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 
@@ -294,7 +294,7 @@ async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[
     await site.start()
     async with aiohttp.ClientSession() as session:
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
+        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         now = asyncio.get_running_loop().time
         fleet = Fleet(core, Prober(session), feed, prompts, lambda _: None, config, now=now)
         name = await fleet.add({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "events": "none"})
@@ -310,8 +310,8 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def feed_of(**more: Any) -> Any:
-    nothing = {"follow": lambda *_, **__: None, "incomplete": lambda _: {}, "forget": lambda _: None,
-               "empty": lambda _: None, "room_for": lambda _: 100}  # fmt: skip
+    nothing = {"follow": lambda *_, **__: None, "incomplete_ranks": lambda _: {}, "forget": lambda _: None,
+               "clear_worker": lambda _: None, "room_for": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**nothing, **more})
 
 
@@ -327,7 +327,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         followed: list[tuple[int, int]] = []
         prober = Many()
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None)
+        prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         feed = feed_of(
             room_for=lambda _: 2, follow=lambda _, sources, *__, blocks_max: followed.append((len(sources), blocks_max))
         )
@@ -335,12 +335,12 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
         name = await fleet.add({"url": "http://a:1"})
         member = fleet._members[name]
-        member.stop()
+        member.cancel()
         for streams in (3, 3, 2):
             prober.streams = streams
             assert await fleet._join(member)
         assert [count for count, _ in followed] == [0, 0, 2]
-        assert followed[-1][1] == BLOCKS_LEAST + BLOCKS_FACTOR * 5
+        assert followed[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
         assert sum("room for 2" in record.message for record in caplog.records) == 1
         await fleet.close()
@@ -350,9 +350,9 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
 
 def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
     def most(**told: Any) -> int:
-        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **told)) - BLOCKS_LEAST
+        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **told)) - BLOCKS_MIN
 
-    assert most() == BLOCKS_MAX_UNTOLD - BLOCKS_LEAST
+    assert most() == BLOCKS_MAX_DEFAULT - BLOCKS_MIN
     assert most(cache_tokens=1600) == most(cache_tokens=1600, block_size=528) == 100 * BLOCKS_FACTOR
     assert most(cache_tokens=1600, block_size=1) == 1600 * BLOCKS_FACTOR
     assert most(cache_tokens=1600, host_tokens=3200, ranks=3) == 100 * BLOCKS_FACTOR
@@ -387,19 +387,19 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
         page = Page()
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             page.names = ["base", "tuned"]
-            await asyncio.gather(*(fleet.look_for("tuned") for _ in range(100)))
+            await asyncio.gather(*(fleet.discover_model("tuned") for _ in range(100)))
             assert core.resolve_model("tuned") == ServedModel("tuned", "base", lora="tuned")
             looks = page.asked["/v1/models"]
             assert looks <= 4, "joined, looked for, joined again"
             page.names.append("later")
             for _ in range(100):
-                await fleet.look_for("later")
+                await fleet.discover_model("later")
             assert page.asked["/v1/models"] == looks
-            fleet._looked_s = -1e9  # a while later
-            await fleet.look_for("nonsense")
+            fleet._discovered_s = -1e9  # a while later
+            await fleet.discover_model("nonsense")
             assert core.resolve_model("later") is not None
             await fleet.remove(name)
-            await fleet.look_for("base")
+            await fleet.discover_model("base")
             assert not core.workers
 
     asyncio.run(run())
@@ -439,7 +439,7 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
         page, emptied = Page(), list[str]()
         page.metrics = sleep_state(1)
         config = FleetConfig(health_s=0.001, loads_s=0.001)
-        async with watching(page, config, feed_of(empty=emptied.append)) as (fleet, core, name):
+        async with watching(page, config, feed_of(clear_worker=emptied.append)) as (fleet, core, name):
             worker = core.workers[name]
             await until(lambda: core.snapshot(0.0).workers[0].engine_load)
             assert (worker.state, emptied) == (WorkerState.UP, [])

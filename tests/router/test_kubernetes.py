@@ -15,7 +15,7 @@ from events.types import DecodeError
 from options import ConfigError
 from router.fleet import kubernetes
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
-from router.fleet.slices import ListenAddresses, Watched, read_pod, read_pool, read_slice
+from router.fleet.kubernetes_objects import EndpointReadiness, ObjectCache, read_pod, read_pool, read_slice
 
 if sys.version_info >= (3, 11):
     import kmock
@@ -83,27 +83,28 @@ def test_pods_and_pools() -> None:
 
 
 def test_lists_come_in_pages_and_watches_go_on_by_bookmarks() -> None:
-    watched = Watched(lambda data: read_slice(data, None))
+    watched = ObjectCache(lambda data: read_slice(data, None))
     first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [slice_of("a", endpoint("10.0.0.1"))]}
-    assert watched.page(raw(first)) == "more"
+    assert watched.add_page(raw(first)) == "more"
     assert watched.addresses() == {}  # half a list is none
     assert (
-        watched.page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]})) == ""
+        watched.add_page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]}))
+        == ""
     )
     assert (watched.version, sorted(watched.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
-    assert not watched.event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
+    assert not watched.apply_event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
     assert watched.version == "9"
     moved = slice_of("b", endpoint("10.0.0.1", ready=False), version=10)
-    assert watched.event(raw({"type": "MODIFIED", "object": moved}))
+    assert watched.apply_event(raw({"type": "MODIFIED", "object": moved}))
     assert watched.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
-    assert watched.event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
+    assert watched.apply_event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
     assert watched.addresses() == {"10.0.0.1:8000": False}
-    assert not watched.event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
+    assert not watched.apply_event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
     assert (watched.version, watched.addresses()) == ("", {"10.0.0.1:8000": False})
     with pytest.raises(DecodeError, match="500 oops"):
-        watched.event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
+        watched.apply_event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
     with pytest.raises(DecodeError):
-        watched.event(b"{nonsense")
+        watched.apply_event(b"{nonsense")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +133,9 @@ class Followed:
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.told: list[ListenAddresses] = []
+        self.told: list[EndpointReadiness] = []
 
-    async def until(self, wanted: ListenAddresses) -> None:
+    async def until(self, wanted: EndpointReadiness) -> None:
         for _ in range(300):
             if self.told and self.told[-1] == wanted:
                 return
@@ -161,7 +162,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    monkeypatch.setattr(kubernetes, "AGAIN_S", 0.05)
+    monkeypatch.setattr(kubernetes, "RETRY_S", 0.05)
     monkeypatch.setattr(kubernetes, "POOL_S", 0.1)
     asyncio.run(run())
 

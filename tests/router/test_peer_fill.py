@@ -15,11 +15,11 @@ from aiohttp import web
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.fleet import snapshots
+from router.fleet import peer_snapshots
 from router.fleet.discovery import WorkerFacts, parse_worker_flag
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.members import Fleet, FleetConfig, _Member
-from router.fleet.snapshots import PeerClient, PeerRoutes
+from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)
@@ -27,7 +27,7 @@ SILENT = EventSource(endpoint="tcp://a:1")
 
 
 def told(since: int, version: int = SNAPSHOT_VERSION) -> PeerSnapshot:
-    return PeerSnapshot(version, seq=9, digest=5, since=since, chunks=[])
+    return PeerSnapshot(version, seq=9, digest=5, complete_from=since, chunks=[])
 
 
 def ask(
@@ -51,7 +51,7 @@ def ask(
             runners.append(runner)
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         async with aiohttp.ClientSession() as session:
-            found = await PeerClient(session, urls).snapshots("h:1", sources, below)
+            found = await PeerClient(session, urls).fetch_snapshots("h:1", sources, below)
         for runner in runners:
             await runner.cleanup()
         return found
@@ -71,7 +71,7 @@ def ask(
 def test_what_becomes_of_an_answer_is_counted(
     body: bytes | None, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "SNAPSHOT_BYTES_MAX", 5_000)
+    monkeypatch.setattr(peer_snapshots, "SNAPSHOT_BYTES_MAX", 5_000)
 
     async def run() -> None:
         async def reply(request: web.Request) -> web.Response:
@@ -84,7 +84,7 @@ def test_what_becomes_of_an_answer_is_counted(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with aiohttp.ClientSession() as session:
             client = PeerClient(session, [f"http://127.0.0.1:{runner.addresses[0][1]}"])
-            await client.snapshots("h:1", [REPLAYS])
+            await client.fetch_snapshots("h:1", [REPLAYS])
         assert client.outcomes == {outcome: 1}
         await runner.cleanup()
 
@@ -95,12 +95,12 @@ def test_what_becomes_of_an_answer_is_counted(
     ("size", "outcome"), [(100, "snapshot_served"), (5_000, "snapshot_refused"), (None, "snapshot_refused")]
 )
 def test_what_is_asked_of_us_is_counted(size: int | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "SNAPSHOT_BYTES_MAX", 4_096 + 1_000)
+    monkeypatch.setattr(peer_snapshots, "SNAPSHOT_BYTES_MAX", 4_096 + 1_000)
     found = None if size is None else msgspec.structs.replace(told(3), chunks=[b"x" * size])
     outcomes: Counter[str] = Counter()
 
     async def run() -> None:
-        await PeerRoutes(1, lambda worker, rank: found, outcomes).stream(cast(Any, None), "h:1#0")
+        await PeerRoutes(1, lambda worker, rank: found, outcomes).get_snapshot(cast(Any, None), "h:1#0")
 
     with pytest.raises(RequestError) if outcome == "snapshot_refused" else contextlib.nullcontext():
         asyncio.run(run())
@@ -123,7 +123,7 @@ def test_only_the_ranks_that_lack_something_and_can_confirm_it_are_asked_for() -
 class RequestIntent:
     """A feed that lacks something until it is given a snapshot, and peers that count how often they are asked."""
 
-    any = True
+    has_peers = True
 
     def __init__(self, answer: PeerSnapshot | None) -> None:
         self.answer = answer
@@ -131,7 +131,7 @@ class RequestIntent:
         self.asked = 0
         self.resumed: list[tuple[str, int, PeerSnapshot]] = []
 
-    def incomplete(self, worker_id: str) -> dict[int, int]:
+    def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
         return self.lacking
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
@@ -139,8 +139,10 @@ class RequestIntent:
         self.lacking = {}
         return True
 
-    async def snapshots(self, worker_id: str, sources: Any, below: Mapping[int, int]) -> dict[int, PeerSnapshot]:
-        assert below == {0: 7}
+    async def fetch_snapshots(
+        self, worker_id: str, sources: Any, only_before: Mapping[int, int]
+    ) -> dict[int, PeerSnapshot]:
+        assert only_before == {0: 7}
         self.asked += 1
         return {} if self.answer is None else {0: self.answer}
 
@@ -160,7 +162,7 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
         for second in range(200):
             now[0] = float(second)
             before = parts.asked
-            await fleet._fill_up(member)
+            await fleet._fetch_missing_snapshots(member)
             if parts.asked > before:
                 asked_at.append(second)
         if answer is None:

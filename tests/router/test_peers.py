@@ -45,9 +45,9 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
 
     def exchange(number: int) -> None:
         for i in range(2):
-            message = loads[i].outgoing(now + offset[i])
+            message = loads[i].next_message(now + offset[i])
             if message is not None and number not in lost:
-                loads[1 - i].incoming(message, now + offset[1 - i])
+                loads[1 - i].apply_message(message, now + offset[1 - i])
 
     for number, (what, key, tokens, place) in enumerate(steps):
         now += 0.05
@@ -86,9 +86,9 @@ def test_work_is_told_whatever_each_learned() -> None:
     (mine, targets), theirs = tracker(), LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False))
     other = theirs.add_target("w0", None, HolderId(0))
     theirs.add_request("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
-    message = PeerLoads(theirs, "you").outgoing(0.0)
+    message = PeerLoads(theirs, "you").next_message(0.0)
     assert message is not None
-    PeerLoads(mine, "me").incoming(message, 0.0)
+    PeerLoads(mine, "me").apply_message(message, 0.0)
     assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].queue_s(60.0) == pytest.approx(late_s)
@@ -100,16 +100,16 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads = PeerLoads(mine, "me", PeerConfig(expire_s=2.0))
     theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
-    message = PeerLoads(theirs, "you").outgoing(0.0)
+    message = PeerLoads(theirs, "you").next_message(0.0)
     assert message is not None
-    loads.incoming(message, 0.0)
+    loads.apply_message(message, 0.0)
     assert targets[0].peer_load is not None
     fresh, _ = tracker()
-    restarted = PeerLoads(fresh, "you").outgoing(1.0)
+    restarted = PeerLoads(fresh, "you").next_message(1.0)
     assert restarted is not None
-    loads.incoming(restarted, 1.0)
+    loads.apply_message(restarted, 1.0)
     assert targets[0].peer_load is None, "the new life has nothing in flight"
-    loads.incoming(message, 1.5)
+    loads.apply_message(message, 1.5)
     loads.expire(3.0)
     assert list(loads._peers) == ["you"]
     loads.expire(4.0)
@@ -122,31 +122,31 @@ def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you", PeerConfig(heartbeat_s=1.0))
     theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
-    loads.incoming(other.outgoing(0.0) or b"", 0.0)
+    loads.apply_message(other.next_message(0.0) or b"", 0.0)
     assert targets[0].waiting_s > 0.0
     theirs.end_request("a", 0.1)
-    assert other.outgoing(0.1) is not None, "this one is lost"
-    full = other.outgoing(1.1)
+    assert other.next_message(0.1) is not None, "this one is lost"
+    full = other.next_message(1.1)
     assert full is not None
-    loads.incoming(full, 1.1)
+    loads.apply_message(full, 1.1)
     assert targets[0].waiting_s == 0.0
 
 
 def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you")
-    first = other.outgoing(0.0)
+    first = other.next_message(0.0)
     theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
-    second = other.outgoing(0.1)
+    second = other.next_message(0.1)
     assert first is not None
     assert second is not None
-    loads.incoming(second, 0.1)
-    loads.incoming(first, 0.2)
-    loads.incoming(b"\xc1", 0.3)
+    loads.apply_message(second, 0.1)
+    loads.apply_message(first, 0.2)
+    loads.apply_message(b"\xc1", 0.3)
     import msgspec
 
-    loads.incoming(msgspec.msgpack.encode(LoadMessage(99, "x", "e", 1, True, [])), 0.3)
-    loads.incoming(loads.outgoing(0.3) or b"", 0.3)
+    loads.apply_message(msgspec.msgpack.encode(LoadMessage(99, "x", "e", 1, True, [])), 0.3)
+    loads.apply_message(loads.next_message(0.3) or b"", 0.3)
     assert (loads.stats.late, loads.stats.malformed, loads.stats.received) == (1, 2, 1)
     assert targets[0].peer_load is not None
 
@@ -154,12 +154,12 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
 def test_nothing_is_said_when_nothing_changed() -> None:
     mine, targets = tracker()
     loads = PeerLoads(mine, "me", PeerConfig(heartbeat_s=1.0))
-    assert loads.outgoing(0.0) is not None
-    assert loads.outgoing(0.5) is None
+    assert loads.next_message(0.0) is not None
+    assert loads.next_message(0.5) is None
     mine.add_request("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
-    assert loads.outgoing(0.6) is not None
-    assert loads.outgoing(0.7) is None
-    assert loads.outgoing(1.0) is not None
+    assert loads.next_message(0.6) is not None
+    assert loads.next_message(0.7) is None
+    assert loads.next_message(1.0) is not None
 
 
 def test_over_real_sockets() -> None:
@@ -173,8 +173,8 @@ def test_over_real_sockets() -> None:
     one.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
     end = time.monotonic() + 10
     while others[1].peer_load is None and time.monotonic() < end:
-        first.beat(time.monotonic())
-        second.beat(time.monotonic())
+        first.exchange_loads(time.monotonic())
+        second.exchange_loads(time.monotonic())
         time.sleep(0.01)
     assert others[1].peer_load is not None
     assert others[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_s)

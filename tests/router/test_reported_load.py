@@ -21,7 +21,14 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.decide.reported_load import DISTRUST_MISMATCHES, EngineLoad, ExternalLoad, ReportedLoad
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, is_asleep, read_cache_capacity, read_loads, wanted_lines
+from router.fleet.worker_responses import (
+    METRIC_LINES_BYTES_MAX,
+    SLICE_BYTES,
+    is_asleep,
+    read_cache_capacity,
+    read_loads,
+    select_metric_lines,
+)
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -74,7 +81,7 @@ def sleeping(*awake: str) -> str:
     ],
 )
 def test_a_worker_sleeps_where_all_of_its_ranks_say_so(page: str, ranks: int, asleep: bool | None) -> None:
-    kept = b"\n".join(wanted_lines(page.encode())).decode()
+    kept = b"\n".join(select_metric_lines(page.encode())).decode()
     assert is_asleep(read_loads(kept, ranks)) is asleep
 
 
@@ -107,7 +114,7 @@ LINES = [
 @given(st.lists(st.sampled_from(LINES), max_size=60), st.integers(1, 3))
 def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks: int) -> None:
     page = "\n".join(lines)
-    kept = b"\n".join(wanted_lines(page.encode())).decode()
+    kept = b"\n".join(select_metric_lines(page.encode())).decode()
     assert read_loads(kept, ranks) == read_loads(page, ranks)
     assert read_cache_capacity(kept) == read_cache_capacity(page)
 
@@ -115,11 +122,11 @@ def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks:
 @pytest.mark.parametrize("line", ["\n", "v\n", "vllm:num_requests_running 1\n", *(line + "\n" for line in LINES[-4:])])
 def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str) -> None:
     page = (line * (4_000_000 // len(line))).encode()
-    slices = list(wanted_lines(page))
-    assert sum(map(len, slices)) <= KEPT_BYTES_MAX
+    slices = list(select_metric_lines(page))
+    assert sum(map(len, slices)) <= METRIC_LINES_BYTES_MAX
     assert (
         len(slices) >= len(page) // SLICE_BYTES
-        or sum(map(len, slices)) > KEPT_BYTES_MAX // 2
+        or sum(map(len, slices)) > METRIC_LINES_BYTES_MAX // 2
         or len(line) > SLICE_BYTES
     )
 

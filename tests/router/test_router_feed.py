@@ -20,7 +20,7 @@ from events.sources import EventSource, resolve_endpoint
 from events.stream_types import StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.fleet.feed import IndexFeed
-from router.fleet.streams import EVICTIONS_SURE
+from router.fleet.worker_stream import EVICTIONS_MIN
 from router.index.protocol import HolderId, Scope
 
 
@@ -76,7 +76,7 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
     until(lambda: cached(index, holder) == 12, "the snapshot is applied")
-    until(lambda: feed.synced("a"), "synced")
+    until(lambda: feed.is_synced("a"), "synced")
     pub.publish(stored(3, 2))
     until(lambda: cached(index, holder) == 20, "a live batch is applied")
     pub.publish([BlockRemoved([5], "GPU")])
@@ -97,7 +97,7 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
     one, other = index.add_holder("a", "m"), index.add_holder("b", "m")
     feed.follow("a", [source_of(liar)], [one], blocks_max=20)
     feed.follow("b", [source_of(honest)], [other], blocks_max=20)
-    until(lambda: feed.synced("a") and feed.synced("b"), "synced")
+    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
     honest.publish(stored(0, 20))
     for turn in range(12):
         liar.publish(stored(2 * turn, 2))
@@ -125,7 +125,7 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     feed.follow("b", [source_of(large)], [other], blocks_max=1000)
     assert (feed.room_for("a"), feed.room_for("b")) == (2, 3)
     feed.follow("a", [source_of(small)], [one], blocks_max=10)
-    until(lambda: feed.synced("a") and feed.synced("b"), "synced")
+    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
     small.publish(stored(0, 3))
     until(lambda: cached(index, one) == 12, "the small one's")
     large.publish(stored(0, 9))
@@ -159,9 +159,9 @@ def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex
     source = source_of(pub)
     feed.follow("a", [source], [index.add_holder("a", "m")])
     pub.publish(stored(0, 10))
-    until(lambda: feed.synced("a"), "synced")
+    until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
-        if i < 10 + EVICTIONS_SURE:  # fewer evictions than that were published so far
+        if i < 10 + EVICTIONS_MIN:  # fewer evictions than that were published so far
             assert feed.capacities("a") == [None]
         pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
     until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
@@ -181,14 +181,14 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(stored(0, 5))
     until(lambda: cached(index, holder) == 20, "awake")
-    feed.empty("a")
+    feed.clear_worker("a")
     assert cached(index, holder) == 0
-    assert "a" in feed.emptied
-    assert feed.incomplete("a") == {}, "nothing is missing"
+    assert "a" in feed.last_emptied_s
+    assert feed.incomplete_ranks("a") == {}, "nothing is missing"
     pub.publish([AllBlocksCleared(), *stored(0, 2)])
     until(lambda: cached(index, holder) == 8, "awake again")
     assert feed.totals()["a"]["gaps"] == 0
-    feed.empty("unknown")
+    feed.clear_worker("unknown")
     pub.close()
 
 
@@ -198,11 +198,11 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, fe
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(stored(0, 5))
     until(lambda: cached(index, holder) == 20, "announced")
-    feed.lost("a")
+    feed.restart_streams("a")
     until(lambda: cached(index, holder) == 20, "it was alive after all: the snapshot brings it back")
     pub.close()
     until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
-    feed.lost("a")
+    feed.restart_streams("a")
     assert cached(index, holder) == 0
 
 
@@ -239,13 +239,13 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
     for life in (1, 2):
         pub.close()
         until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
-        feed.lost("a")
+        feed.restart_streams("a")
         assert source.replay_endpoint is not None
         pub = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
         feed.follow("a", [told(pub)], [holder])
-        until(lambda: feed.synced("a"), "it is back")
+        until(lambda: feed.is_synced("a"), "it is back")
         until(spoken(lambda life=life: feed.totals()["a"]["restarts"] == life), "counted")
-    feed.lost("a")
+    feed.restart_streams("a")
     until(lambda: feed.details("a")["streams"][0]["up"], "it was alive after all")
     before = feed.totals()["a"]["batches"]
     until(spoken(lambda: feed.totals()["a"]["batches"] > before), "it goes on")
@@ -260,7 +260,7 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
     for order, wrong in ((sources, [None, None]), (sources[::-1], [1, 0])):
         named = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
         feed.follow("a", named, [index.add_holder(f"a{rank}-{len(wrong)}", "m") for rank in range(2)])
-        until(lambda: feed.synced("a"), "followed")
+        until(lambda: feed.is_synced("a"), "followed")
         for pub in pubs:
             pub.publish(stored(0, 1))
         until(lambda: all(row["last_seq"] is not None for row in feed.details("a")["streams"]), "both spoke")
@@ -359,7 +359,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     for feed in feeds:
         feed.start()
     first.follow("a", [source], holders[:1])
-    until(lambda: first.synced("a"), "the first router follows")
+    until(lambda: first.is_synced("a"), "the first router follows")
     for i in range(6):
         pub.publish(stored(i, 1))
     until(lambda: cached(old, holders[0]) == 24, "the first router knows all")
@@ -368,7 +368,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     assert (snapshot.seq, first.snapshot("a", 1), first.snapshot("b", 0)) == (5, None, None)
     pub.publish(stored(6, 1))  # after the snapshot, before it is used
     second.follow("a", [source], holders[1:2], {0: snapshot})
-    until(lambda: second.synced("a"), "the late router follows")
+    until(lambda: second.is_synced("a"), "the late router follows")
     assert cached(late, holders[1]) == 28
     (row,) = second.details("a")["streams"]
     assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.chunks), 1, 0)
@@ -407,7 +407,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     feed.start()
     for name, pub, holder in zip("ab", (big, other), holders):
         feed.follow(name, [source_of(pub)], [holder])
-    until(lambda: feed.synced("a") and feed.synced("b"), "both are followed")
+    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "both are followed")
     big.publish(stored(0, 3))
     until(lambda: cached(index, holders[0]) == 12, "what was before the snapshot")
     snapshot = feed.snapshot("a", 0)
@@ -432,7 +432,7 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     first.start()
     second.start()
     first.follow("a", [source_of(pub)], [old.add_holder("a", "m")])
-    until(lambda: first.synced("a"), "the first router follows")
+    until(lambda: first.is_synced("a"), "the first router follows")
     pub.publish(stored(5, 1))
     until(lambda: first.snapshot("a", 0) is not None, "the first router is in step")
     snapshot = first.snapshot("a", 0)
@@ -440,7 +440,7 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     empty = publisher()
     follow = {"another history": other, "another seed": pub, "restarted": empty}[fault]
     second.follow("a", [msgspec.structs.replace(source_of(follow), snapshot=False)], [holder], {0: snapshot})
-    until(lambda: second.synced("a"), "the second router follows")
+    until(lambda: second.is_synced("a"), "the second router follows")
     until(lambda: cached(late, holder) == {"another history": 0, "another seed": 24, "restarted": 0}[fault], fault)
     for feed in (first, second):
         feed.close()
@@ -457,7 +457,7 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
-    until(lambda: feed.synced("a"), "synced")
+    until(lambda: feed.is_synced("a"), "synced")
     for _ in range(3):
         pub.publish(stored(0, 2))
     pub.publish([BlockRemoved([2], "GPU")])
@@ -483,7 +483,7 @@ class Pair:
         for feed, holder in zip(self.feeds, self.holders):
             feed.start()
             feed.follow("a", [self.source], [holder])
-        until(lambda: all(feed.synced("a") for feed in self.feeds), "both follow")
+        until(lambda: all(feed.is_synced("a") for feed in self.feeds), "both follow")
 
     def tokens(self) -> list[int]:
         return [cached(index, holder) for index, holder in zip(self.indexes, self.holders)]
@@ -499,7 +499,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
-    monkeypatch.setattr("router.fleet.streams.StreamConfig", lambda: StreamConfig(start_mode=StartMode.RING))
+    monkeypatch.setattr("router.fleet.worker_stream.StreamConfig", lambda: StreamConfig(start_mode=StartMode.RING))
     pair = Pair()
     yield pair
     pair.close()
@@ -511,19 +511,19 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> Non
     for i in range(6):
         pair.pub.publish(stored(i, 1))
     until(lambda: pair.tokens() == [24, 24], "both know all")
-    assert (first.incomplete("a"), second.incomplete("a")) == ({}, {})
-    second.lost("a")
-    until(lambda: second.incomplete("a") == {0: 4}, "it knows the ring's two batches")
+    assert (first.incomplete_ranks("a"), second.incomplete_ranks("a")) == ({}, {})
+    second.restart_streams("a")
+    until(lambda: second.incomplete_ranks("a") == {0: 4}, "it knows the ring's two batches")
     assert pair.tokens() == [24, 0]
     snapshot = first.snapshot("a", 0)
     assert snapshot is not None
-    assert (snapshot.since, snapshot.seq) == (0, 5)
+    assert (snapshot.complete_from, snapshot.seq) == (0, 5)
     pair.pub.publish(stored(6, 1))  # after the snapshot, before it is used
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.synced("a") and pair.tokens() == [28, 28], "both know all again")
+    until(lambda: second.is_synced("a") and pair.tokens() == [28, 28], "both know all again")
     pair.pub.publish([BlockRemoved([6], "GPU")])
     until(lambda: pair.tokens() == [20, 20], "and go on")
-    assert second.incomplete("a") == {}
+    assert second.incomplete_ranks("a") == {}
     assert not second.resume("a", 0, snapshot), "what is whole is not replaced"
 
 
@@ -539,12 +539,12 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> Non
         lost.publish(stored(i, 1))
     until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
-    second.events.add(stream.address(stream.position))  # it comes back where it was
-    until(lambda: second.incomplete("a") == {0: 7}, "the gap cost all that was known")
+    second.events.add(stream.feed_source(stream.position))  # it comes back where it was
+    until(lambda: second.incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.synced("a") and pair.tokens() == [36, 36], "both know all again")
+    until(lambda: second.is_synced("a") and pair.tokens() == [36, 36], "both know all again")
 
 
 def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
@@ -552,14 +552,14 @@ def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
         pair.pub.publish(stored(i, 1))
     until(lambda: pair.tokens() == [24, 24], "both know all")
     for feed in pair.feeds:
-        feed.lost("a")
-    until(lambda: all(feed.incomplete("a") == {0: 4} for feed in pair.feeds), "both know the ring")
+        feed.restart_streams("a")
+    until(lambda: all(feed.incomplete_ranks("a") == {0: 4} for feed in pair.feeds), "both know the ring")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None
-    assert snapshot.since == 4
+    assert snapshot.complete_from == 4
     assert not pair.feeds[1].resume("a", 0, snapshot)
     pair.pub.publish([AllBlocksCleared()])
-    until(lambda: all(feed.incomplete("a") == {} for feed in pair.feeds), "nothing is resident: that is whole")
+    until(lambda: all(feed.incomplete_ranks("a") == {} for feed in pair.feeds), "nothing is resident: that is whole")
 
 
 def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> None:
@@ -575,11 +575,11 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> Non
         other.publish([BlockRemoved([99], "GPU")] if i < 6 else stored(0, 1))
     again = msgspec.structs.replace(source_of(other), snapshot=False)
     second.follow("a", [again], pair.holders[1:])
-    until(lambda: second.synced("a") and pair.tokens()[1] == 4, "the other life is followed")
+    until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the other life is followed")
     (stream,) = second._streams.values()
-    stream.since = 5  # as if the ring had lost the beginning
+    stream.complete_from = 5  # as if the ring had lost the beginning
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
+    until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
     (row,) = second.details("a")["streams"]
     assert row["restarts"] == 1
     other.close()
@@ -594,4 +594,4 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
         feed.follow("a", [source], [holder])
         (row,) = feed.details("a")["streams"]
     assert (row["up"], row["phase"]) == (False, "disconnected")
-    assert not feed.synced("a")
+    assert not feed.is_synced("a")

@@ -17,8 +17,8 @@ from router.decide.policy import KvCost
 from router.decide.target import PeerLoad, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.answers import read_shortest_first
 from router.fleet.discovery import WorkerFacts, parse_worker_flag, worker_spec
+from router.fleet.worker_responses import read_shortest_first
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
 from simulation.engine import AGEING, Cache, EngineLimits, Job, SimWorker

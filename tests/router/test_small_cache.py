@@ -21,7 +21,7 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.streams import FullCache
+from router.fleet.worker_stream import ObservedCapacity
 from router.index import make_index
 from router.index.protocol import IngestReport, Scope
 
@@ -150,7 +150,7 @@ class World:
         models = (ServedModel("m", "m"),)
         worker = self.core.add_worker(WorkerSpec("w", "http://w", models, block_size=32, **spec), 0.0)  # type: ignore[arg-type]
         self.holder = worker.holders[0]
-        self.full = FullCache()
+        self.full = ObservedCapacity()
         self.sees = not spec
         self.now, self.count, self.steps = 0.0, 0, 0
         self.live: dict[str, Decision] = {}
@@ -172,7 +172,7 @@ class World:
             payload = encode_batch(EventBatch(ts=self.now, events=self.engine.events))
             report = self.core.index.ingest(self.holder, payload)
             if report.removed and self.sees:
-                self.full.saw(self.core.index.held_tokens(self.holder), report)
+                self.full.record_batch(self.core.index.held_tokens(self.holder), report)
                 self.core.record_cache_sizes({"w": [self.full.tokens]})
             self.engine.events = []
         for seq in ended:
@@ -234,16 +234,16 @@ def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is
         while world.live:
             world.step()
     assert (world.full.evictions, world.core.registry.targets_of("w")[0].capacity_tokens) == (0, None)
-    full = FullCache()
+    full = ObservedCapacity()
     for held in range(320, 3200, 320):
-        full.saw(held, IngestReport(stored=10))
+        full.record_batch(held, IngestReport(stored=10))
     for _ in range(20):  # removed by age, while little is stored
-        full.saw(3200, IngestReport(removed=5))
+        full.record_batch(3200, IngestReport(removed=5))
     assert full.tokens is None
     for _ in range(20):
-        full.saw(3200, IngestReport(removed=5, stored=5))
+        full.record_batch(3200, IngestReport(removed=5, stored=5))
     assert full.tokens == 3200
-    full.saw(1500, IngestReport(removed=50, stored=1))
+    full.record_batch(1500, IngestReport(removed=50, stored=1))
     assert full.tokens is None, "half of it was removed: not for room"
 
 

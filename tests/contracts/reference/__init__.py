@@ -33,7 +33,7 @@ from router.index.protocol import (
     Tokens,
 )
 
-MALFORMED_KEPT = 16
+PROBLEMS_MAX = 16
 
 
 class Whole:
@@ -111,7 +111,7 @@ class ReferenceIndex:
             self._gone.update(dict.fromkeys(left, (holder, now_s)))
             left.clear()
         report.malformed_events = len(report.malformed)
-        del report.malformed[MALFORMED_KEPT:]
+        del report.malformed[PROBLEMS_MAX:]
         return report
 
     def _ingest(self, holder: HolderId, payload: bytes) -> IngestReport:

@@ -106,7 +106,7 @@ class NoFleet:
     def __init__(self, core: RouterCore, now: Callable[[], float]) -> None:
         self._core = core
         self._now = now
-        self.unusable: dict[str, int] = {}
+        self.failed_checks: dict[str, int] = {}
         self.waiting: dict[str, str] = {}
 
     async def add(self, settings: dict[str, Any]) -> str:
@@ -121,7 +121,7 @@ class NoFleet:
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}
 
-    def starting(self) -> dict[str, str]:
+    def starting_reasons(self) -> dict[str, str]:
         return self.waiting
 
 

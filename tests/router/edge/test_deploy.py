@@ -23,8 +23,8 @@ from router.app.accounting import count_end
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
 from router.app.metrics_page import feed_families, render
-from router.fleet.slices import read_pool
-from router.fleet.streams import StreamCounters
+from router.fleet.kubernetes_objects import read_pool
+from router.fleet.worker_stream import StreamCounters
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 from real_envoy import envoy_program

@@ -48,7 +48,7 @@ def test_every_metric_is_explained_and_exists(edge: Any, make_post: Any) -> None
 
 
 def test_every_counter_of_event_streams_is_explained() -> None:
-    from router.fleet.streams import StreamCounters
+    from router.fleet.worker_stream import StreamCounters
 
     row = next(row for row in PAGE.splitlines() if row.startswith("| `events_NAME_total`"))
     for name in StreamCounters.__slots__:

@@ -37,7 +37,7 @@ async def start(edge: Any, folder: str) -> list[Any]:
     await edge.start(policy="kv")
     await edge.worker(edge.reply())
     await edge.worker(edge.reply(), model="bad")
-    await edge.prompts.discover_tokenizer("bad", folder, SimpleNamespace(url="", keyed=False))
+    await edge.prompts.discover_tokenizer("bad", folder, SimpleNamespace(url="", sends_api_key=False))
     routes: list[Any] = []
     edge.proxy.on_end.append(lambda exchange: routes.append(exchange.route))
     return routes
@@ -102,7 +102,7 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
     async def scenario() -> None:
         await edge.start()
         edge.prompts.remote = Remote()
-        worker = SimpleNamespace(url="http://w", keyed=False)
+        worker = SimpleNamespace(url="http://w", sends_api_key=False)
         await edge.prompts.discover_tokenizer("endless", write_model(tmp_path / "a", "{{ 'a' * 2 }}" + ENDLESS), worker)
         assert not Remote.asked
         monkeypatch.setattr(reader, "WORKER_RENDER_S_MAX", 60.0)

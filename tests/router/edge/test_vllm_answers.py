@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.answers import read_block_size, read_models, read_sources
+from router.fleet.worker_responses import read_block_size, read_models, read_sources
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "vllm" / "recorded-0.32.0"
 

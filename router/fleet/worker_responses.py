@@ -34,7 +34,7 @@ OBJECTS_MAX = 32_768
 LINE_CHARS_MAX = 8192
 """Of a line of metrics that is read."""
 SLICE_BYTES = 64 << 10
-KEPT_BYTES_MAX = 256 << 10
+METRIC_LINES_BYTES_MAX = 256 << 10
 """Of all lines of metrics that are read: 256 ranks with vLLM's of 800 bytes."""
 _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 """Other names under which vLLM serves."""
@@ -48,14 +48,14 @@ _LOAD_KINDS = {
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
 _LOAD = re.compile(rf"^({'|'.join(_LOAD_KINDS)})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
-_WANTED = re.compile(
+_READ_LINES = re.compile(
     rf"^(?:{'|'.join(_LOAD_KINDS)}|[a-zA-Z0-9_:]{{0,64}}cache_config_info)[{{ \t][^\n]{{0,{LINE_CHARS_MAX}}}".encode(),
     re.MULTILINE,
 )
 _LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 
 
-def number(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """A whole number of up to 15 ASCII digits; None for anything else."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
 
@@ -69,8 +69,8 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     base: str | None = None
     plain: list[ServedModel] = []
     tuned: list[ServedModel] = []
-    for card in _cards(body):
-        name, limit, parent = card.get("id"), _count(card.get("max_model_len")), card.get("parent")
+    for card in _model_cards(body):
+        name, limit, parent = card.get("id"), _token_count(card.get("max_model_len")), card.get("parent")
         if not _is_name(name):
             continue
         if _is_name(parent):
@@ -88,13 +88,13 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
 
 def read_roots(body: bytes) -> dict[str, str]:
     """model -> `root` of `GET /v1/models`. Raises DecodeError."""
-    pairs = [(card.get("id"), card.get("root")) for card in _cards(body)]
+    pairs = [(card.get("id"), card.get("root")) for card in _model_cards(body)]
     return {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
 
 
 def read_engine(body: bytes) -> str:
     """`owned_by` of the first model of `GET /v1/models`, vLLM's name for all of its frontends. Raises DecodeError."""
-    owner = next((card.get("owned_by") for card in _cards(body)), None)
+    owner = next((card.get("owned_by") for card in _model_cards(body)), None)
     if owner in _VLLM_FRONTENDS:
         return VLLM
     return owner if _is_name(owner) else ""
@@ -102,7 +102,7 @@ def read_engine(body: bytes) -> str:
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     """Streams of `GET /kv_event_sources`. Raises DecodeError."""
-    _count_objects(body, "/kv_event_sources")
+    _check_object_count(body, "/kv_event_sources")
     try:
         sources = parse_sources(body, url)
     except RecursionError:
@@ -110,13 +110,13 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     if len(sources) > RANKS_MAX:
         raise DecodeError(f"/kv_event_sources: {len(sources)} ranks, more than {RANKS_MAX}")
     for source in sources:
-        reason = _odd(source)
+        reason = _invalid_source_reason(source)
         if reason is not None:
             raise DecodeError(f"/kv_event_sources: rank {source.data_parallel_rank}: {reason}")
     return tuple(sources)
 
 
-def _odd(source: EventSource) -> str | None:
+def _invalid_source_reason(source: EventSource) -> str | None:
     """Why a stream cannot be followed."""
     for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
         found = _PORT.fullmatch(endpoint)
@@ -136,23 +136,26 @@ def _odd(source: EventSource) -> str | None:
 
 def read_server_info(body: bytes) -> int | None:
     """Cache capacity in tokens as SGLang's `/server_info` gives it."""
-    return _count(_object(body, "/server_info").get("max_total_num_tokens"))
+    return _token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
 
 
-def read_cache_capacity(metrics: str, *, unused: int = 0) -> int | None:
+def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:
     """Cache capacity in tokens from the labels of `vllm:cache_config_info` (ours has the same), summed over ranks, of
     each of which some blocks are `unused`."""
     total = 0
     for labels in _cache_configs(metrics):
-        blocks, size = number(labels.get("num_gpu_blocks", "")), number(labels.get("block_size", ""))
-        total += max((blocks or 0) - unused, 0) * (size or 0)
-    return _count(total)
+        blocks, size = parse_number(labels.get("num_gpu_blocks", "")), parse_number(labels.get("block_size", ""))
+        total += max((blocks or 0) - reserved_blocks, 0) * (size or 0)
+    return _token_count(total)
 
 
 def read_host_capacity(metrics: str) -> int | None:
     """Tokens of host memory under the cache of an engine of ours, as `read_cache_capacity`; None without any."""
-    configs = [(number(c.get("num_cpu_blocks", "")), number(c.get("block_size", ""))) for c in _cache_configs(metrics)]
-    return _count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
+    configs = [
+        (parse_number(c.get("num_cpu_blocks", "")), parse_number(c.get("block_size", "")))
+        for c in _cache_configs(metrics)
+    ]
+    return _token_count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
 
 
 def read_shortest_first(metrics: str) -> bool:
@@ -163,25 +166,25 @@ def read_shortest_first(metrics: str) -> bool:
 def read_block_size(metrics: str) -> int | None:
     """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
     sizes = [
-        number(labels.get(name, "")) or 0
+        parse_number(labels.get(name, "")) or 0
         for labels in _cache_configs(metrics)
         for name in ("block_size", "effective_attention_block_size")
     ]
     return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
 
 
-def wanted_lines(page: bytes) -> Iterator[bytes]:
+def select_metric_lines(page: bytes) -> Iterator[bytes]:
     """The lines of a metrics page that anything here reads, for each SLICE_BYTES of it, so that others have turns."""
     at = kept = 0
-    while at < len(page) and kept < KEPT_BYTES_MAX:
+    while at < len(page) and kept < METRIC_LINES_BYTES_MAX:
         end = len(page) if at + SLICE_BYTES >= len(page) else page.rfind(b"\n", at, at + SLICE_BYTES) + 1
         lines = b""
         if not end:  # one line, which nothing here reads
             end = page.find(b"\n", at) + 1 or len(page)
         else:
-            lines = b"\n".join(_WANTED.findall(page, at, end))
-            if len(lines) > KEPT_BYTES_MAX - kept:
-                end, lines = len(page), lines[: KEPT_BYTES_MAX - kept].rpartition(b"\n")[0]
+            lines = b"\n".join(_READ_LINES.findall(page, at, end))
+            if len(lines) > METRIC_LINES_BYTES_MAX - kept:
+                end, lines = len(page), lines[: METRIC_LINES_BYTES_MAX - kept].rpartition(b"\n")[0]
         at, kept = end, kept + len(lines) + 1
         yield lines
 
@@ -202,7 +205,7 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     found: dict[tuple[int, str], list[float]] = {}
     for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
         labels = dict(_LABEL.findall(line[2] or ""))
-        engine = number(labels.get("engine", "0")) if ranks > 1 else 0
+        engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
         kind = _LOAD_KINDS[line[1]]
         if kind == "awake" and labels.get("sleep_state") != "awake":
             continue  # the other series of that gauge say how deep it sleeps
@@ -237,8 +240,8 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _cards(body: bytes) -> list[dict[str, Any]]:
-    cards = _object(body, "/v1/models").get("data")
+def _model_cards(body: bytes) -> list[dict[str, Any]]:
+    cards = _decode_object(body, "/v1/models").get("data")
     if not isinstance(cards, list):
         raise DecodeError("/v1/models: `data` is not a list")
     if len(cards) > MODELS_MAX:
@@ -246,8 +249,8 @@ def _cards(body: bytes) -> list[dict[str, Any]]:
     return [card for card in cards if isinstance(card, dict)]
 
 
-def _object(body: bytes, what: str) -> dict[str, Any]:
-    _count_objects(body, what)
+def _decode_object(body: bytes, what: str) -> dict[str, Any]:
+    _check_object_count(body, what)
     try:
         value = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
@@ -257,7 +260,7 @@ def _object(body: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _count_objects(body: bytes, what: str) -> None:
+def _check_object_count(body: bytes, what: str) -> None:
     """A megabyte of empty lists takes a tenth of a second to build, and every client waits for it."""
     if (count := body.count(b"[") + body.count(b"{")) > OBJECTS_MAX:
         raise DecodeError(f"{what}: {count} lists and objects, more than {OBJECTS_MAX}")
@@ -267,6 +270,6 @@ def _is_name(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= NAME_CHARS_MAX and value.isprintable()
 
 
-def _count(value: Any) -> int | None:
+def _token_count(value: Any) -> int | None:
     """A number of tokens; None for anything else."""
     return value if type(value) is int and 0 < value <= TOKENS_MAX else None

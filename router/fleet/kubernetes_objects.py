@@ -67,7 +67,7 @@ class _Meta(msgspec.Struct, rename="camel"):
     next: str = msgspec.field(name="continue", default="")
 
 
-class _Named(msgspec.Struct):
+class _ObjectWithMeta(msgspec.Struct):
     metadata: _Meta = msgspec.field(default_factory=_Meta)
 
 
@@ -103,34 +103,34 @@ class _Pool(msgspec.Struct):
     spec: _PoolSpec
 
 
-Addresses = dict[str, bool]
+EndpointReadiness = dict[str, bool]
 """`host:port` -> whether it takes new requests."""
-Read = Callable[[bytes], Addresses]
+ObjectReader = Callable[[bytes], EndpointReadiness]
 
 
-def read_slice(raw: bytes, port: str | None) -> Addresses:
+def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
     """Of an EndpointSlice, at the port of this number or name; None: at its first. Raises DecodeError."""
     found = _decode(raw, _Slice)
     ports = [p.port for p in found.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
     if not ports or found.address_type == "FQDN":
         return {}
-    addresses: Addresses = {}
+    addresses: EndpointReadiness = {}
     for endpoint in found.endpoints or ():
         said = endpoint.conditions
         ready = said.ready is not False and not said.terminating
         for host in endpoint.addresses[:1]:  # the others are the same endpoint
-            addresses[_at(host, ports[0])] = ready
+            addresses[_join_host_port(host, ports[0])] = ready
     return addresses
 
 
-def read_pod(raw: bytes, ports: Iterable[int]) -> Addresses:
+def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
     """Of a pod, at each of the ports; none before it has an address. Raises DecodeError."""
     pod = _decode(raw, _Pod)
     if pod.status.pod_ip is None:
         return {}
     ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
     takes = ready and pod.metadata.deletion_timestamp is None
-    return {_at(pod.status.pod_ip, port): takes for port in ports}
+    return {_join_host_port(pod.status.pod_ip, port): takes for port in ports}
 
 
 def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
@@ -140,65 +140,65 @@ def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
     return labels, tuple(port.number for port in spec.target_ports)
 
 
-class Watched:
+class ObjectCache:
     """Objects of one list, kept up to date by its watch."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: ObjectReader) -> None:
         self._read = read
-        self._objects: dict[str, Addresses] = {}
-        self._listed: dict[str, Addresses] | None = None
+        self._objects: dict[str, EndpointReadiness] = {}
+        self._pending_list: dict[str, EndpointReadiness] | None = None
         """Of a list whose last page has not come."""
         self.version = ""
         """Where a watch goes on; empty: a list is needed."""
 
-    def page(self, raw: bytes) -> str:
+    def add_page(self, raw: bytes) -> str:
         """A page of a list; what to ask the next with, or empty behind the last. Raises DecodeError."""
         found = _decode(raw, _List)
-        listed = self._listed = self._listed or {}
+        listed = self._pending_list = self._pending_list or {}
         for item in found.items or ():
-            listed[_key(item)] = self._read(bytes(item))
+            listed[_object_key(item)] = self._read(bytes(item))
         if not found.metadata.next:
-            self._objects, self._listed, self.version = listed, None, found.metadata.resource_version
+            self._objects, self._pending_list, self.version = listed, None, found.metadata.resource_version
         return str(found.metadata.next)
 
-    def forget(self) -> None:
+    def require_list(self) -> None:
         """A list is needed; until it is there, what was known stands."""
-        self.version, self._listed = "", None
+        self.version, self._pending_list = "", None
 
-    def event(self, line: bytes) -> bool:
+    def apply_event(self, line: bytes) -> bool:
         """A line of the watch; whether anything changed. Raises DecodeError, also where the server ends the watch by an
         error; after 410 a list is needed."""
         event = _decode(line, _Event)
         if event.type == "ERROR":
             failure = _decode(bytes(event.object), _Failure)
             if failure.code == GONE:
-                self.forget()
+                self.require_list()
                 return False
             raise DecodeError(f"the watch ended with {failure.code} {failure.message[:200]}")
-        named = _decode(bytes(event.object), _Named).metadata
-        before = self._objects.get(_key(event.object))
+        named = _decode(bytes(event.object), _ObjectWithMeta).metadata
+        before = self._objects.get(_object_key(event.object))
         if event.type in ("ADDED", "MODIFIED"):
-            self._objects[_key(event.object)] = self._read(bytes(event.object))
+            self._objects[_object_key(event.object)] = self._read(bytes(event.object))
         elif event.type == "DELETED":
-            self._objects.pop(_key(event.object), None)
+            self._objects.pop(_object_key(event.object), None)
         self.version = named.resource_version or self.version
-        return before != self._objects.get(_key(event.object))
+        return before != self._objects.get(_object_key(event.object))
 
-    def addresses(self) -> Addresses:
+    def addresses(self) -> EndpointReadiness:
         """All of them."""
-        found: Addresses = {}
+        found: EndpointReadiness = {}
         for addresses in self._objects.values():
             for address, takes in addresses.items():
                 found[address] = takes or found.get(address, False)
         return found
 
 
-def _key(raw: msgspec.Raw) -> str:
-    meta = _decode(bytes(raw), _Named).metadata
+def _object_key(raw: msgspec.Raw) -> str:
+    meta = _decode(bytes(raw), _ObjectWithMeta).metadata
     return str(meta.uid or meta.name)
 
 
-def _at(host: str, port: int) -> str:
+def _join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -18,16 +18,16 @@ from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
 
-MALFORMED_KEPT = 3
+PROBLEMS_MAX = 3
 """Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
 
 
-EVICTIONS_SURE, HELD_SHARE_MIN = 8, 0.5
+EVICTIONS_MIN, HELD_SHARE_MIN = 8, 0.5
 """After so many batches that evict and store, of a cache that holds at least such a share of the most it ever held."""
 
 
 @dataclass(slots=True)
-class FullCache:
+class ObservedCapacity:
     """How many tokens a cache holds that does not tell: the most that it ever held, once it is full. It is full where
     it evicts to make room for what it stores; a removal alone (an operator's, one by age) tells nothing, and one that
     empties half of it shows that it removes for other reasons than room."""
@@ -38,9 +38,9 @@ class FullCache:
     @property
     def tokens(self) -> int | None:
         """Its capacity as far as it was seen; None while it was not full."""
-        return self.most_tokens if self.evictions >= EVICTIONS_SURE else None
+        return self.most_tokens if self.evictions >= EVICTIONS_MIN else None
 
-    def saw(self, held_tokens: int, report: IngestReport) -> None:
+    def record_batch(self, held_tokens: int, report: IngestReport) -> None:
         """A batch came, and it holds so much now."""
         self.most_tokens = max(self.most_tokens, held_tokens)
         if report.removed and not report.cleared:
@@ -73,16 +73,16 @@ class StreamCounters:
     forgotten: int = 0
     """Blocks forgotten because there were too many."""
 
-    def applied(self, size: int, report: IngestReport) -> None:
+    def record_batch(self, size: int, report: IngestReport) -> None:
         """A batch of `size` bytes was ingested."""
         self.batches += 1
         self.bytes += size
         self.malformed += report.malformed_events
-        for name in _REPORTED:
+        for name in _REPORT_FIELDS:
             setattr(self, name, getattr(self, name) + getattr(report, name))
 
 
-_REPORTED = [name for name in IngestReport.__slots__ if name in StreamCounters.__slots__ and name != "malformed"]
+_REPORT_FIELDS = [name for name in IngestReport.__slots__ if name in StreamCounters.__slots__ and name != "malformed"]
 
 
 @dataclass(slots=True)
@@ -95,15 +95,15 @@ class WorkerStream:
     holder: HolderId
     stream_id: str
     counters: StreamCounters
-    alone: bool
+    is_only_rank: bool
     """The worker has no other rank."""
-    up: bool = False
+    is_up: bool = False
     last_seq: int | None = None
     position: tuple[int, int] | None = None
     """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
-    since: int | None = None
+    complete_from: int | None = None
     """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
-    former: tuple[int, int] | None = None
+    position_before_restart: tuple[int, int] | None = None
     """`position` when the worker died, until what it sends next tells whether it is another process."""
     wrong_rank: int | None = None
     """The data-parallel rank that its batches name, where it is not the one they are followed for."""
@@ -114,15 +114,15 @@ class WorkerStream:
     """Blocks that it may announce; with more everything it announced is forgotten."""
     stored_since: int = 0
     """Blocks stored since they were last counted."""
-    full: FullCache = field(default_factory=FullCache)
+    full_cache: ObservedCapacity = field(default_factory=ObservedCapacity)
     problems: list[str] = field(default_factory=list)
 
-    def is_at(self, source: EventSource, holder: HolderId) -> bool:
+    def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
         """Whether following `source` for `holder` would change nothing but the epoch."""
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
-    def address(self, resume: tuple[int, int] | None = None) -> StreamSource:
+    def feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
         """Where the feed finds it."""
         source = self.source
         return StreamSource(
@@ -135,32 +135,34 @@ class WorkerStream:
             source.snapshot_endpoint,
         )
 
-    def check_rank(self, told: int | None) -> None:
+    def check_rank(self, batch_rank: int | None) -> None:
         """What its first batch says: of another rank, all that is decided by it goes to the wrong engine."""
         expected = self.source.data_parallel_rank
-        if told not in (None, expected) and self.wrong_rank is None:
-            log.error("worker %s: events of rank %s come from the address of rank %d", self.worker_id, told, expected)
-            self.wrong_rank = told
+        if batch_rank not in (None, expected) and self.wrong_rank is None:
+            log.error(
+                "worker %s: events of rank %s come from the address of rank %d", self.worker_id, batch_rank, expected
+            )
+            self.wrong_rank = batch_rank
 
-    def is_another(self, seq: int, digest: int, origin: Origin) -> bool:
+    def is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
         """Whether this batch shows that the worker that died came back as another process."""
-        if self.former is None:
+        if self.position_before_restart is None:
             return False
-        last, former = self.former
+        last, former = self.position_before_restart
         another = digest != former if seq == last else seq < last and origin is Origin.LIVE
         if another or seq >= last:
-            self.former = None
+            self.position_before_restart = None
         return another
 
-    def skipped(self, reasons: Iterable[str]) -> None:
+    def record_skipped(self, reasons: Iterable[str]) -> None:
         """Why something of it was skipped."""
         for reason in reasons:
             if not self.problems:
                 log.warning("worker %s rank %d: malformed event skipped: %s", self.worker_id, self.rank, reason)
-            if len(self.problems) < MALFORMED_KEPT:
+            if len(self.problems) < PROBLEMS_MAX:
                 self.problems.append(reason)
 
-    def row(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
+    def to_json(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
         """For `/workers`."""
         return {
             "rank": self.rank,
@@ -170,8 +172,8 @@ class WorkerStream:
             "epoch": self.source.epoch,
             "wrong_rank": self.wrong_rank,
             "reannounces": self.source.reannounces,
-            "up": self.up,
-            "phase": state.phase.value if self.up and state is not None else "disconnected",
+            "up": self.is_up,
+            "phase": state.phase.value if self.is_up and state is not None else "disconnected",
             "last_seq": self.last_seq,
             "last_event_s": self.last_event_s,
             **{name: getattr(self.counters, name) for name in StreamCounters.__slots__},

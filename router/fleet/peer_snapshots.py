@@ -24,8 +24,8 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.fleet.answers import number
 from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
+from router.fleet.worker_responses import parse_number
 from router.http.request import HttpRequest
 from router.http.routes import Answer
 from router.http_client import FetchError, fetch
@@ -38,45 +38,45 @@ SNAPSHOT_BYTES_MAX = 1 << 30
 MSGPACK = b"application/msgpack"
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
+class _NoRedirectHandler(urllib.request.HTTPRedirectHandler):
     """A key goes to whom the operator named, and nowhere else."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay())
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirectHandler())
 
 
-class _Seed(msgspec.Struct):
+class _SeedBody(msgspec.Struct):
     version: int
     seed: int
 
 
-Dump = Callable[[str, int], "PeerSnapshot | None"]
+SnapshotSource = Callable[[str, int], "PeerSnapshot | None"]
 """(worker, rank) -> what is known; None: nothing that could be proven. May take seconds."""
 
 
 class PeerRoutes:
     """The serving side. Both routes tell what is cached: they are for the admin address."""
 
-    def __init__(self, seed: int, dump: Dump, outcomes: Counter[str] | None = None) -> None:
+    def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str] | None = None) -> None:
         """`outcomes`: counts snapshot_served and snapshot_refused (nothing that could be proven, or too large)."""
         self._seed = seed
         self._dump = dump
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    def index(self, request: HttpRequest, _: str) -> Answer:
+    def get_seed(self, request: HttpRequest, _: str) -> Answer:
         """GET /peer: the seed of this router's digests."""
-        return Answer(msgspec.json.encode(_Seed(SNAPSHOT_VERSION, self._seed)))
+        return Answer(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
 
-    async def stream(self, request: HttpRequest, argument: str) -> Answer:
+    async def get_snapshot(self, request: HttpRequest, argument: str) -> Answer:
         """GET /peer/WORKER%23RANK: a PeerSnapshot."""
         worker, _, rank = argument.rpartition("#")
-        if not worker or number(rank) is None:
+        if not worker or parse_number(rank) is None:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
-        async with self._one_at_a_time:
+        async with self._lock:
             found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
         if found is not None and sum(map(len, found.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
             found = None  # nobody would read it
@@ -91,7 +91,7 @@ class PeerRoutes:
         return Answer(msgspec.msgpack.encode(found), content_type=MSGPACK)
 
 
-def ask_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
+def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
     """The digest seed of the first router that answers at one of `urls`, and the URLs of all that have it. `key`: of
     their admin routes.
 
@@ -102,8 +102,8 @@ def ask_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, l
     for url in urls:
         try:
             request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_key_header(key))
-            with _DIRECT.open(request, timeout=SEED_S_MAX) as response:
-                told = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_Seed)
+            with _OPENER.open(request, timeout=SEED_S_MAX) as response:
+                told = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             log.info("peer router %s does not tell its seed: %s", url, error)
             continue
@@ -128,11 +128,11 @@ class PeerClient:
         self._urls = list(urls)
 
     @property
-    def any(self) -> bool:
+    def has_peers(self) -> bool:
         return bool(self._urls)
 
-    async def snapshots(
-        self, worker_id: str, sources: Iterable[EventSource], below: Mapping[int, int] | None = None
+    async def fetch_snapshots(
+        self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
         """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves.
 
@@ -140,7 +140,11 @@ class PeerClient:
         """
         found: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
-            if source.snapshot or source.replay_endpoint is None or (below is not None and rank not in below):
+            if (
+                source.snapshot
+                or source.replay_endpoint is None
+                or (only_before is not None and rank not in only_before)
+            ):
                 continue
             for url in self._urls:
                 body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
@@ -153,7 +157,9 @@ class PeerClient:
                 if told is None:
                     self.outcomes["snapshot_unanswered"] += 1
                     continue
-                if told.version != SNAPSHOT_VERSION or (below is not None and told.since >= below[rank]):
+                if told.version != SNAPSHOT_VERSION or (
+                    only_before is not None and told.complete_from >= only_before[rank]
+                ):
                     self.outcomes["snapshot_older"] += 1
                 else:
                     found[rank] = told

@@ -20,10 +20,10 @@ log = logging.getLogger("router")
 
 NAME_HOSTS_MAX = 4096
 """Workers of one name."""
-FILE_S = 1.0
+FILE_POLL_S = 1.0
 """Between two looks at a file."""
 
-Tell = Callable[[list[WorkerFlag]], None]
+WorkerListCallback = Callable[[list[WorkerFlag]], None]
 
 
 def read_workers_file(path: Path) -> list[WorkerFlag]:
@@ -43,12 +43,12 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
     return flags
 
 
-async def watch_file(path: Path, tell: Tell) -> None:
+async def watch_file(path: Path, tell: WorkerListCallback) -> None:
     """Tell the list whenever the file has changed; one that cannot be read changes nothing."""
-    stamp = _stamp(path)
+    stamp = _file_signature(path)
     while True:
-        await asyncio.sleep(FILE_S)
-        latest = _stamp(path)
+        await asyncio.sleep(FILE_POLL_S)
+        latest = _file_signature(path)
         if latest == stamp:
             continue
         stamp = latest
@@ -58,7 +58,7 @@ async def watch_file(path: Path, tell: Tell) -> None:
             log.error("workers file not applied: %s", error)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _file_signature(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file does; None while it is not there."""
     try:
         found = path.stat()
@@ -67,7 +67,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-async def watch_name(flag: WorkerFlag, every_s: float, tell: Tell) -> None:
+async def watch_name(flag: WorkerFlag, every_s: float, tell: WorkerListCallback) -> None:
     """Tell the addresses that the host of `flag` resolves to, one worker each; a failed look-up changes nothing."""
     parts = urlsplit(flag.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
