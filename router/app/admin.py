@@ -266,7 +266,7 @@ class Admin:
         return {
             "workers": rows,
             "in_flight": snapshot.in_flight,
-            "queued": snapshot.queued,
+            "queued": snapshot.queued_requests,
             "counters": snapshot.counters,
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }

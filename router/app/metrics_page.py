@@ -142,7 +142,7 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
     for name, text, value in (
         ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.request_buffer_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
-        ("queued", "Requests that wait in the router.", snapshot.queued),
+        ("queued", "Requests that wait in the router.", snapshot.queued_requests),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
         ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache[2]),
         ("index_holders", "Event streams in the index.", index.holders),

@@ -233,7 +233,7 @@ class RequestReader:
         worker, registry = holding_worker or headers.worker, self._core.registry
         return names.resolve(
             name, lambda: conversation_name(SessionNames.of(headers.session, body_request), body_request),
-            lambda model: registry.serves(model, worker),
+            lambda model: registry.is_served(model, worker),
         )  # fmt: skip
 
     def tokenize(
@@ -411,7 +411,7 @@ class RequestReader:
     ) -> RouteRequest:
         """Build the core's request."""
         body_request, token_ids, size = intent.body_request, tokens.token_ids, tokens.size
-        if body_request.echoes_chat and not self._core.registry.is_ours(intent.model):
+        if body_request.echoes_chat and not self._core.registry.is_blockcast(intent.model):
             token_ids = None  # nothing of it will be reused
         if token_ids is None or size is None:
             estimate = self._estimate_tokens(intent)

@@ -101,8 +101,8 @@ class CacheState:
         target.refresh()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
         self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + host_tokens)
-        if spec.seats is not None:
-            target.seats, target.has_reported_seats = spec.seats, True
+        if spec.max_num_seqs is not None:
+            target.max_num_seqs, target.has_reported_max_num_seqs = spec.max_num_seqs, True
         if target.shortest_first is not spec.shortest_first:
             target.shortest_first = spec.shortest_first
             target.refresh_queue()
@@ -142,11 +142,16 @@ class CacheState:
 
     # A request's life --------------------------------------------------------------------------------------------
     def prepare_query(
-        self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None, alike: int | None = None
+        self,
+        ids: Sequence[int],
+        scope: Scope,
+        tokens: int,
+        similar_prompt: PromptMemory | None = None,
+        common_tokens: int | None = None,
     ) -> PromptQuery:
         """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike, `alike`:
         with so many tokens, where that is known."""
-        return PromptQuery(self._index, self._index.prepare(ids, like, alike), scope, tokens)
+        return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
 
     def shortlist(self, prompt: PromptQuery, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that RIVALS_MIN others do not beat in load and prefix, and what they match; None where a
@@ -170,15 +175,15 @@ class CacheState:
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
-                cached = resident = approximate_caches[target.name].match(keys)
+                pinned_tokens = resident_tokens = approximate_caches[target.name].match(keys)
             elif match is None:
-                cached = resident = 0
+                pinned_tokens = resident_tokens = 0
             else:
-                cached, resident = match.pinned_tokens, match.tokens
-                if resident != match.gpu_tokens:
+                pinned_tokens, resident_tokens = match.pinned_tokens, match.tokens
+                if resident_tokens != match.gpu_tokens:
                     hits.slower_tier_matches[i] = match
-            hits.cached_tokens.append(cached)
-            hits.resident_tokens.append(resident)
+            hits.cached_tokens.append(pinned_tokens)
+            hits.resident_tokens.append(resident_tokens)
         return hits
 
     def add_request(

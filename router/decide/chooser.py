@@ -200,7 +200,7 @@ class Chooser:
                 alone_s += target.single_step_s
                 requests += target.requests
                 if target.free_tokens < needed_tokens:
-                    cost.memory_s[i] = self._cache_state.memory_wait_seconds(prompt, target, needed_tokens)
+                    cost.memory_wait_s[i] = self._cache_state.memory_wait_seconds(prompt, target, needed_tokens)
             lifetime_s = expected_tokens * steps_s / len(targets)
             delay = (1.0 + cost.congestion) * (max(1.0, steps_s / alone_s) if alone_s > 0.0 else 1.0)
             mean_requests = requests / len(targets) if pool is None else pool.requests / len(pool.targets)

@@ -70,7 +70,7 @@ class RouterCore:
         self._output_lengths = OutputLengths()
         self._rng = random.Random(seed)
         self._chooser = Chooser(self.registry, self.tracker, self.cache_state, self._output_lengths, config, self._rng)
-        self._active: dict[str, ActiveRequest] = {}
+        self._active_requests: dict[str, ActiveRequest] = {}
         self._queue = RequestQueue(config.queue)
         self._queues_when_busy = config.queue.fair and config.policy == "kv" and config.policy_function is None
         """Requests wait here while every worker is busy."""
@@ -175,13 +175,13 @@ class RouterCore:
     # A request's life --------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Enqueue | Refuse:
         """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
-        assert request.request_id not in self._active, f"request {request.request_id} is already known"
-        if len(self._active) >= self.config.requests_max:
+        assert request.request_id not in self._active_requests, f"request {request.request_id} is already known"
+        if len(self._active_requests) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retry_budget.add_request(request.tenant)
-        live = self._active[request.request_id] = ActiveRequest(request, now, explain=explain)
-        return self._forget_refused(live, self._place(live, now))
+        active = self._active_requests[request.request_id] = ActiveRequest(request, now, explain=explain)
+        return self._forget_refused(active, self._place(active, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
@@ -193,10 +193,10 @@ class RouterCore:
     def fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
         with the shortest queues, the shortest first."""
-        live = self._active.get(request_id)
-        if live is None or live.decision is None or not count:
+        active = self._active_requests.get(request_id)
+        if active is None or active.decision is None or not count:
             return []
-        candidates = self.registry.candidates(live.request, live.tried_workers | {live.decision.worker})
+        candidates = self.registry.candidates(active.request, active.tried_workers | {active.decision.worker})
         if isinstance(candidates, Refuse):
             return []
         sample = self._rng.sample(candidates, min(len(candidates), 4 * count))
@@ -205,21 +205,23 @@ class RouterCore:
 
     def record_first_token(self, request_id: str, now: float) -> list[Instruction]:
         """The first byte of the answer's content came (call it for streams only)."""
-        live = self._active.get(request_id)
-        if live is None or live.decision is None:
+        active = self._active_requests.get(request_id)
+        if active is None or active.decision is None:
             return []
-        live.has_first_token = True
+        active.has_first_token = True
         if self.tracker.record_first_token(request_id, now) is None:
             return []
-        self.registry.record_answer(live.decision.worker, now)
+        self.registry.record_answer(active.decision.worker, now)
         return self._try_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
         """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
         load, and teaches what steps take."""
         self.tracker.record_progress(request_id, output_tokens, at_s)
-        live = self._active.get(request_id)
-        worker = self.workers.get(live.decision.worker) if live is not None and live.decision is not None else None
+        active = self._active_requests.get(request_id)
+        worker = (
+            self.workers.get(active.decision.worker) if active is not None and active.decision is not None else None
+        )
         if worker is not None and at_s is not None:
             worker.last_answer_s = at_s
 
@@ -227,16 +229,16 @@ class RouterCore:
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:
         """The whole answer was passed on. `is_error`: it is an error of the worker's, which computed nothing for it."""
-        live = self._active.pop(request_id, None)
-        if live is None or live.decision is None:
+        active = self._active_requests.pop(request_id, None)
+        if active is None or active.decision is None:
             return []
-        request, decision, reported = live.request, live.decision, usage or ReportedUsage()
+        request, decision, engine_usage = active.request, active.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
         if not is_error:
             self._output_lengths.record(
-                request, self.tracker.record_answer(request_id, reported.completion_tokens, now)
+                request, self.tracker.record_answer(request_id, engine_usage.completion_tokens, now)
             )
-        self._end_attempt(live, now, is_computed=not is_error, reported_cached=reported.cached_tokens)
+        self._end_attempt(active, now, is_computed=not is_error, reported_cached=engine_usage.cached_tokens)
         self._end_session(request)
         self.registry.record_answer(decision.worker, now)
         worker = self.workers.get(decision.worker)
@@ -247,9 +249,9 @@ class RouterCore:
                 counted_tokens=request.prompt_tokens
                 if request.token_ids is not None and request.prompt_count == 1 and request.media_conversation is None
                 else None,
-                prompt_tokens=reported.prompt_tokens,
+                prompt_tokens=engine_usage.prompt_tokens,
                 predicted_cached_tokens=decision.predicted_cached_tokens,
-                cached_tokens=reported.cached_tokens,
+                cached_tokens=engine_usage.cached_tokens,
                 resident_tokens=decision.terms.resident_tokens,
                 block_tokens=worker.spec.block_size,
             )
@@ -257,15 +259,15 @@ class RouterCore:
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
         """The client left, queued or in flight; the edge cancels upstream by itself."""
-        live = self._active.pop(request_id, None)
-        if live is None:
+        active = self._active_requests.pop(request_id, None)
+        if active is None:
             return []
         self.counters["aborted"] += 1
-        if live.decision is None:
+        if active.decision is None:
             self._queue.remove(request_id)
             return []
-        self._end_attempt(live, now, is_computed=live.has_first_token)
-        self._end_session(live.request)
+        self._end_attempt(active, now, is_computed=active.has_first_token)
+        self._end_session(active.request)
         return self._try_queued(now)
 
     def fail_attempt(
@@ -282,31 +284,32 @@ class RouterCore:
         first Forward, Enqueue or Refuse is about it. After the first byte (STALLED, STREAM) it is forgotten without
         one, unless the edge says what the `continuation` of it is; that has no budget: what was admitted once is no
         storm. `silent_s`: how long nothing came for it. `was_sent`: the worker had it, and then refused to connect."""
-        live = self._active.get(request_id)
-        if live is None or live.decision is None:
+        active = self._active_requests.get(request_id)
+        if active is None or active.decision is None:
             return []
-        worker_id = live.decision.worker
+        worker_id = active.decision.worker
         instructions: list[Instruction] = []
         worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
-        self._end_attempt(live, now, is_computed=live.has_first_token)
-        if worker is not None and _is_of_worker(kind, live.request, worker, now - silent_s):
+        self._end_attempt(active, now, is_computed=active.has_first_token)
+        if worker is not None and _is_worker_fault(kind, active.request, worker, now - silent_s):
             fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.record_failure(worker, now, reason=reason, is_fatal=fatal, is_probe=probe)
             self.registry.refresh()
             if went_down and fatal:
                 instructions.append(self._clear_lost_cache(worker))
-        if continuation is None and (kind in _AFTER_FIRST_BYTE or live.has_first_token):
-            del self._active[request_id]
+        if continuation is None and (kind in _AFTER_FIRST_BYTE or active.has_first_token):
+            del self._active_requests[request_id]
             self.counters["failed"] += 1
             return instructions + self._try_queued(now)
-        is_whole = continuation is None or continuation is live.request
-        live.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
-        live.decision = None
-        live.tried_workers |= {worker_id}
-        live.attempt += 1
+        is_whole = continuation is None or continuation is active.request
+        active.crash_suspicions += is_whole and (was_sent or kind in _MAY_END_WORKERS)
+        active.decision = None
+        active.tried_workers |= {worker_id}
+        active.attempt += 1
         instructions.insert(
-            0, self._retry(live, kind, now) if continuation is None else self._continue(live, continuation, kind, now)
+            0,
+            self._retry(active, kind, now) if continuation is None else self._continue(active, continuation, kind, now),
         )
         return instructions + self._try_queued(now)
 
@@ -316,15 +319,17 @@ class RouterCore:
         """Have another worker answer a request whose worker is lost, or the `continuation` of its answer; as
         `fail_attempt` where that is possible. Empty where the request stays: nobody else can take it, or it was tried
         often enough. `is_stalled`: the worker is up and stands still in the middle, which counts as a failure of it."""
-        live = self._active.get(request_id)
-        if live is None or live.decision is None or (continuation is None and live.has_first_token):
+        active = self._active_requests.get(request_id)
+        if active is None or active.decision is None or (continuation is None and active.has_first_token):
             return []
-        candidates = self.registry.candidates(continuation or live.request, live.tried_workers | {live.decision.worker})
+        candidates = self.registry.candidates(
+            continuation or active.request, active.tried_workers | {active.decision.worker}
+        )
         if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
             return []
-        if continuation is None and not self._retry_budget.has_retry(live.request.tenant, live.attempt + 1):
+        if continuation is None and not self._retry_budget.has_retry(active.request.tenant, active.attempt + 1):
             return []
-        if self._queue.is_full(self._queue_position(live)):
+        if self._queue.is_full(self._queue_position(active)):
             return []
         kind = FailureKind.STALLED if is_stalled and continuation is not None else FailureKind.LOST
         return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
@@ -337,7 +342,7 @@ class RouterCore:
             self.registry.refresh()
         due_requests = self._queue.pop_expired(now)
         instructions = [
-            self._expire(self._active[request_id], now, refuse=refuse) for request_id, refuse in due_requests
+            self._expire(self._active_requests[request_id], now, refuse=refuse) for request_id, refuse in due_requests
         ]
         return [*instructions, *self._try_queued(now)]
 
@@ -354,7 +359,7 @@ class RouterCore:
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
         self,
-        live: ActiveRequest,
+        active: ActiveRequest,
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
@@ -362,34 +367,36 @@ class RouterCore:
     ) -> Forward | Enqueue | Refuse:
         """Choose, then commit or enqueue. `queued_ahead_s`: what is queued and goes first, by target; None: to be found
         out. On a Refuse the caller calls `_forget_refused`, or finds another answer."""
-        choice = self._choose(live, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
+        choice = self._choose(active, now, queued_ahead_s=queued_ahead_s, behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
-        request, queue = live.request, self.config.queue
-        if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not live.attempt:
-            refusal = self._check_ttft_limit(live, choice, now)
+        request, queue = active.request, self.config.queue
+        if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not active.attempt:
+            refusal = self._check_ttft_limit(active, choice, now)
             if refusal is not None:
                 return refusal
         if may_queue and request.priority >= self._background_priority:
             if self._queue.counts[0] or not self._has_background_room(choice.target, now):
-                return self._enqueue(live, choice, now)
+                return self._enqueue(active, choice, now)
         elif (
             may_queue
             and self._queues_when_busy
             and (choice.wait_s > queue.enqueue_above_s or (queued_ahead_s is None and choice.queued_ahead_s))
         ):
-            return self._enqueue(live, choice, now)  # or who has just come would pass by those who wait for that worker
+            return self._enqueue(
+                active, choice, now
+            )  # or who has just come would pass by those who wait for that worker
         if len(self._queue):
             if queue.fair:
-                self._queue.charge(self._queue_position(live), choice.charge_s / request.share)
+                self._queue.charge(self._queue_position(active), choice.charge_s / request.share)
             self._queue.remove(request.request_id)
-        return self._commit(live, choice, now)
+        return self._commit(active, choice, now)
 
-    def _check_ttft_limit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
+    def _check_ttft_limit(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
-        request, config = live.request, self.config.queue
+        request, config = active.request, self.config.queue
         limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
-        left_s = min(limits) - (now - live.arrived_s)
+        left_s = min(limits) - (now - active.arrived_s)
         if choice.cost.terms(choice.winner, 0).ttft_s <= left_s:
             return None
         soonest, ttft_s = choice.earliest()
@@ -405,21 +412,21 @@ class RouterCore:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
 
-    def _queue_position(self, live: ActiveRequest) -> QueuePosition:
-        request = live.request
+    def _queue_position(self, active: ActiveRequest) -> QueuePosition:
+        request = active.request
         background = request.priority >= self._background_priority
-        return QueuePosition(request.tenant, background, request.priority, live.arrived_s)
+        return QueuePosition(request.tenant, background, request.priority, active.arrived_s)
 
     def _has_background_room(self, target: Target, now: float) -> bool:
         """Whether the background may have more of it."""
-        if target.queue_s(now) > 0.0 or target.seat_s > 0.0 or target.prefills:
+        if target.queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefills:
             return False
         running = sum(name == target.name for name in self._background_targets.values())
         return running < self.config.queue.background_running
 
     def _choose(
         self,
-        live: ActiveRequest,
+        active: ActiveRequest,
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
@@ -427,30 +434,30 @@ class RouterCore:
     ) -> RoutingChoice | Refuse:
         """Price the candidates. `behind_queue`: it would have to wait behind what is queued."""
         self.tracker.advance(now)
-        candidates = self.registry.candidates(live.request, live.tried_workers)
+        candidates = self.registry.candidates(active.request, active.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if live.request.priority >= self._background_priority and behind_queue:
+        if active.request.priority >= self._background_priority and behind_queue:
             candidates = [target for target in candidates if self._has_background_room(target, now)] or candidates
         choice = self._chooser.choose(
-            live.request,
+            active.request,
             candidates,
             now,
             queued_ahead_s=queued_ahead_s,
             queued_s=self._queue.prefill_s,
-            explain=live.explain,
+            explain=active.explain,
         )
         if behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self._queue):
-            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(live)))
+            self._chooser.choose_from_queue(choice, self._queue.prefill_ahead_of(self._queue_position(active)))
         return choice
 
-    def _commit(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
+    def _commit(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
-        request = live.request
+        request = active.request
         decision = self._chooser.make_decision(
-            request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
+            request, choice, now, explain=active.explain, attempt=active.attempt, waited_s=now - active.arrived_s
         )
-        live.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
+        active.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
         target = choice.target
         self._chooser.rotate()
         self.tracker.add_request(
@@ -488,13 +495,13 @@ class RouterCore:
         return Forward(request.request_id, decision)
 
     # The queue ---------------------------------------------------------------------------------------------------
-    def _enqueue(self, live: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
-        request, config = live.request, self.config.queue
-        is_queued, position = request.request_id in self._queue, self._queue_position(live)
+    def _enqueue(self, active: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
+        request, config = active.request, self.config.queue
+        is_queued, position = request.request_id in self._queue, self._queue_position(active)
         if not is_queued and self._queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
-        deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + wait_s
+        deadline_s = request.deadline_s if request.deadline_s is not None else active.arrived_s + wait_s
         self._queue.put(
             request.request_id,
             position,
@@ -522,8 +529,8 @@ class RouterCore:
         for request_id in self._queue.next_requests(QUEUED_TRIES_MAX):
             if not self.tracker.has_free_target(config.enqueue_above_s, now):
                 break
-            live = self._active[request_id]
-            instruction = self._forget_refused(live, self._place(live, now, queued_ahead_s=queued_ahead_s))
+            active = self._active_requests[request_id]
+            instruction = self._forget_refused(active, self._place(active, now, queued_ahead_s=queued_ahead_s))
             if isinstance(instruction, Enqueue):
                 target, prefill_s = self._queue.target_of(request_id)
                 queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
@@ -531,64 +538,64 @@ class RouterCore:
                 instructions.append(instruction)
         return instructions
 
-    def _expire(self, live: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
+    def _expire(self, active: ActiveRequest, now: float, *, refuse: bool) -> Forward | Refuse:
         """A queued request's deadline came."""
-        self._queue.remove(live.request.request_id)
+        self._queue.remove(active.request.request_id)
         if refuse:
-            if live.request.deadline_s is None:  # to send it now would make all who ask for their share pay for it
-                waited_s = now - live.arrived_s
+            if active.request.deadline_s is None:  # to send it now would make all who ask for their share pay for it
+                waited_s = now - active.arrived_s
                 return self._forget_refused(
-                    live, Refuse(live.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
+                    active, Refuse(active.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s)
                 )
             message = "The request's deadline passed while it waited in the router."
-            return self._forget_refused(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
+            return self._forget_refused(active, Refuse(active.request.request_id, 503, "deadline", message, 1.0))
         self.counters["deadline_forwards"] += 1
-        instruction = self._place(live, now, may_queue=False)
+        instruction = self._place(active, now, may_queue=False)
         assert not isinstance(instruction, Enqueue)
-        return self._forget_refused(live, instruction)
+        return self._forget_refused(active, instruction)
 
     # Ends --------------------------------------------------------------------------------------------------------
-    def _retry(self, live: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
-        if live.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(live.request.tenant, live.attempt):
-            instruction = self._place(live, now)
+    def _retry(self, active: ActiveRequest, kind: FailureKind, now: float) -> Forward | Enqueue | Refuse:
+        if active.crash_suspicions < SUSPICIONS_MAX and self._retry_budget.spend(active.request.tenant, active.attempt):
+            instruction = self._place(active, now)
             if not isinstance(instruction, Refuse):
                 self.counters["retried"] += 1
                 return instruction
         return self._forget_refused(
-            live, refuse_after_failure(live.request.request_id, kind, self.registry.retry_after_s(now))
+            active, refuse_after_failure(active.request.request_id, kind, self.registry.retry_after_s(now))
         )
 
-    def _forget_refused(self, live: ActiveRequest, instruction: PlacementT) -> PlacementT:
+    def _forget_refused(self, active: ActiveRequest, instruction: PlacementT) -> PlacementT:
         """What is refused is forgotten."""
         if isinstance(instruction, Refuse):
-            self._queue.remove(live.request.request_id)
-            del self._active[live.request.request_id]
+            self._queue.remove(active.request.request_id)
+            del self._active_requests[active.request.request_id]
             self.counters["refused"] += 1
         return instruction
 
     def _continue(
-        self, live: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
+        self, active: ActiveRequest, continuation: RouteRequest, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        live.request, live.has_first_token = continuation, False
-        if live.crash_suspicions >= SUSPICIONS_MAX:
+        active.request, active.has_first_token = continuation, False
+        if active.crash_suspicions >= SUSPICIONS_MAX:
             return self._forget_refused(
-                live, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
+                active, refuse_after_failure(continuation.request_id, kind, self.registry.retry_after_s(now))
             )
-        instruction = self._forget_refused(live, self._place(live, now))
+        instruction = self._forget_refused(active, self._place(active, now))
         self.counters["continued"] += not isinstance(instruction, Refuse)
         return instruction
 
     def _end_attempt(
-        self, live: ActiveRequest, now: float, *, is_computed: bool, reported_cached: int | None = None
+        self, active: ActiveRequest, now: float, *, is_computed: bool, reported_cached: int | None = None
     ) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
-        request = live.request
+        request = active.request
         self._background_targets.pop(request.request_id, None)
         self.tracker.end_request(request.request_id, now, is_computed=is_computed, reported_cached=reported_cached)
         over = request.session if request.is_final else None
         self.cache_state.end_request(request.request_id, now, is_computed=is_computed, ended_session=over)
-        worker = self.workers.get(live.decision.worker) if live.decision is not None else None
-        if worker is not None and worker.probe == live.request.request_id:
+        worker = self.workers.get(active.decision.worker) if active.decision is not None else None
+        if worker is not None and worker.probe == active.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
             self.registry.refresh()
 
@@ -615,23 +622,23 @@ class RouterCore:
         counters = dict(self.counters)
         if self._chooser.custom_policy is not None:
             counters["policy_failed"] = self._chooser.custom_policy.failures
-        return CoreSnapshot(rows, len(self._queue), len(self._active) - len(self._queue), counters)
+        return CoreSnapshot(rows, len(self._queue), len(self._active_requests) - len(self._queue), counters)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests after every stimulus."""
         self.tracker.check_invariants()
         self._queue.check_invariants()
-        for request_id, live in self._active.items():
+        for request_id, active in self._active_requests.items():
             is_queued, is_in_flight = request_id in self._queue, request_id in self.tracker.requests
-            assert is_queued == (live.decision is None) == (not is_in_flight), (
-                f"{request_id}: {is_queued=}, {is_in_flight=}, {live.decision}"
+            assert is_queued == (active.decision is None) == (not is_in_flight), (
+                f"{request_id}: {is_queued=}, {is_in_flight=}, {active.decision}"
             )
-        assert set(self.tracker.requests) <= set(self._active)
-        assert set(self._background_targets) <= set(self._active)
+        assert set(self.tracker.requests) <= set(self._active_requests)
+        assert set(self._background_targets) <= set(self._active_requests)
         self.cache_state.check_invariants(set(self.tracker.requests))
 
 
-def _is_of_worker(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
+def _is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
     """Whether a failure counts for the worker's health: no client may choose that. A whole answer takes as long as its
     client wants; of a stream that is silent, the worker is to blame where it answered nobody else meanwhile."""
     if kind in (FailureKind.TIMEOUT, FailureKind.STALLED):

@@ -135,14 +135,14 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     congestion: float
     decode_requests: int
     ttft_s: float
-    """The prediction: slowdown * (Q + queued ahead + P) + step wait + seat + memory + load."""
+    """The prediction: slowdown * (Q + queued ahead + P) + step wait + slot wait + memory wait + tier load."""
     cost: float
     """The price; the lowest wins."""
     output_tokens: float = 0.0
     """What is expected of the answer."""
-    seat_s: float = 0.0
-    """Wait for a seat, where all are taken."""
-    memory_s: float = 0.0
+    slot_wait_s: float = 0.0
+    """Wait for a sequence slot (max_num_seqs), where all are taken."""
+    memory_wait_s: float = 0.0
     """Wait for KV memory, where running requests hold too much of it."""
     decode_s: float = 0.0
     """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""

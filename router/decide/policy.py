@@ -61,10 +61,10 @@ class KvCost:
     `cached_tokens[i]` is h of `targets[i]` in tokens; `tier_load_s[i]` its load seconds, or `tier_load_s` is None where
     all are zero; `queued_ahead_s[i]` seconds of prefill that the router has queued for it and will send before this
     prompt, or None; `pressure_s[i]` seconds that will be computed again for want of room there, or None where there is
-    room everywhere; `memory_s[i]` the wait for KV memory, where there is one; `queued_s` seconds of prefill that the
-    router has queued in all: they wait like what the targets were sent; `shared_prefix_tokens` is the beginning that
-    running requests have in common with this one, `shared_discount` the part of its prefill that is laid to others;
-    `pool`: what the targets are the shortlist of."""
+    room everywhere; `memory_wait_s[i]` the wait for KV memory, where there is one; `queued_s` seconds of prefill that
+    the router has queued in all: they wait like what the targets were sent; `shared_prefix_tokens` is the beginning
+    that running requests have in common with this one, `shared_discount` the part of its prefill that is laid to
+    others; `pool`: what the targets are the shortlist of."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KvCost:
         self.tier_load_s = tier_load_s
         self.queued_ahead_s: Sequence[float] | None = None
         self.pressure_s: Sequence[float] | None = None
-        self.memory_s: dict[int, float] = {}
+        self.memory_wait_s: dict[int, float] = {}
         self.shared_prefix_tokens, self.shared_discount = 0, 0.0
         self.media_candidate, self.media_cached_tokens = -1, 0
         """Where the conversation was before, and what it is taken to have there."""
@@ -134,7 +134,7 @@ class KvCost:
             self.pressure_s,
             self.step_waits,
         )
-        square, expected_tokens, memory_s = length * length, self.expected_tokens, self.memory_s
+        square, expected_tokens, memory_wait_s = length * length, self.expected_tokens, self.memory_wait_s
         lowest, ties = float("inf"), []
         shared_prefix, shared_discount = self.shared_prefix_tokens, self.shared_discount
         mean_context = length + 0.5 * expected_tokens
@@ -167,9 +167,9 @@ class KvCost:
                         overlap_tokens *= 2.0 * mean_remaining / (mean_remaining + expected_tokens)
                     decode_s += overlap_tokens * (target.shared_step_s + sharers * context_s)
                 cost += decode_weight * decode_s
-            cost += target.seat_s + stall_s + step_waits[i]
-            if memory_s:
-                cost += memory_s.get(i, 0.0)
+            cost += target.slot_wait_s + stall_s + step_waits[i]
+            if memory_wait_s:
+                cost += memory_wait_s.get(i, 0.0)
             if tier_load_s is not None:
                 cost += tier_load_s[i]
             if pressure_s is not None:
@@ -233,10 +233,10 @@ class KvCost:
             queue_s + overtaking_s + queued_ahead_s + (1.0 + self.congestion) * (prefill_s - shared_s)
         )
         cost += config.utilisation_weight * utilisation + tier_load_s + pressure_s
-        seat_s, memory_s = target.seat_s, self.memory_s.get(i, 0.0)
+        slot_wait_s, memory_wait_s = target.slot_wait_s, self.memory_wait_s.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
         step_wait_s = self.step_waits[i]
-        cost += seat_s + memory_s + step_wait_s + config.decode_weight * (decode_s + stall_s)
+        cost += slot_wait_s + memory_wait_s + step_wait_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
             cached_tokens=self.cached_tokens[i],
@@ -253,8 +253,8 @@ class KvCost:
             congestion=self.congestion,
             decode_requests=decoding,
             output_tokens=self.expected_tokens,
-            seat_s=seat_s,
-            memory_s=memory_s,
+            slot_wait_s=slot_wait_s,
+            memory_wait_s=memory_wait_s,
             decode_s=decode_s,
             step_wait_s=step_wait_s,
             shared_s=shared_s,
@@ -264,8 +264,8 @@ class KvCost:
             else 0,
             ttft_s=target.slowdown * (queue_s + queued_ahead_s + prefill_s)
             + step_wait_s
-            + seat_s
-            + memory_s
+            + slot_wait_s
+            + memory_wait_s
             + tier_load_s,
             cost=cost,
         )

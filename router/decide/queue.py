@@ -172,12 +172,12 @@ class RequestQueue:
         self._arrivals += 1
         self._add_prefill(is_background, prefill_s)
         self.counts[is_background] += 1
-        queued = _QueuedRequest(
+        request = _QueuedRequest(
             key, self._line_name(position), is_background, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
         )
-        self._requests[request_id] = queued
+        self._requests[request_id] = request
         heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._lines[is_background].setdefault(queued.line_name, []), (key, request_id))
+        bisect.insort(self._lines[is_background].setdefault(request.line_name, []), (key, request_id))
 
     def remove(self, request_id: str) -> bool:
         """Take it out, wherever it goes; False where it was not queued."""
@@ -193,7 +193,7 @@ class RequestQueue:
         if not self.counts[0]:
             self.prefill_s = 0.0  # so that rounding never accumulates
         if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [(queued.deadline_s, queued_id) for queued_id, queued in self._requests.items()]
+            self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
             heapq.heapify(self._deadlines)
         return True
 
@@ -253,15 +253,15 @@ class RequestQueue:
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""
-        expired: dict[str, bool] = {}
+        refuse_by_id: dict[str, bool] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request is not None and request.deadline_s == deadline_s:
-                expired[request_id] = (
+                refuse_by_id[request_id] = (
                     request.refuse_at_deadline
                 )  # a request that came back to the queue stands here twice
-        return list(expired.items())
+        return list(refuse_by_id.items())
 
     def next_deadline(self) -> float:
         """Earliest time at which `due` may find something."""

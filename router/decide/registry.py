@@ -126,7 +126,7 @@ class WorkerRegistry:
         """Whether any worker, in whatever state, is known to serve it."""
         return model in self.models() or bool(self._workers_serving(model))
 
-    def serves(self, model: str, worker_id: str | None = None) -> bool:
+    def is_served(self, model: str, worker_id: str | None = None) -> bool:
         """Whether somebody, or this worker, takes requests for it now."""
         if worker_id is not None:
             worker = self.workers.get(worker_id)
@@ -134,7 +134,7 @@ class WorkerRegistry:
         key = (model, None)
         return bool((self._pools.get(key) or self._build_pool(key))[0])
 
-    def is_ours(self, model: str) -> bool:
+    def is_blockcast(self, model: str) -> bool:
         """Whether all who serve it are this project's engines."""
         return all(worker.spec.engine == BLOCKCAST for worker in self._workers_serving(model))
 
@@ -331,14 +331,14 @@ class CoreSnapshot:
     """Everything `/workers` and `/metrics` show of the core."""
 
     workers: list[WorkerSnapshot]
-    queued: int
+    queued_requests: int
     in_flight: int
     counters: dict[str, int]
 
 
 def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service, peer, reported, external = (
+    service, peer, reported_load, external = (
         target.service,
         target.peer_load,
         target.reported_load,
@@ -357,7 +357,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         decoding=target.decode_requests,
         peer_prefilling=(peer.prefill_requests if peer else 0) - (external.prefill_requests if external else 0),
         peer_decoding=(peer.decode_requests if peer else 0) - (external.decode_requests if external else 0),
-        engine_load=reported.latest if reported is not None else None,
+        engine_load=reported_load.latest if reported_load is not None else None,
         external_requests=external.prefill_requests + external.decode_requests if external else 0,
         cache_tokens=target.capacity_tokens,
         prefill_order="shortest" if target.shortest_first else "arrival",

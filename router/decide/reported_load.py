@@ -92,7 +92,14 @@ class ReportedLoad:
         )
 
     def update(
-        self, load: EngineLoad | None, now: float, *, in_flight: int, seats: int, kv_tokens: int, capacity: int | None
+        self,
+        load: EngineLoad | None,
+        now: float,
+        *,
+        in_flight: int,
+        max_num_seqs: int,
+        kv_tokens: int,
+        capacity: int | None,
     ) -> None:
         """It was looked at (`load` is None: in vain). `in_flight`: the most requests that it may have had of ours
         meanwhile; `kv_tokens`: what those hold."""
@@ -110,10 +117,10 @@ class ReportedLoad:
         external_tokens = 0
         if capacity is not None and load.usage is not None:
             external_tokens = max(int((load.usage - USAGE_TOLERANCE) * capacity) - kv_tokens, 0)
-        # Nobody runs more than his seats: who says so is taken to be full.
+        # No engine runs more than max_num_seqs: one that says so is taken to be full.
         external = ExternalLoad(
-            min(external_requests - waiting, max(seats - min(in_flight, seats), 0)),
-            min(waiting, 2 * seats),
+            min(external_requests - waiting, max(max_num_seqs - min(in_flight, max_num_seqs), 0)),
+            min(waiting, 2 * max_num_seqs),
             external_tokens,
         )
         is_new = not self.external

@@ -72,7 +72,7 @@ class LoadOrder:
 
     def rebuild(self, factor: float) -> None:
         """Place all anew: as at first, or after the scale of utilisation changed."""
-        self._changed: set[HolderId] = set()
+        self._changed_holders: set[HolderId] = set()
         self._order = sorted((self._sort_key(target, factor), holder) for holder, target in self.targets.items())
         # An array, which the index reads as it is.
         self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._order]))
@@ -85,7 +85,7 @@ class LoadOrder:
     def mark_changed(self, target: Target) -> None:
         """Its load changed."""
         if target.holder in self.targets:
-            self._changed.add(target.holder)
+            self._changed_holders.add(target.holder)
 
     def record_request(self, prompt_tokens: int, computed_tokens: int, answer_tokens: float) -> None:
         """What a request of this pool is, where it goes."""
@@ -100,9 +100,9 @@ class LoadOrder:
         if not self._mean_request.is_near(self.typical):
             self.typical = replace(self._mean_request)
             self.rebuild(factor)
-        for holder in self._changed:
+        for holder in self._changed_holders:
             self._reposition(holder, factor)
-        self._changed.clear()
+        self._changed_holders.clear()
         for _ in range(REPOSITIONED):
             self._reposition(self._rotation[self._rotation_index].holder, factor)
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
@@ -134,7 +134,7 @@ class LoadOrder:
         if target.shortest_first:
             before_s, overtaken_count = target.shortest_first_place(prefill_s, wait_s)
             wait_s = before_s + overtaken_count * prefill_s
-        key = target.slowdown * (wait_s + prefill_s) + target.seat_s
+        key = target.slowdown * (wait_s + prefill_s) + target.slot_wait_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.concurrent_requests:
             key += 0.5 * target.step_s

@@ -28,12 +28,12 @@ _SORTED_MAX: Final = 128
 """Of those without a first token, the oldest, that are put in their order whenever one comes or goes."""
 _REMAINING_SHARE_MIN: Final = 0.05
 """Of a P that should be done, where others went first meanwhile."""
-SEATS_PRIOR: Final = 256
+MAX_NUM_SEQS_PRIOR: Final = 256
 """Of an engine of which that is not known; vLLM's default."""
 REMAINING_TOKENS_PRIOR: Final = 256.0
 """Tokens still to come of requests of others, before there were any of ours."""
-SEAT_WAIT_RATIO, SEAT_VOTES = 4.0, 8
-"""So many times the expected wait is one for a seat, if so many in a row agree."""
+SLOT_WAIT_RATIO, SLOT_VOTES = 4.0, 8
+"""So many times the expected wait is one for a slot, if so many in a row agree."""
 
 
 class RequestPhase(enum.Enum):
@@ -43,7 +43,7 @@ class RequestPhase(enum.Enum):
     DECODE = 1
 
 
-class InFlight(msgspec.Struct, eq=False, kw_only=True):
+class InFlightRequest(msgspec.Struct, eq=False, kw_only=True):
     """One routed request."""
 
     request_id: str
@@ -55,7 +55,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     expected_tokens: float
     """Of its answer, as guessed when it was routed."""
     expected_s: float
-    """Until its first token, as predicted then, had it a seat."""
+    """Until its first token, as predicted then, had it a slot."""
     prefill_s: float
     routed_s: float
     stream: bool
@@ -153,7 +153,7 @@ class Target:
     """Share of the time that an overdue prefill has taken: what is taken to be left of the prefill."""
     tier_load_speed: TierLoadSpeed = field(default_factory=TierLoadSpeed)
     name: str = ""
-    prefills: dict[str, InFlight] = field(default_factory=dict)
+    prefills: dict[str, InFlightRequest] = field(default_factory=dict)
     """Routed and without a first token, in the order of routing."""
     prefill_s: float = 0.0
     head_since_s: float = -math.inf
@@ -178,9 +178,9 @@ class Target:
     shared_tokens: int = 0
     free_tokens: float = math.inf
     """Of the cache, what running requests leave."""
-    seats: int = SEATS_PRIOR
+    max_num_seqs: int = MAX_NUM_SEQS_PRIOR
     """Sequences that run at once: told, or learned, or as many as is usual."""
-    has_reported_seats: bool = False
+    has_reported_max_num_seqs: bool = False
     shortest_first: bool = False
     """Of `prefills`, who has the least left is computed first; else in their order."""
     remaining_s: list[float] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Target:
     those that came first, each of which stands for `each` of all."""
     remaining_sums: list[float] = field(default_factory=lambda: [0.0])
     queue_scale: float = 1.0
-    first_in_queue: InFlight | None = None
+    first_in_queue: InFlightRequest | None = None
     """Of those."""
     first_since_s: float = -math.inf
     """When it became the first."""
@@ -196,12 +196,12 @@ class Target:
     """Requests, ever."""
     last_answered_number: int = -1
     """The latest of them that has its first token."""
-    seat_s: float = 0.0
-    """How long one more request would wait for a seat: as many have to end as are too many."""
+    slot_wait_s: float = 0.0
+    """How long one more request would wait for a slot: as many have to end as are too many."""
     ended_s: float = -math.inf
     """When a request last ended here."""
-    seat_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SEAT_VOTES))
-    """How many decoded beside the last requests that seemed to wait for a seat."""
+    slot_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
+    """How many decoded beside the last requests that seemed to wait for a slot."""
     work_totals: WorkTotals = field(default_factory=WorkTotals)
     steps_observed_s: float = -math.inf
     slowdown: float = 1.0
@@ -285,8 +285,8 @@ class Target:
         self.slowdown = 1.0 + self.step_s / self.step_prefill_s
         if self.requests:
             self.mean_remaining_tokens = self.remaining_tokens / self.requests
-        over = self.concurrent_requests + 1 - self.seats
-        self.seat_s = self.drain_seconds(over / self.seats) if over > 0 else 0.0
+        over = self.concurrent_requests + 1 - self.max_num_seqs
+        self.slot_wait_s = self.drain_seconds(over / self.max_num_seqs) if over > 0 else 0.0
         self.shared_step_s = 2.0 * self.decode_request_s * self.concurrent_requests
         self.shared_step_s += self.decode_context_s * (context + self.pending_tokens)
         self.free_tokens = math.inf
@@ -351,12 +351,12 @@ class Target:
         return (now - self.busy_since_s) / (self.slowdown * self.oldest_prefill_s + self.lead_share * self.step_s)
 
     def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
-        """Until such a prompt has its first token: what waits, a step and a half, seats and memory."""
+        """Until such a prompt has its first token: what waits, a step and a half, slots and memory."""
         prefill_s = self.prefill_seconds(prompt_tokens, cached_tokens)
         seconds = self.slowdown * (self.seconds_before(prefill_s, now) + prefill_s)
         over = prompt_tokens - cached_tokens - self.free_tokens
-        memory_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
-        return seconds + 1.5 * self.step_s + self.seat_s + memory_s
+        memory_wait_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
+        return seconds + 1.5 * self.step_s + self.slot_wait_s + memory_wait_s
 
     def step_wait_seconds(self, now: float) -> float:
         """Until the step that runs ends, and another may begin with a new prompt: what is left of it if it was seen to
@@ -386,18 +386,18 @@ class Target:
 
     def record_wait(self, waited_s: float, expected_s: float, now: float) -> None:
         """A request got its first token after so long. Where one after the other waits far longer than its prefill
-        takes, and then begins just as another ends, always beside as many others: those are the seats."""
-        if self.has_reported_seats:
+        takes, and then begins just as another ends, always beside as many others: those are all slots."""
+        if self.has_reported_max_num_seqs:
             return
-        if self.decode_requests > self.seats:
-            self.seats = max(SEATS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
-            self.seat_votes.clear()
-        if waited_s > SEAT_WAIT_RATIO * expected_s + 1.0 and now - self.ended_s < 0.1 + 3.0 * self.step_s:
-            votes = self.seat_votes
+        if self.decode_requests > self.max_num_seqs:
+            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
+            self.slot_votes.clear()
+        if waited_s > SLOT_WAIT_RATIO * expected_s + 1.0 and now - self.ended_s < 0.1 + 3.0 * self.step_s:
+            votes = self.slot_votes
             votes.append(self.decode_requests)
             votes_max = max(votes)
-            if len(votes) == SEAT_VOTES and votes_max - min(votes) <= max(1, votes_max // 32):
-                self.seats = votes_max
+            if len(votes) == SLOT_VOTES and votes_max - min(votes) <= max(1, votes_max // 32):
+                self.max_num_seqs = votes_max
 
     def drain_seconds(self, share: float) -> float:
         """Until such a share (1: all) of what runs here has ended."""
@@ -476,7 +476,7 @@ class Target:
 
     def _sort_by_remaining(self) -> tuple[float, float]:
         """Put those without a first token in the order of what is left of them: (that of the first, since when)."""
-        flights = sorted(itertools.islice(self.prefills.values(), _SORTED_MAX), key=InFlight.remaining_prefill_s)
+        flights = sorted(itertools.islice(self.prefills.values(), _SORTED_MAX), key=InFlightRequest.remaining_prefill_s)
         self.first_in_queue = flights[0] if flights else None
         self.remaining_s = [flight.remaining_prefill_s() for flight in flights]
         self.remaining_sums = list(itertools.accumulate(self.remaining_s, initial=0.0))

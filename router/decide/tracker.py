@@ -21,7 +21,7 @@ from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.reported_load import MISMATCHES_MAX, EngineLoad, LoadExpectation, ReportedLoad
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeeds
-from router.decide.target import InFlight, PeerLoad, PrefillInterval, RequestPhase, Target, merge_loads
+from router.decide.target import InFlightRequest, PeerLoad, PrefillInterval, RequestPhase, Target, merge_loads
 from router.index.protocol import HolderId
 
 _SAME_STEP_S: Final = 0.004
@@ -51,7 +51,7 @@ class LoadTracker:
         self._speeds: dict[str, PoolSpeeds] = {}
         """pool -> what was learned of its targets; as many as models were ever served."""
         self.targets: dict[str, Target] = {}
-        self.requests: dict[str, InFlight] = {}
+        self.requests: dict[str, InFlightRequest] = {}
         self._epoch_s: float | None = None
         self._estimates: list[tuple[float, str]] = []
         """Heap of (estimated first token, request) of requests that do not stream."""
@@ -93,13 +93,13 @@ class LoadTracker:
         now: float,
         expected_tokens: float = 0.0,
         tier_load_s: float = 0.0,
-    ) -> InFlight:
+    ) -> InFlightRequest:
         """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `tier_load_s`:
         to fetch what lies on slower tiers, by the configured rates."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
         target.note_queue_progress(now)
-        flight = InFlight(
+        flight = InFlightRequest(
             request_id=request_id,
             target=target,
             number=target.sent_requests,
@@ -132,7 +132,7 @@ class LoadTracker:
         target.arrivals_scaled += growth / window
         return flight
 
-    def record_first_token(self, request_id: str, now: float) -> InFlight | None:
+    def record_first_token(self, request_id: str, now: float) -> InFlightRequest | None:
         """PREFILL -> DECODE, seen; None where the request is unknown or already decoding."""
         flight = self.requests.get(request_id)
         if flight is None or flight.phase is RequestPhase.DECODE:
@@ -236,7 +236,7 @@ class LoadTracker:
         if ratios:
             self._update_models(next(iter(targets.values())), speeds.raise_prior(ratios))
 
-    def _start_decode(self, flight: InFlight, now: float) -> None:
+    def _start_decode(self, flight: InFlightRequest, now: float) -> None:
         target = flight.target
         self._mark_changed(target)
         target.note_queue_progress(now)
@@ -255,7 +255,7 @@ class LoadTracker:
         target.refresh()
         target.refresh_queue()
 
-    def _leave_prefill(self, flight: InFlight) -> bool:
+    def _leave_prefill(self, flight: InFlightRequest) -> bool:
         """Take a request's P off; True where it was the oldest."""
         target = flight.target
         was_oldest = next(iter(target.prefills)) == flight.request_id
@@ -293,7 +293,7 @@ class LoadTracker:
         return self._epoch_s
 
     # Learning ----------------------------------------------------------------------------------------------------
-    def _observe_first_token(self, flight: InFlight, now: float) -> None:
+    def _observe_first_token(self, flight: InFlightRequest, now: float) -> None:
         """Time from when the worker turned to this request until its first token: one observation, or part of one."""
         if not flight.stream:
             return
@@ -352,7 +352,7 @@ class LoadTracker:
         self._observe_steps(flight, (counted_tokens or output_tokens) - flight.observed_output_tokens, now)
         return output_tokens
 
-    def _observe_steps(self, flight: InFlight, steps: int, now: float) -> None:
+    def _observe_steps(self, flight: InFlightRequest, steps: int, now: float) -> None:
         """Since a stream was last looked at it took so many steps, in which its target also prefilled what had its
         first token meanwhile: an observation of what steps take."""
         target, start = flight.target, flight.decode_start
@@ -390,7 +390,7 @@ class LoadTracker:
         names, interval.sample = target.speeds.observe(target.name, interval.to_observation(target.service.step_tokens))
         self._update_models(target, names)
 
-    def _correct_observation(self, flight: InFlight, interval: PrefillInterval, reported_cached: int) -> None:
+    def _correct_observation(self, flight: InFlightRequest, interval: PrefillInterval, reported_cached: int) -> None:
         """The engine reused another part of the prompt than was predicted."""
         cached_tokens = min(max(reported_cached, 0), flight.prompt_tokens)
         if abs(cached_tokens - flight.cached_tokens) < CORRECTION_TOKENS_MIN:
@@ -433,10 +433,10 @@ class LoadTracker:
         """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
         about targets that are known only: of the rest a full message will tell."""
         previous = self._peer_loads.pop(router, {})
-        retained = {} if full else previous
-        merged = {**retained, **{name: load for name, load in loads.items() if full or name in self.targets}}
-        if merged:
-            self._peer_loads[router] = merged
+        other_loads = {} if full else previous
+        new_loads = {**other_loads, **{name: load for name, load in loads.items() if full or name in self.targets}}
+        if new_loads:
+            self._peer_loads[router] = new_loads
         for name in (previous.keys() if full else set()) | loads.keys():
             if name in self.targets:
                 self._update_peer_load(self.targets[name])
@@ -447,30 +447,35 @@ class LoadTracker:
         target = self.targets.get(name)
         if target is None or (load is None and target.reported_load is None):
             return
-        reported = target.reported_load = target.reported_load or ReportedLoad()
-        previous, in_flight = reported.trusted_external, max(in_flight, target.requests)
+        reported_load = target.reported_load = target.reported_load or ReportedLoad()
+        previous, in_flight = reported_load.trusted_external, max(in_flight, target.requests)
         kv_tokens = target.context_tokens + target.pending_tokens - target.shared_tokens
         for peer_loads in self._peer_loads.values():
             if (peer := peer_loads.get(name)) is not None:
                 in_flight += peer.decode_requests + peer.prefill_requests
                 kv_tokens += peer.decode_context
-        reported.update(
-            load, now, in_flight=in_flight, seats=target.seats, kv_tokens=kv_tokens, capacity=target.capacity_tokens
+        reported_load.update(
+            load,
+            now,
+            in_flight=in_flight,
+            max_num_seqs=target.max_num_seqs,
+            kv_tokens=kv_tokens,
+            capacity=target.capacity_tokens,
         )
-        if reported.trusted_external != previous:
+        if reported_load.trusted_external != previous:
             target.update_totals(now)
             self._update_peer_load(target)
 
-    def _expect_wait(self, flight: InFlight, reported: ReportedLoad, now: float) -> LoadExpectation:
+    def _expect_wait(self, flight: InFlightRequest, reported_load: ReportedLoad, now: float) -> LoadExpectation:
         """What is to be expected where the report is true, and where it is not."""
-        target, mismatches = flight.target, reported.mismatches
-        reported.start_test(now)
+        target, mismatches = flight.target, reported_load.mismatches
+        reported_load.start_test(now)
         expected = []
-        for reported.mismatches in (MISMATCHES_MAX, 0):
+        for reported_load.mismatches in (MISMATCHES_MAX, 0):
             self._update_peer_load(target)
             first_s = target.first_token_seconds(flight.prompt_tokens, flight.cached_tokens, now)
             expected.append((first_s, target.step_s))
-        reported.mismatches = mismatches
+        reported_load.mismatches = mismatches
         self._update_peer_load(target)
         (own_only_s, step_s), (with_external_s, longer_s) = expected
         return LoadExpectation(own_only_s, with_external_s, longer_s - step_s)

@@ -154,7 +154,7 @@ class Watchdog:
             deviations = window.deviations[name]
             wrong_total, compared_total = (
                 sum(wrong for wrong, _ in deviations),
-                sum(compared for _, compared in deviations),
+                sum(compared_tokens for _, compared_tokens in deviations),
             )
             if len(deviations) >= REQUESTS_MIN and wrong_total > share * compared_total:
                 alarms.append(

@@ -67,7 +67,7 @@ class WorkerSpec:
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""
     host_tokens: int | None = None
     """Of host memory under it, whose blocks its events tell of as well."""
-    seats: int | None = None
+    max_num_seqs: int | None = None
     """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
     block_size: int | None = None
     shortest_first: bool = False

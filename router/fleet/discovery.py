@@ -252,7 +252,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         cache_view=CacheView.EVENTS if facts.sources else CacheView.APPROXIMATE,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
         host_tokens=facts.host_tokens,
-        seats=flag.seats,
+        max_num_seqs=flag.seats,
         block_size=facts.block_size,
         shortest_first=facts.shortest_first if flag.shortest_first is None else flag.shortest_first,
     )

@@ -96,7 +96,7 @@ class Pick(Exchange):
         if caller.hint is not None:
             route.allowed_workers = picking.endpoints.workers(caller.hint)
         if not caller.sees_answer:
-            route.stream = route.stream and self._proxy.core.registry.is_ours(route.model)
+            route.stream = route.stream and self._proxy.core.registry.is_blockcast(route.model)
 
     def forward(self, decision: Decision) -> None:
         """Tell Envoy where to; once."""

@@ -117,7 +117,7 @@ class Recorder:
         named = {seen.worker for seen in self.seen}
         specs = [worker.spec for worker in self.core.workers.values()]
         engines = [
-            Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.seats, s.shortest_first)
+            Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.max_num_seqs, s.shortest_first)
             for s in specs
         ]
         gone = named - {engine.name for engine in engines}

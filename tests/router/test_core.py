@@ -701,7 +701,7 @@ class Books(RuleBasedStateMachine):
             assert (target.requests, target.decode_requests, target.context_tokens) == (0, 0, 0)
             assert target.prefill_s == 0.0
         snapshot = self.core.snapshot(self.now + 10.0)
-        assert (snapshot.queued, snapshot.in_flight) == (0, 0)
+        assert (snapshot.queued_requests, snapshot.in_flight) == (0, 0)
 
 
 TestBooks = Books.TestCase

@@ -258,8 +258,8 @@ def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
         ids = [77] * 2500
         decision = core.explain(RouteRequest("x", "m", SCOPE, ids, len(ids)), 2.0)
         terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
-        assert (terms["w0"].memory_s > 0.0) == waits
-        assert terms["w1"].memory_s == 0.0
+        assert (terms["w0"].memory_wait_s > 0.0) == waits
+        assert terms["w1"].memory_wait_s == 0.0
 
 
 def test_room_comes_when_a_request_ends_whole() -> None:
@@ -272,8 +272,8 @@ def test_room_comes_when_a_request_ends_whole() -> None:
             core.record_first_token(f"r{i}", 1.0)
         decision = core.explain(RouteRequest("x", "m", SCOPE, [77] * length, length), 2.0)
         terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
-        waits.append(terms["w0"].memory_s)
-        assert terms["w0"].memory_s == core.tracker.targets["w0"].drain_seconds(0.5)
+        waits.append(terms["w0"].memory_wait_s)
+        assert terms["w0"].memory_wait_s == core.tracker.targets["w0"].drain_seconds(0.5)
     assert waits[0] == waits[1] > 0.0
 
 
@@ -340,7 +340,7 @@ def test_nobody_waits_for_a_seat_while_another_worker_has_one(told: bool) -> Non
     core, seats = pool(4), {"w0": 8, "w1": 64, "w2": 64, "w3": 64}
     if told:
         model = (ServedModel("m", "m"),)
-        core.add_worker(WorkerSpec("w0", "http://w0", models=model, seats=8), 0.0)
+        core.add_worker(WorkerSpec("w0", "http://w0", models=model, max_num_seqs=8), 0.0)
     waited = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
-    assert core.tracker.targets["w0"].seats == 8
+    assert core.tracker.targets["w0"].max_num_seqs == 8
     assert sum(waited.values()) <= 5, waited

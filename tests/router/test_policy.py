@@ -137,20 +137,20 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
 def test_all_seats_taken_is_a_wait() -> None:
     """Two seats, both taken by answers of which 100 tokens are to come: a third waits for half of what runs to end."""
     tracker, targets = tracker_of(2)
-    targets[0].seats = 2
+    targets[0].max_num_seqs = 2
     for k in range(2):
         tracker.add_request(
             f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100
         )
         tracker.record_first_token(f"a{k}", 0.1)
     cost = price(tracker, targets, [8, 0], 9, 1.0)
-    seat_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
-    assert cost.terms(0, 0).seat_s == pytest.approx(seat_s)
-    assert cost.terms(0, 0).ttft_s > seat_s
-    assert cost.terms(1, 0).seat_s == 0.0
+    slot_wait_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
+    assert cost.terms(0, 0).slot_wait_s == pytest.approx(slot_wait_s)
+    assert cost.terms(0, 0).ttft_s > slot_wait_s
+    assert cost.terms(1, 0).slot_wait_s == 0.0
     assert cost.choose(0) == 1
     tracker.end_request("a0", 2.0)
-    assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).seat_s == 0.0
+    assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).slot_wait_s == 0.0
 
 
 def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:

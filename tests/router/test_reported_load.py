@@ -134,7 +134,9 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
 def hear(
     told: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
 ) -> ExternalLoad:
-    told.update(EngineLoad(running, waiting, usage), now, in_flight=sent, seats=64, kv_tokens=1000, capacity=10_000)
+    told.update(
+        EngineLoad(running, waiting, usage), now, in_flight=sent, max_num_seqs=64, kv_tokens=1000, capacity=10_000
+    )
     return told.external
 
 
@@ -153,9 +155,9 @@ def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
     told = ReportedLoad()
     hear(told, 0.0, 30)
     assert hear(told, 4.0, 30)
-    told.update(None, 8.0, in_flight=0, seats=64, kv_tokens=0, capacity=None)
+    told.update(None, 8.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
     assert told.external
-    told.update(None, 30.0, in_flight=0, seats=64, kv_tokens=0, capacity=None)
+    told.update(None, 30.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
     assert (told.external, told.latest, told.trusted_external) == (ExternalLoad(), None, None)
     assert not hear(told, 40.0, 30)
     assert hear(told, 44.0, 30)
@@ -187,7 +189,7 @@ def core_of(workers: int) -> RouterCore:
     core = RouterCore(make_index(seed=1), CoreConfig())
     for i in range(workers):
         models = (ServedModel("m", "m"),)
-        core.add_worker(WorkerSpec(f"w{i}", f"http://w{i}", models=models, seats=32, cache_tokens=50_000), 0.0)
+        core.add_worker(WorkerSpec(f"w{i}", f"http://w{i}", models=models, max_num_seqs=32, cache_tokens=50_000), 0.0)
     return core
 
 
@@ -205,7 +207,7 @@ def test_what_others_have_is_in_the_price_and_in_what_is_shown() -> None:
     cheap, dear = decision.candidates
     assert (cheap.worker, cheap.external_requests, dear.external_requests) == ("w1", 0, 40)
     assert dear.decode_requests == 32
-    assert dear.seat_s > 0.5
+    assert dear.slot_wait_s > 0.5
     assert dear.decode_s > cheap.decode_s
     rows = {row.target: row for row in core.snapshot(5.0).workers}
     assert (rows["w0"].external_requests, rows["w0"].peer_decoding, rows["w0"].engine_load) == (
