@@ -51,16 +51,20 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
     if exchange.outcome.startswith("status_") and exchange.outcome != "status_200":
         return
     if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
-        prompt, cached = route.prompt_tokens, decision.predicted_cached_tokens
-        output = exchange.progress.reads if route.stream else 0
+        prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
+        output_tokens = exchange.progress.reads if route.stream else 0
     else:
-        prompt, cached, output = usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens
+        prompt_tokens, cached_tokens, output_tokens = (
+            usage.prompt_tokens,
+            usage.cached_tokens or 0,
+            usage.completion_tokens,
+        )
     key, tokens = exchange.client.party, metrics.key_tokens
     metrics.key_requests[key] += 1
-    tokens[key, "prompt"] += prompt
-    tokens[key, "cached"] += cached
-    tokens[key, "computed"] += max(0, prompt - cached)
-    tokens[key, "output"] += output
+    tokens[key, "prompt"] += prompt_tokens
+    tokens[key, "cached"] += cached_tokens
+    tokens[key, "computed"] += max(0, prompt_tokens - cached_tokens)
+    tokens[key, "output"] += output_tokens
 
 
 def log_state(worker: Worker, before: WorkerState | None) -> None:

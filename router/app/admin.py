@@ -64,8 +64,8 @@ class _NewWorker(Struct, forbid_unknown_fields=True):
     block_size: _Positive | UnsetType = UNSET
 
 
-class Admin:
-    """The handlers."""
+class AdminRoutes:
+    """Handlers of the router's own routes."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class Admin:
         event_faults: Callable[[], int] = lambda: 0,
         events_ignored: Callable[[], int] = lambda: 0,
         peer_messages: Callable[[], dict[str, int]] = dict,
-        synced: Callable[[str], bool] = lambda worker_id: True,
+        is_synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
         reasons: Reasons | None = None,
         aliases: Mapping[str, str] | None = None,
-        passed: Collection[str] = (),
+        forwarded_paths: Collection[str] = (),
     ) -> None:
-        """`aliases`: other names of models. `passed`: paths that are passed on to workers."""
+        """`aliases`: other names of models. `forwarded_paths`: paths that are forwarded to workers."""
         self._core = core
         self._fleet = fleet
         self._prompts = prompts
@@ -100,20 +100,20 @@ class Admin:
         self._event_faults = event_faults
         self._events_ignored = events_ignored
         self._peer_messages = peer_messages
-        self._synced = synced
+        self._is_synced = is_synced
         """Whether a worker's event streams have caught up."""
         self._ready_s = ready_s
         self._reasons = reasons
         self._aliases = aliases or {}
-        self._passed = passed
+        self._forwarded_paths = forwarded_paths
         self._version = version
-        self._knows = False
-        self._started = int(time.time())
+        self._was_ready = False
+        self._created_at = int(time.time())
         self._started_s = now()
         self.draining = False
         self.routes = Routes()
         handlers: list[tuple[str, str, Handler, bool]] = [
-            ("GET", "/", self._about, True),
+            ("GET", "/", self._describe, True),
             ("GET", "/health", self._health, True),
             ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
@@ -133,19 +133,19 @@ class Admin:
         for method, path, handler, public in handlers:
             self.routes.add(method, path, handler, public=public)
 
-    def show(self, dashboard: Dashboard) -> None:
+    def add_dashboard(self, dashboard: Dashboard) -> None:
         """Serve the dashboard."""
         self.routes.add("GET", "/dashboard", lambda *_: dashboard.page, public=True)
         self.routes.add("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
     # Handlers -----------------------------------------------------------------------------------------------------
 
-    def _about(self, request: HttpRequest, _: str) -> Answer:
+    def _describe(self, request: HttpRequest, _: str) -> Answer:
         """What answers at this address, for people and for clients that look whether anybody is there."""
         body = {
             "name": "blockcast router",
             "version": self._version,
-            "forwarded_to_workers": [*self._passed],
+            "forwarded_to_workers": [*self._forwarded_paths],
             "paths": self.routes.paths(public=True),
         }
         return Answer(msgspec.json.encode(body))
@@ -154,70 +154,70 @@ class Admin:
         states = [worker.state for worker in self._core.workers.values()]
         up = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.draining else "ok" if up else "no worker is up"
-        named = len(states) + len(self._fleet.starting_reasons())
-        body: dict[str, Any] = {"status": status, "workers": named, "workers_up": up}
+        worker_count = len(states) + len(self._fleet.starting_reasons())
+        body: dict[str, Any] = {"status": status, "workers": worker_count, "workers_up": up}
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
     def _ready(self, request: HttpRequest, _: str) -> Answer:
         """Whether requests had better be sent here than to another router."""
-        reason = self.not_ready()
+        reason = self.unready_reason()
         return Answer(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
-    def not_ready(self) -> str | None:
-        """Why not: leaving, nobody to send to, or caches that are not known yet; the last for `ready_s` at most."""
+    def unready_reason(self) -> str | None:
+        """Return why the router is not ready: draining, no worker up, or caches not known yet (`ready_s` at most)."""
         if self.draining:
             return "draining"
         up = [worker for worker in self._core.workers.values() if worker.state is WorkerState.UP]
         if not up:
             return "no worker is up"
-        if not self._knows:
+        if not self._was_ready:
             unknown = [
-                w.worker_id for w in up if w.spec.cache_view is CacheView.EVENTS and not self._synced(w.worker_id)
+                w.worker_id for w in up if w.spec.cache_view is CacheView.EVENTS and not self._is_synced(w.worker_id)
             ]
             unknown += self._fleet.starting_reasons()
             if unknown and self._now() - self._started_s < self._ready_s:
                 return f"not known yet: {', '.join(unknown[:10])}"
-            self._knows = True
+            self._was_ready = True
         return None
 
     def _models(self) -> Answer:
-        return Answer(msgspec.json.encode({"object": "list", "data": list(self._cards().values())}))
+        return Answer(msgspec.json.encode({"object": "list", "data": list(self._model_cards().values())}))
 
     def _model(self, request: HttpRequest, name: str) -> Answer:
-        card = self._cards().get(name)
+        card = self._model_cards().get(name)
         if card is None:
             raise RequestError(
                 f"model {name[:200]!r}: no worker serves it", param="model", code="model_not_found", status=404
             )
         return Answer(msgspec.json.encode(card))
 
-    def _cards(self) -> dict[str, dict[str, Any]]:
+    def _model_cards(self) -> dict[str, dict[str, Any]]:
         """Every model that some worker takes requests for, with the longest context offered."""
-        merged: dict[str, dict[str, Any]] = {}
+        cards: dict[str, dict[str, Any]] = {}
         for worker in self._core.workers.values():
             if worker.state not in (WorkerState.UP, WorkerState.PROBING, WorkerState.DRAINING):
                 continue
             for name, model in worker.models.items():
-                known = merged.setdefault(
+                card = cards.setdefault(
                     name,
                     {
                         "id": name,
                         "object": "model",
-                        "created": self._started,
+                        "created": self._created_at,
                         "owned_by": "blockcast",
                         "root": model.base,
                         "parent": model.base if model.lora else None,
                         "max_model_len": model.max_model_len,
                     },
                 )
-                if (model.max_model_len or 0) > (known["max_model_len"] or 0):
-                    known["max_model_len"] = model.max_model_len
-        for alias, named in self._aliases.items():
-            if named in merged:
-                merged[alias] = merged[named] | {"id": alias}
-        return merged
+                if (model.max_model_len or 0) > (card["max_model_len"] or 0):
+                    card["max_model_len"] = model.max_model_len
+        for alias, model_name in self._aliases.items():
+            if model_name in cards:
+                cards[alias] = cards[model_name] | {"id": alias}
+        return cards
 
     def report(self) -> Report:
         """What the parts of the router count for themselves. Brings the metrics up to date."""
@@ -235,7 +235,9 @@ class Admin:
             event_faults=self._event_faults(),
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
-            segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
+            segments={
+                model: (stats.hit_tokens, stats.miss_tokens, stats.used_bytes) for model, stats in segments.items()
+            },
         )
 
     def _render_metrics(self) -> Answer:
@@ -275,7 +277,7 @@ class Admin:
         return Answer(msgspec.json.encode(self.workers()))
 
     async def _add(self, request: HttpRequest, _: str) -> Answer:
-        settings = {key: _whole(value) for key, value in _object(request.body).items()}
+        settings = {key: _integer_of(value) for key, value in _decode_object(request.body).items()}
         try:
             msgspec.convert(settings, _NewWorker, strict=False)
             worker_id = await self._fleet.add(settings)
@@ -285,34 +287,34 @@ class Admin:
         return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
 
     async def _remove(self, request: HttpRequest, argument: str) -> Answer:
-        settings = {} if argument else _object(request.body)
+        settings = {} if argument else _decode_object(request.body)
         name = argument or str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._known(name, *self._fleet.starting_reasons())
+        worker_id = self._find_worker(name, *self._fleet.starting_reasons())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
     async def _drain(self, request: HttpRequest, argument: str) -> Answer:
         """Body, optional: `{"on": false}` to give the worker work again."""
-        on = _object(request.body).get("on", True) if request.body else True
+        on = _decode_object(request.body).get("on", True) if request.body else True
         if not isinstance(on, bool):
             raise bad_value("on", on, "true or false")
-        worker_id = self._known(argument)
+        worker_id = self._find_worker(argument)
         await self._fleet.drain(worker_id, on=on)
         log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 
-    def _known(self, name: str, *starting: str) -> str:
-        """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""
+    def _find_worker(self, name: str, *starting: str) -> str:
+        """Return the id of the worker called `name`, an id or a URL. `starting`: ids of workers never reached yet."""
         for worker_id, worker in self._core.workers.items():
             if name and name in (worker_id, worker.spec.url):
                 return worker_id
         for worker_id in starting:
             if name in (worker_id, f"http://{worker_id}"):
                 return worker_id
-        known = ", ".join([*self._core.workers, *starting])
+        names = ", ".join([*self._core.workers, *starting])
         raise RequestError(
-            f"worker {name!r}: not known, expected one of {known or 'none at all'}",
+            f"worker {name!r}: not known, expected one of {names or 'none at all'}",
             param="worker_id", code="unknown_worker", status=404,
         )  # fmt: skip
 
@@ -323,8 +325,8 @@ class Admin:
         if path and not path[0].startswith("/v1/"):
             message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(KINDS)}"
             raise RequestError(message, param="path")
-        asked, prompt = await self._request_reader.read(request, path[0] if path else None)
-        route = self._request_reader.build_route_request(asked, prompt, "explained", self._now())
+        intent, prompt = await self._request_reader.read(request, path[0] if path else None)
+        route = self._request_reader.build_route_request(intent, prompt, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
@@ -332,7 +334,7 @@ class Admin:
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
-            body["why"] = await self._reasons.explain(asked, route, decision, self._now())
+            body["why"] = await self._reasons.explain(intent, route, decision, self._now())
         return Answer(msgspec.json.encode(body))
 
     def _request(self, request: HttpRequest, argument: str) -> Answer:
@@ -343,32 +345,32 @@ class Admin:
                 if why is not None:
                     return Answer(msgspec.json.encode(shown(why)))
         raise RequestError(
-            f"request {argument[:200]!r}: {self._unknown()}", param=None, code="unknown_request", status=404
+            f"request {argument[:200]!r}: {self._why_unknown()}", param=None, code="unknown_request", status=404
         )
 
-    def _unknown(self) -> str:
-        """Why a request may not be known."""
+    def _why_unknown(self) -> str:
+        """Return why a request may not be known."""
         if self._reasons is None or not self._reasons.enabled:
             return "why prompts were not cached is not found out here (--reasons)"
         return "expected the x-request-id of one of the last that were answered with a prompt"
 
     def _watch(self, request: HttpRequest, _: str) -> Answer:
         """Compare each prompt of a session with the one before, from its next request on."""
-        session = _object(request.body).get("session")
+        session = _decode_object(request.body).get("session")
         if not isinstance(session, str) or not session:
             raise bad_value("session", session, "the name of a session, as GET /requests/ID tells it")
         if self._reasons is None or not self._reasons.enabled:
-            raise RequestError(f"session: {self._unknown()}", param=None, code="reasons_off", status=409)
+            raise RequestError(f"session: {self._why_unknown()}", param=None, code="reasons_off", status=409)
         self._reasons.watch(session)
         return Answer(msgspec.json.encode({"session": session, "watched": self._reasons.watched}))
 
 
-def _whole(value: Any) -> Any:
+def _integer_of(value: Any) -> Any:
     """In JSON 5.0 is an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _decode_object(body: bytes) -> dict[str, Any]:
     if len(body) > BODY_BYTES_MAX:
         raise RequestError(f"the body has {len(body)} bytes: expected at most {BODY_BYTES_MAX}", param=None, status=413)
     try:

@@ -37,7 +37,7 @@ Try it:
 """
 
 
-def own_version() -> str:
+def installed_version() -> str:
     """Of the installed distribution; a checkout that was not installed has none."""
     try:
         return version("blockcast")
@@ -46,7 +46,7 @@ def own_version() -> str:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(own_version(), prog_name="router")
+@click.version_option(installed_version(), prog_name="router")
 def cli() -> None:
     """A router that follows the KV cache events of the workers behind it."""
 
@@ -54,17 +54,17 @@ def cli() -> None:
 @cli.command(help=HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(SCHEMA)
-def run(urls: tuple[str, ...], **given: Any) -> None:
-    given["workers"] = (*urls, *given["workers"])
-    config: ProcessConfig = load_given(SCHEMA, given).config
+def run(urls: tuple[str, ...], **flags: Any) -> None:
+    flags["workers"] = (*urls, *flags["workers"])
+    config: ProcessConfig = load_given(SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
-    found = config.workers or config.worker_dns or config.workers_file or config.kubernetes
-    if not (found or config.admin):
+    has_workers = config.workers or config.worker_dns or config.workers_file or config.kubernetes
+    if not (has_workers or config.admin):
         log.warning("no workers yet: add them with POST /workers")
-    _guarded(lambda: run_process(config, own_version()))
+    _run_or_exit(lambda: run_process(config, installed_version()))
 
 
-def _guarded(run: Callable[[], None]) -> None:
+def _run_or_exit(run: Callable[[], None]) -> None:
     try:
         run()
     except ConfigError as error:
@@ -87,17 +87,17 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 @cli.command(help=EPP_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(EPP_SCHEMA)
-def epp(urls: tuple[str, ...], **given: Any) -> None:
+def epp(urls: tuple[str, ...], **flags: Any) -> None:
     try:
         import grpc  # noqa: F401
         import grpc_health  # noqa: F401
         from envoy.service.ext_proc.v3 import external_processor_pb2  # noqa: F401
     except ImportError as error:
         raise click.ClickException(f"router epp needs more: pip install 'blockcast[epp]' ({error})") from None
-    given["workers"] = (*urls, *given["workers"])
-    config: EppConfig = load_given(EPP_SCHEMA, given).config
+    flags["workers"] = (*urls, *flags["workers"])
+    config: EppConfig = load_given(EPP_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
-    _guarded(lambda: run_process(config, own_version()))
+    _run_or_exit(lambda: run_process(config, installed_version()))
 
 
 SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.
@@ -116,13 +116,13 @@ and what `router run` would have given: on /shadow, /shadow/report, and as the f
 @cli.command(help=SHADOW_HELP)
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @with_flags(SHADOW_SCHEMA)
-def shadow(urls: tuple[str, ...], **given: Any) -> None:
+def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     from router.app.shadow import run_shadow
 
-    given["workers"] = (*urls, *given["workers"])
-    config: ShadowProcessConfig = load_given(SHADOW_SCHEMA, given).config
+    flags["workers"] = (*urls, *flags["workers"])
+    config: ShadowProcessConfig = load_given(SHADOW_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
-    _guarded(lambda: run_shadow(config, own_version()))
+    _run_or_exit(lambda: run_shadow(config, installed_version()))
 
 
 CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,
@@ -142,11 +142,11 @@ up to six times, each answered with one token, and asks first. Ends with status 
 @click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
 @with_flags(SCHEMA)
-def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None:
+def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> None:
     from router.commands.check import Finding, check_all
 
-    given["workers"] = (*urls, *given["workers"])
-    config: ProcessConfig = load_given(SCHEMA, given).config
+    options["workers"] = (*urls, *options["workers"])
+    config: ProcessConfig = load_given(SCHEMA, options).config
     configure_logging("error", as_json=config.log_json)
     try:
         flags = config.worker_flags
@@ -168,12 +168,16 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
             mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.ok]
             click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
-    told = {"key": config.worker_api_key, "tokenizer": config.tokenizer, "chat_template": config.chat_template}
-    sys.exit(0 if asyncio.run(check_all(flags, report, **told, tls=tls)) else 1)
+    engine_options = {
+        "key": config.worker_api_key,
+        "tokenizer": config.tokenizer,
+        "chat_template": config.chat_template,
+    }
+    sys.exit(0 if asyncio.run(check_all(flags, report, **engine_options, tls=tls)) else 1)
 
 
 cli.add_command(top)
-cli.add_command(config_command(SCHEMA, ProcessConfig.verified))
+cli.add_command(config_command(SCHEMA, ProcessConfig.verify))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from router.prompting.config import PromptWorkerConfig
 from router.shadow.config import ShadowConfig
 from router.tenancy.config import SharingConfig
 
-Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
+Share = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[
     str, Meta(pattern=r"^(tcp://.+:(\d{1,5}|\*)|(ipc|inproc)://.+)$", title="ENDPOINT", examples=["tcp://*:5557"])
 ]
@@ -109,21 +109,21 @@ class ProcessConfig:
     seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),
         "How much is logged, to stderr."] = "info"
-    log_requests: Annotated[Part, Flag(),
+    log_requests: Annotated[Share, Flag(),
         "Share of requests that get a line in the log, with worker, prediction and outcome."] = 0.0
-    log_decisions: Annotated[Part, Flag(),
+    log_decisions: Annotated[Share, Flag(),
         "Share of requests whose decisions get a line with every candidate's terms, as JSON."] = 0.0
     otlp_endpoint: Annotated[Url | None, Flag(metavar="URL"),
         "Send traces there: OpenTelemetry, OTLP over HTTP, such as http://127.0.0.1:4318. [default: no traces]"] = None
-    trace_share: Annotated[Part, Flag(),
+    trace_share: Annotated[Share, Flag(),
         "Share of requests that are traced, besides those whose traceparent says so."] = 0.01
     log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
 
     def __post_init__(self) -> None:
         ids = [flag.worker_id for flag in self.worker_flags]
-        double = next((worker_id for worker_id in ids if ids.count(worker_id) > 1), None)
-        if double is not None:
-            raise ConfigError(f"worker {double} is given twice")
+        duplicate = next((worker_id for worker_id in ids if ids.count(worker_id) > 1), None)
+        if duplicate is not None:
+            raise ConfigError(f"worker {duplicate} is given twice")
         for text in self.worker_dns:
             parse_worker_flag(text)
         for text in self.kubernetes:
@@ -160,7 +160,7 @@ class ProcessConfig:
         return self.port
 
     @staticmethod
-    def verified(loaded: Loaded) -> ProcessConfig:
+    def verify(loaded: Loaded) -> ProcessConfig:
         """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
         config: ProcessConfig = loaded.config
         if config.workers_file is not None:

@@ -28,7 +28,7 @@ from router.http.connection import ClientConnection
 from router.http.routes import Answer
 from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
-BEAT_S: Final = 1.0
+UPDATE_S: Final = 1.0
 POINT_S: Final = 2.0
 POINTS_MAX: Final = 150
 DECISIONS_MAX: Final = 60
@@ -42,15 +42,15 @@ HTML: Final = b"text/html; charset=utf-8"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-def protection(page: bytes) -> tuple[Header, ...]:
+def security_headers(page: bytes) -> tuple[Header, ...]:
     """Headers that let a page run its own script and nothing else, and that let no other page show it in a frame."""
-    allowed: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
+    hashes: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
     for kind, text in _INLINE.findall(page):
-        allowed[kind].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
+        hashes[kind].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
     policy = b"; ".join(
         (
             b"default-src 'none'",
-            *(b"%b-src %b" % (kind, b" ".join(found)) for kind, found in allowed.items()),
+            *(b"%b-src %b" % (kind, b" ".join(values)) for kind, values in hashes.items()),
             b"img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         )
     )
@@ -65,10 +65,10 @@ def protection(page: bytes) -> tuple[Header, ...]:
 class Viewer:
     """One open page. Implements the Work of its connection."""
 
-    def __init__(self, connection: ClientConnection, left: Callable[[Viewer], None]) -> None:
+    def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
         self._connection = connection
-        self._left = left
-        self._paused = False
+        self._on_leave = on_leave
+        self._is_paused = False
         connection.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
             b"x-accel-buffering: no\r\nconnection: close\r\n\r\nretry: 2000\n\n"
@@ -76,29 +76,34 @@ class Viewer:
 
     def send(self, event: str, data: bytes) -> None:
         """Send one event, unless the page is behind."""
-        if not self._paused:
+        if not self._is_paused:
             self._connection.write(b"event: %b\ndata: %b\n\n" % (event.encode(), data))
 
     def client_gone(self) -> None:
-        self._left(self)
+        self._on_leave(self)
 
     def client_paused(self) -> None:
-        self._paused = True
+        self._is_paused = True
 
     def client_resumed(self) -> None:
-        self._paused = False
+        self._is_paused = False
 
 
-class _Ended:
-    """What is kept of a request, without its body and its prompt. A row is made of it where somebody looks."""
+class _RequestSummary:
+    """Summary of a request that ended, without its body and its prompt. A row is made of it when a viewer needs one."""
 
     def __init__(
-        self, exchange: Exchange, route: RouteRequest, decision: Decision, cached: int | None, at: float
+        self, exchange: Exchange, route: RouteRequest, decision: Decision, cached_tokens: int | None, ended_at: float
     ) -> None:
         first_s = exchange.first_byte_s
-        self._trace_id, self._outcome, self._at, self._cached = exchange.trace_id, exchange.outcome, at, cached
+        self._trace_id, self._outcome, self._ended_at, self._cached_tokens = (
+            exchange.trace_id,
+            exchange.outcome,
+            ended_at,
+            cached_tokens,
+        )
         self._ttft_s = None if first_s is None else first_s - exchange.started_s
-        self._model, self._stream, self._tokenized = route.model, route.stream, route.token_ids is not None
+        self._model, self._stream, self._is_tokenized = route.model, route.stream, route.token_ids is not None
         self._decision = decision
 
     @property
@@ -110,16 +115,16 @@ class _Ended:
         return {
             "id": self.name,
             "why": [[part.reason, part.tokens] for part in parts if part.reason not in NO_LOSS],
-            "at": self._at,
+            "at": self._ended_at,
             "model": self._model,
             "worker": decision.worker,
             "outcome": self._outcome,
             "attempt": decision.attempt,
             "stream": self._stream,
             "prompt_tokens": decision.prompt_tokens,
-            "tokenized": self._tokenized,
+            "tokenized": self._is_tokenized,
             "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "cached_tokens": self._cached,
+            "cached_tokens": self._cached_tokens,
             "predicted_ttft_s": decision.predicted_ttft_s,
             "ttft_s": self._ttft_s,
             "queued_s": decision.queued_s,
@@ -142,26 +147,28 @@ class Dashboard:
     ) -> None:
         """`why`: what is known of why a request's prompt was computed."""
         page = PAGE.read_bytes()
-        self.page = Answer(page, content_type=HTML, headers=protection(page))
+        self.page = Answer(page, content_type=HTML, headers=security_headers(page))
         self._core = core
         self._version, self._why = version, why
-        self._retried = 0
+        self._retries = 0
         self._proxy = proxy
         self._workers = workers
         self._viewers: set[Viewer] = set()
-        self._decisions: deque[_Ended] = deque(maxlen=DECISIONS_MAX)
-        self._fresh: deque[_Ended] = deque(maxlen=DECISIONS_MAX)
-        """Of these, what viewers were not told yet."""
+        self._decisions: deque[_RequestSummary] = deque(maxlen=DECISIONS_MAX)
+        self._unsent: deque[_RequestSummary] = deque(maxlen=DECISIONS_MAX)
+        """Decisions that were not sent to the viewers yet."""
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
-        self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
+        self._requests = self._failures = self._prompt_tokens = self._predicted_tokens = (
+            self._reported_prompt_tokens
+        ) = self._reported_cached_tokens = 0
         self._ttft_s: list[float] = []
         self._next_point_s = 0.0
         self._next_beat_s = 0.0
-        proxy.on_end.append(self._ended)
+        proxy.on_end.append(self._on_exchange_end)
 
     def watch(self, connection: ClientConnection) -> Viewer:
         """Start the stream of events on `connection`."""
-        viewer = Viewer(connection, self._leave)
+        viewer = Viewer(connection, self._remove_viewer)
         self._viewers.add(viewer)
         self._proxy.explains = True
         viewer.send("state", self._state())
@@ -169,21 +176,21 @@ class Dashboard:
         viewer.send("decisions", msgspec.json.encode(self._rows(self._decisions)))
         return viewer
 
-    def _leave(self, viewer: Viewer) -> None:
+    def _remove_viewer(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
         self._proxy.explains = bool(self._viewers)
 
-    def beat(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Call a few times a second."""
         if now >= self._next_point_s:
             self._add_point(now)
         if now < self._next_beat_s or not self._viewers:
             return
-        self._next_beat_s = now + BEAT_S
+        self._next_beat_s = now + UPDATE_S
         events = [("state", self._state())]
-        if self._fresh:
-            events.append(("decisions", msgspec.json.encode(self._rows(self._fresh))))
-            self._fresh.clear()
+        if self._unsent:
+            events.append(("decisions", msgspec.json.encode(self._rows(self._unsent))))
+            self._unsent.clear()
         if self._points:
             events.append(("point", msgspec.json.encode(self._points[-1])))
         for viewer in list(self._viewers):
@@ -202,47 +209,49 @@ class Dashboard:
     def _add_point(self, now: float) -> None:
         """Close an interval of the history."""
         self._next_point_s = now + POINT_S
-        ordered, retried = sorted(self._ttft_s), self._core.counters["retried"]
+        ttft_sorted, retries = sorted(self._ttft_s), self._core.counters["retried"]
         self._points.append(
             {
                 "at": round(time.time(), 1),
                 "requests_per_s": self._requests / POINT_S,
-                "failed": self._failed,
-                "prompt_tokens": self._prompt,
-                "predicted_tokens": self._predicted,
-                "told_of_tokens": self._told_of,
-                "actual_tokens": self._actual,
-                "retried": retried - self._retried,
-                "ttft_p50_ms": 1e3 * ordered[len(ordered) // 2] if ordered else None,
-                "ttft_p99_ms": 1e3 * ordered[99 * len(ordered) // 100] if ordered else None,
+                "failed": self._failures,
+                "prompt_tokens": self._prompt_tokens,
+                "predicted_tokens": self._predicted_tokens,
+                "reported_prompt_tokens": self._reported_prompt_tokens,
+                "actual_tokens": self._reported_cached_tokens,
+                "retried": retries - self._retries,
+                "ttft_p50_ms": 1e3 * ttft_sorted[len(ttft_sorted) // 2] if ttft_sorted else None,
+                "ttft_p99_ms": 1e3 * ttft_sorted[99 * len(ttft_sorted) // 100] if ttft_sorted else None,
             }
         )
-        self._retried = retried
-        self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
+        self._retries = retries
+        self._requests = self._failures = self._prompt_tokens = self._predicted_tokens = (
+            self._reported_prompt_tokens
+        ) = self._reported_cached_tokens = 0
         self._ttft_s = []
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _on_exchange_end(self, exchange: Exchange) -> None:
         """An exchange ended: count it, and note its decision."""
         self._requests += 1
         if exchange.outcome != "status_200":
-            self._failed += 1
+            self._failures += 1
         route, decision, usage = exchange.route, exchange.decision, exchange.usage
         if route is None or decision is None:
             return
         first_s = exchange.first_byte_s
         if first_s is not None and len(self._ttft_s) < TTFTS_MAX:
             self._ttft_s.append(first_s - exchange.started_s)
-        cached = usage.cached_tokens if usage is not None else None
+        cached_tokens = usage.cached_tokens if usage is not None else None
         if route.token_ids is not None:
-            self._prompt += route.prompt_tokens
-            self._predicted += decision.predicted_cached_tokens
-            if cached is not None:
-                self._told_of += route.prompt_tokens
-                self._actual += cached
-        row = _Ended(exchange, route, decision, cached, time.time())
+            self._prompt_tokens += route.prompt_tokens
+            self._predicted_tokens += decision.predicted_cached_tokens
+            if cached_tokens is not None:
+                self._reported_prompt_tokens += route.prompt_tokens
+                self._reported_cached_tokens += cached_tokens
+        row = _RequestSummary(exchange, route, decision, cached_tokens, time.time())
         self._decisions.append(row)
         if self._viewers:
-            self._fresh.append(row)
+            self._unsent.append(row)
 
-    def _rows(self, ended: Iterable[_Ended]) -> list[dict[str, Any]]:
-        return [one.row(self._why(one.name)) for one in ended]
+    def _rows(self, requests: Iterable[_RequestSummary]) -> list[dict[str, Any]]:
+        return [request.row(self._why(request.name)) for request in requests]

@@ -57,10 +57,10 @@ def families(
     """The page. `starting`: workers that were never reached. `unusable`: worker -> questions that brought nothing.
     `events`: worker -> counters of its event streams.
     """
-    yield from _of(CounterMetricFamily, _counted(metrics, report, snapshot, unusable))
+    yield from _build_families(CounterMetricFamily, _counter_rows(metrics, report, snapshot, unusable))
     yield from feed_families(events)
-    yield from _of(GaugeMetricFamily, _gauged(metrics, report, snapshot, index))
-    yield from _of(GaugeMetricFamily, _workers(snapshot, starting))
+    yield from _build_families(GaugeMetricFamily, _gauge_rows(metrics, report, snapshot, index))
+    yield from _build_families(GaugeMetricFamily, _worker_rows(snapshot, starting))
     for name, text, histograms in (
         ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
         ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
@@ -76,7 +76,7 @@ def families(
         yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
 
-def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable: Mapping[str, int]) -> Rows:
+def _counter_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable: Mapping[str, int]) -> Rows:
     yield "requests", "Requests that ended, by route, model and outcome.", "route model outcome", metrics.requests
     yield "decisions", "Attempts sent to each worker.", "worker", metrics.decisions
     yield "attempt_failures", "Attempts that failed, by worker and kind.", "worker kind", metrics.failures
@@ -93,8 +93,10 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
     text = "Requests of the share that is compared, by the reason for most of their lost tokens."
     yield "cache_miss_requests", text, "reason", metrics.cache_miss_requests
     text = "Prompt tokens of the same that had to be computed, by reason and whose doing it is."
-    grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.cache_miss_tokens.items()}
-    yield "cache_miss_tokens", text, "reason group", grouped
+    tokens_by_group = {
+        (reason, GROUPS.get(reason, "none")): count for reason, count in metrics.cache_miss_tokens.items()
+    }
+    yield "cache_miss_tokens", text, "reason group", tokens_by_group
     text = (
         "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, reported."
     )
@@ -107,8 +109,18 @@ def _counted(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unusable:
     text = "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired."
     yield "peer_messages", text, "outcome", report.peer_messages
     segments = report.segments.items()
-    yield "segment_cache_hit_tokens", "Prompt tokens found encoded.", "model", {name: one[0] for name, one in segments}
-    yield "segment_cache_miss_tokens", "Prompt tokens encoded anew.", "model", {name: one[1] for name, one in segments}
+    yield (
+        "segment_cache_hit_tokens",
+        "Prompt tokens found encoded.",
+        "model",
+        {name: stats[0] for name, stats in segments},
+    )
+    yield (
+        "segment_cache_miss_tokens",
+        "Prompt tokens encoded anew.",
+        "model",
+        {name: stats[1] for name, stats in segments},
+    )
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
@@ -133,12 +145,12 @@ def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
     names = sorted({name for counters in events.values() for name in counters})
     rows = ((name, {worker: counters[name] for worker, counters in events.items()}) for name in names)
     texts = ((f"events_{name}", f"{name} of a worker's event streams.", "worker", values) for name, values in rows)
-    return _of(CounterMetricFamily, texts)
+    return _build_families(CounterMetricFamily, texts)
 
 
-def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
-    used = {name: one[2] for name, one in report.segments.items()}
-    yield "segment_cache_bytes", "Memory of encoded segments.", "model", used
+def _gauge_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
+    memory_bytes = {name: stats[2] for name, stats in report.segments.items()}
+    yield "segment_cache_bytes", "Memory of encoded segments.", "model", memory_bytes
     for name, text, value in (
         ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.request_buffer_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
@@ -154,12 +166,16 @@ def _gauged(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: Ind
         yield name, text, "", {(): value}
 
 
-def _workers(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
+def _worker_rows(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
     workers = snapshot.workers
     state_of = dict.fromkeys(starting, "starting") | {worker.target: worker.state for worker in workers}
     up = {worker_id: float(state == "up") for worker_id, state in state_of.items()}
     yield "worker_up", "1 where the worker takes requests.", "worker", up
-    states = {(name, each.value): float(each == state) for name, state in state_of.items() for each in WorkerState}
+    states = {
+        (name, possible_state.value): float(possible_state == state)
+        for name, state in state_of.items()
+        for possible_state in WorkerState
+    }
     yield "worker_state", "1 for the state that the worker is in, 0 for the others.", "worker state", states
     for name, text, values in (
         ("prefilling", "Requests without a first token.", {w.target: w.prefilling for w in workers}),
@@ -171,7 +187,7 @@ def _workers(snapshot: CoreSnapshot, starting: Iterable[str]) -> Rows:
         yield f"worker_{name}", text, "worker", values
 
 
-def _of(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Rows) -> Iterator[Family]:
+def _build_families(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Rows) -> Iterator[Family]:
     for name, text, labels, values in rows:
         family = kind(PREFIX + name, text, labels=labels.split())
         for key, value in values.items():
@@ -179,7 +195,7 @@ def _of(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Rows) -
         yield family
 
 
-class _Scrape:
+class _Collector:
     """What the text writer asks of a registry."""
 
     def __init__(self, families: Iterator[Family]) -> None:
@@ -191,5 +207,5 @@ class _Scrape:
 
 def render(families: Iterator[Family]) -> bytes:
     """Prometheus' text form."""
-    scrape: Any = _Scrape(families)
+    scrape: Any = _Collector(families)
     return generate_latest(scrape)

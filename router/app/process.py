@@ -28,7 +28,7 @@ from options.system import raise_file_limit
 from options.tls import client_context
 from prompts.errors import RequestError
 from router.app.accounting import count_end, count_tokens_of_key, log_state, request_fields
-from router.app.admin import Admin
+from router.app.admin import AdminRoutes
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, allow_all
@@ -77,11 +77,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
-FIRST_LOOK_S: Final = 5.0
+FIRST_WORKERS_S: Final = 5.0
 """For the workers that were named to answer before the addresses are opened."""
-OTHERS_S: Final = 1.0
+OTHER_WORKERS_S: Final = 1.0
 """For the others once one has."""
-CONNECTIONS_FEW: Final = 1_000
+CONNECTIONS_EXPECTED: Final = 1_000
 """With fewer the operator is warned, also where no number was asked for."""
 
 
@@ -93,7 +93,7 @@ class RouterProcess:
         self._version = version
         self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._abort = asyncio.Event()
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
@@ -131,8 +131,8 @@ class RouterProcess:
         )
         self._prompts.worker_pool = self._worker_pool
         session_names = SessionNames(config.edge.session_headers)
-        known = ConversationCache(config.conversation_cache_mb << 20)
-        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, known)
+        conversations = ConversationCache(config.conversation_cache_mb << 20)
+        self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
         self._proxy.on_end.append(self._request_reader.stored_responses.ended)
         self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.sharing)
@@ -152,15 +152,15 @@ class RouterProcess:
             self._metrics,
             emptied=self._feed.last_emptied_s,
         )
-        self._addresses = ListenAddresses(config, self._admin_key, self._app)
+        self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
         self._peers: PeerSockets | None = None
         self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
-        self._swept_s = self._emptied_s = 0.0
+        self._sweep_s = self._emptied_s = 0.0
         endpoint = config.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
-        self._admin: Admin
+        self._admin: AdminRoutes
         self._dashboard: Dashboard
 
     async def run(self) -> None:
@@ -178,26 +178,26 @@ class RouterProcess:
             self._assemble(session)
             stack.push_async_callback(self._fleet.close)
             port = await self._addresses.bind(self._connections_max())
-            self._peers = self._meet_peers()
+            self._peers = self._connect_peers()
             stack.callback(lambda: None if self._peers is None else self._peers.close())
-            picked = self._bind_picker(config) if isinstance(config := self._config, EppConfig) else None
+            picker_port = self._bind_picker(config) if isinstance(config := self._config, EppConfig) else None
             self._start_fleet()
             if self._config.admin_api_key is None:
                 print(f"router admin key: {self._admin_key}", flush=True)
-            await self._first_look()
+            await self._wait_for_first_workers()
             await self._addresses.listen()
-            beat = self._loop.create_task(self._beat())
-            stack.callback(beat.cancel)
-            if picked is not None:
-                await self._start_picker(*picked)
+            timers = self._loop.create_task(self._run_timers())
+            stack.callback(timers.cancel)
+            if picker_port is not None:
+                await self._start_picker(*picker_port)
             limit_garbage_collection()
-            self._announce(port)
+            self._print_address(port)
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self._signalled)
+                self._loop.add_signal_handler(number, self._on_signal)
             waiting = self._loop.create_task(self._stop.wait())
-            done, _ = await asyncio.wait({waiting, beat}, return_when=asyncio.FIRST_COMPLETED)
-            if beat in done:
-                beat.result()
+            finished, _ = await asyncio.wait({waiting, timers}, return_when=asyncio.FIRST_COMPLETED)
+            if timers in finished:
+                timers.result()
             self._admin.draining = True
             await self._drain()
 
@@ -205,11 +205,11 @@ class RouterProcess:
 
     def _connections_max(self) -> int:
         """Number of connections of each address, for which file descriptors are enough."""
-        limit, workers, wanted = raise_file_limit(), len(self._config.workers), self._config.edge.connections_max
-        enough = connections_limit(limit, workers, wanted)
-        if enough < (CONNECTIONS_FEW if wanted == CONNECTIONS_MAX else wanted):
-            log.warning(too_few_files_message(limit, workers, wanted))
-        return enough
+        limit, workers, configured = raise_file_limit(), len(self._config.workers), self._config.edge.connections_max
+        possible = connections_limit(limit, workers, configured)
+        if possible < (CONNECTIONS_EXPECTED if configured == CONNECTIONS_MAX else configured):
+            log.warning(too_few_files_message(limit, workers, configured))
+        return possible
 
     def _start_feed(self) -> None:
         self._feed.start()
@@ -223,11 +223,11 @@ class RouterProcess:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         prober = Prober(session, headers=headers, trusts_endpoints=config.fleet.trust_event_endpoints)
         self._prompts.remote = RemoteTokenizer(session, headers)
-        others = PeerClient(session, self._snapshot_urls, self._admin_key)
+        peer_client = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
-            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
+            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=peer_client
         )
-        self._admin = Admin(
+        self._admin = AdminRoutes(
             self._core,
             self._fleet,
             self._prompts,
@@ -239,26 +239,26 @@ class RouterProcess:
             feed_fault=self._feed.events.fault,
             event_faults=lambda: self._feed.events.faults,
             events_ignored=lambda: self._feed.events.ignored_messages,
-            peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | others.outcomes,
-            synced=self._feed.is_synced,
+            peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | peer_client.outcomes,
+            is_synced=self._feed.is_synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             aliases=self._request_reader.model_names.aliases if self._request_reader.model_names is not None else {},
-            passed=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
+            forwarded_paths=() if isinstance(config, EppConfig) else [*FORWARDED_PATHS, *config.edge.pass_routes],
         )
         self._dashboard = Dashboard(
             self._core, proxy, self._admin.workers, version=self._version, why=self._reasons.get
         )
-        self._admin.show(self._dashboard)
-        routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)
+        self._admin.add_dashboard(self._dashboard)
+        routes = PeerRoutes(self._index.seed, self._feed.snapshot, peer_client.outcomes)
         self._admin.routes.add("GET", "/peer", routes.get_seed, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
-        self._admin.routes.add("PUT", "/peers", self._follow, public=False)
+        self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
         self._core.registry.on_state_change = log_state
         proxy.is_keyed = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._attempt_failed)
-        proxy.on_end.append(self._ended)
+        proxy.on_end.append(self._on_exchange_end)
         if self._tracing is not None:
             tracing = self._tracing
             proxy.tracer = tracing.begin
@@ -273,7 +273,7 @@ class RouterProcess:
 
         self._request_reader.model_header = REWRITE
         picking = Picking(config.picker, Endpoints(self._core.workers))
-        picker = PickerServer(self._app(allow_all, kind=Pick), picking, ready=self._admin.not_ready)
+        picker = PickerServer(self._make_app(allow_all, kind=Pick), picking, ready=self._admin.unready_reason)
         tls = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed
@@ -293,7 +293,7 @@ class RouterProcess:
         log.info("endpoint picker on %s:%d", host, port)
         print(f"picker listening on {host}:{port}", flush=True)
 
-    def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
+    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return RouterApp(
             self._proxy,
             self._request_reader,
@@ -318,16 +318,16 @@ class RouterProcess:
         if self._config.workers_file is not None:
             self._fleet.follow_file(Path(self._config.workers_file))
 
-    async def _first_look(self) -> None:
-        """Know the workers that were named before the first request comes, which would hear that there are none. Once
-        somebody is known, those who don't answer are not waited for."""
-        end_s = self._now() + min(FIRST_LOOK_S, self._config.edge.ready_s)
+    async def _wait_for_first_workers(self) -> None:
+        """Wait for the configured workers before the first request, which would be told that there are none. Once one
+        has answered, the others are waited for OTHER_WORKERS_S."""
+        end_s = self._now() + min(FIRST_WORKERS_S, self._config.edge.ready_s)
         while self._fleet.has_untried() and self._now() < end_s:
             if self._core.workers:
-                end_s = min(end_s, self._now() + OTHERS_S)
+                end_s = min(end_s, self._now() + OTHER_WORKERS_S)
             await asyncio.sleep(0.01)
 
-    def _meet_peers(self) -> PeerSockets | None:
+    def _connect_peers(self) -> PeerSockets | None:
         """Share load with other routers where the operator named any. Raises OSError."""
         if not self._config.peers and self._config.peer_bind is None:
             return None
@@ -342,13 +342,13 @@ class RouterProcess:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets
 
-    def _follow(self, request: HttpRequest, _: str) -> Answer:
-        """Which routers' load counts from now on."""
+    def _set_peers(self, request: HttpRequest, _: str) -> Answer:
+        """Set the routers whose load counts from now on."""
         if self._peers is None:
             raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
         return Answer(msgspec.json.encode({"peers": self._peers.follow(request.body)}))
 
-    def _announce(self, port: int) -> None:
+    def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
@@ -356,53 +356,53 @@ class RouterProcess:
 
     # While it runs ------------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        """Call `_turn` every tick, as a plain callback: a task would wake the loop twice. Ends by an exception."""
-        ended: asyncio.Future[None] = self._loop.create_future()
+    async def _run_timers(self) -> None:
+        """Call `_on_timer` every tick, as a plain callback: a task would wake the loop twice. Ends by an exception."""
+        failure: asyncio.Future[None] = self._loop.create_future()
 
-        def turn() -> None:
-            if ended.done():
+        def tick() -> None:
+            if failure.done():
                 return
             try:
-                self._turn()
+                self._on_timer()
             except Exception as error:  # noqa: BLE001  whatever it is, the process ends with it
-                ended.set_exception(error)
+                failure.set_exception(error)
             else:
-                self._loop.call_later(TICK_S, turn)
+                self._loop.call_later(TICK_S, tick)
 
-        turn()
-        await ended
+        tick()
+        await failure
 
-    def _turn(self) -> None:
+    def _on_timer(self) -> None:
         """The core's clock, every timeout, idle connections."""
         now = self._now()
         if self._peers is not None:
-            self._guarded("peers", self._peers.exchange_loads, now)
+            self._run_guarded("peers", self._peers.exchange_loads, now)
         due = self._core.next_tick()
         if due is not None and due <= now:
-            self._guarded("core", self._tick, now)
-        if now - self._swept_s < self._config.edge.timeouts.sweep_s:
+            self._run_guarded("core", self._tick_core, now)
+        if now - self._sweep_s < self._config.edge.timeouts.sweep_s:
             return
-        self._swept_s = now
+        self._sweep_s = now
         idle = (self._pool.close_idle, self._worker_pool.close_idle, self._heap.tick)
-        for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
-            self._guarded("sweep", step, now)
-        self._addresses.for_each_listener(lambda listener: self._guarded("listener", listener.sweep, now))
+        for step in (self._proxy.sweep, *idle, self._dashboard.tick, self._poll_workers):
+            self._run_guarded("sweep", step, now)
+        self._addresses.for_each_listener(lambda listener: self._run_guarded("listener", listener.sweep, now))
         if self._picker is not None:
-            self._guarded("picker", self._picker.beat, now)
+            self._run_guarded("picker", self._picker.beat, now)
         collect_old_objects(idle=not self._proxy.exchanges)
 
-    def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
+    def _run_guarded(self, boundary: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
         try:
             step(now)
         except Exception as error:  # noqa: BLE001  a boundary
-            self._metrics.crashed(where, error)
+            self._metrics.crashed(boundary, error)
 
-    def _tick(self, now: float) -> None:
+    def _tick_core(self, now: float) -> None:
         self._proxy.perform(self._core.tick(now))
 
-    def _look_at_workers(self, now: float) -> None:
+    def _poll_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
         self._feed.events.restart_thread()
         for worker_id, at_s in list(self._feed.last_emptied_s.items()):  # another thread adds
@@ -423,7 +423,7 @@ class RouterProcess:
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self._fleet.check_soon(decision.worker)
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _on_exchange_end(self, exchange: Exchange) -> None:
         self._tenants.remove_request(exchange.request_id)
         if self._config.edge.api_keys:
             count_tokens_of_key(self._metrics, exchange)
@@ -436,17 +436,17 @@ class RouterProcess:
 
     # Ending -------------------------------------------------------------------------------------------------------
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if self._stop.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
-            self._hurry.set()
+            self._abort.set()
             self._addresses.for_each_listener(Listener.abort)
         self._stop.set()
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
         `shutdown_s` to end."""
-        await self._leave_rotation()
+        await self._wait_unready()
         self._addresses.for_each_listener(Listener.stop_listening)
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
@@ -454,17 +454,17 @@ class RouterProcess:
         picker = self._picker
         ending = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
         while self._addresses.is_busy or (ending is not None and self._proxy.exchanges):
-            if self._now() > deadline_s or self._hurry.is_set():
+            if self._now() > deadline_s or self._abort.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
         self._addresses.for_each_listener(Listener.abort)
         await asyncio.sleep(0)
 
-    async def _leave_rotation(self) -> None:
+    async def _wait_unready(self) -> None:
         if self._config.edge.unready_s > 0:
             log.info("shutting down in %g s; until then requests are taken", self._config.edge.unready_s)
-            waiting = self._loop.create_task(self._hurry.wait())
+            waiting = self._loop.create_task(self._abort.wait())
             await asyncio.wait({waiting}, timeout=self._config.edge.unready_s)
             waiting.cancel()
 

@@ -23,7 +23,7 @@ from options import ConfigError
 from prompts.errors import RequestError
 from prompts.routing import KINDS
 from router.app.config import ShadowProcessConfig
-from router.app.dashboard import HTML, protection
+from router.app.dashboard import HTML, security_headers
 from router.app.guard import Guard
 from router.app.process import RouterProcess, run_process
 from router.app.request_reader import RequestIntent, is_worker_path
@@ -44,7 +44,7 @@ log = logging.getLogger("router")
 
 SLICE_S: Final = 10.0
 """Of the report's course of time."""
-NEW_MIN: Final = 20
+NEW_REQUESTS_MIN: Final = 20
 """Requests that have to be new for another comparison."""
 
 
@@ -73,16 +73,16 @@ class ShadowApp(RouterApp):
         self,
         exchange: Exchange,
         tenant: str,
-        asked: RequestIntent,
-        read: TokenizedPrompt,
+        intent: RequestIntent,
+        tokens: TokenizedPrompt,
         *,
         is_rediscovered: bool = False,
     ) -> None:
         assert isinstance(exchange, Mirrored)
-        self._metrics.tokenize_s.observe(read.seconds)
-        route = self._request_reader.build_route_request(asked, read, exchange.request_id, exchange.started_s)
-        exchange.price(asked, route)
-        self._request_reader.store_conversation(asked, read, route)
+        self._metrics.tokenize_s.observe(tokens.seconds)
+        route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_s)
+        exchange.price(intent, route)
+        self._request_reader.store_conversation(intent, tokens, route)
         exchange.answer()
 
     def _reject(self, exchange: Exchange, error: RequestError) -> None:
@@ -94,7 +94,7 @@ class ShadowProcess(RouterProcess):
     """`await ShadowProcess(config, version).run()` watches until SIGTERM or SIGINT."""
 
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:
-        self._would = config.core
+        self._router_config = config.core
         """What `router run` would be told. Here nothing is learned as requests pass: no answer comes by. It is learned
         from the window instead."""
         core = replace(config.core, learn=replace(config.core.learn, enabled=False))
@@ -102,61 +102,61 @@ class ShadowProcess(RouterProcess):
         self._shadow = config.shadow
         self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
         self._proxy.on_end.append(self._recorder.ended)
-        self._found: Comparison | None = None
-        self._told: str | None = None
+        self._comparison: Comparison | None = None
+        self._problem: str | None = None
         """Why there is no comparison."""
         self._course: list[tuple[float, dict[str, int]]] = []
-        self._since = time.time()
-        self._compared, self._compared_s = 0, self._now()
-        self._helper: concurrent.futures.ProcessPoolExecutor | None = None
-        self._comparing: asyncio.Task[None] | None = None
-        self._reading_log: asyncio.Task[None] | None = None
+        self._started_at = time.time()
+        self._compared_requests, self._compared_s = 0, self._now()
+        self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
+        self._compare_task: asyncio.Task[None] | None = None
+        self._log_task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Raises OSError where an address or the report's file cannot be had."""
         try:
             await super().run()
         finally:
-            if self._helper is not None:
-                self._helper.shutdown(wait=False, cancel_futures=True)
-        if self._reading_log is not None and self._reading_log.done():
-            self._reading_log.result()
-        self._compare_here()
-        self._write()
+            if self._compare_process is not None:
+                self._compare_process.shutdown(wait=False, cancel_futures=True)
+        if self._log_task is not None and self._log_task.done():
+            self._log_task.result()
+        self._compare_at_end()
+        self._write_report()
 
-    def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
+    def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return ShadowApp(
             self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
             guard=guard, reasons=self._reasons, make_exchange=Mirrored,
         )  # fmt: skip
 
-    def _page(self, request: HttpRequest, _: str) -> Answer:
+    def _report_page(self, request: HttpRequest, _: str) -> Answer:
         report = page(self._report())
-        return Answer(report, content_type=HTML, headers=protection(report))
+        return Answer(report, content_type=HTML, headers=security_headers(report))
 
     def _start_fleet(self) -> None:
         routes = self._admin.routes
         routes.add("GET", "/shadow", lambda *_: Answer(msgspec.json.encode(self._report())), public=False)
-        routes.add("GET", "/shadow/report", self._page, public=False)
+        routes.add("GET", "/shadow/report", self._report_page, public=False)
         super()._start_fleet()
         if self._shadow.log is not None:
-            self._reading_log = self._loop.create_task(self._read_log(Path(self._shadow.log)))
+            self._log_task = self._loop.create_task(self._read_log(Path(self._shadow.log)))
 
     async def _read_log(self, file: Path) -> None:
         """Then the process ends. ConfigError is raised by `run`."""
         try:
-            await self._await_workers()
+            await self._wait_for_workers()
             names = sorted(self._core.workers)
             with file.open("rb") as lines:
                 for line, request in read(lines, str(file)):
                     try:
-                        asked, ids = await self._request_reader.read(request, request.path)
+                        intent, ids = await self._request_reader.read(request, request.path)
                     except RequestError:
                         self._recorder.counts["unread"] += 1
                         continue
-                    route = self._request_reader.build_route_request(asked, ids, "", 0.0)
+                    route = self._request_reader.build_route_request(intent, ids, "", 0.0)
                     if line.worker is not None:
-                        worker = self._named(line.worker) or ""
+                        worker = self._find_worker(line.worker) or ""
                     else:
                         worker = names[self._recorder.counts["dealt"] % len(names)]
                         self._recorder.counts["dealt"] += 1
@@ -167,26 +167,26 @@ class ShadowProcess(RouterProcess):
         finally:
             self._stop.set()
 
-    async def _await_workers(self) -> None:
+    async def _wait_for_workers(self) -> None:
         """Raises ConfigError where none comes, or none whose prompts can be read here."""
         end_s = self._now() + self._config.edge.ready_s
-        while self._admin.not_ready() is not None or not self._readable():
+        while self._admin.unready_reason() is not None or not self._has_tokenizer():
             if self._now() > end_s:
-                why = self._admin.not_ready() or "no tokenizer: give --tokenizer FOLDER"
+                why = self._admin.unready_reason() or "no tokenizer: give --tokenizer FOLDER"
                 raise ConfigError(f"--log: prompts cannot be read: {why}")
             await asyncio.sleep(0.05)
 
-    def _readable(self) -> bool:
+    def _has_tokenizer(self) -> bool:
         bases = {model.base for worker in self._core.workers.values() for model in worker.models.values()}
         return any(self._prompts.tokenizer_of(base) is not None for base in bases)
 
-    def _turn(self) -> None:
-        super()._turn()
+    def _on_timer(self) -> None:
+        super()._on_timer()
         now = self._now()
-        self._guarded("shadow", self._recorder.look, now)
-        self._guarded("shadow", self._beat_shadow, now)
+        self._run_guarded("shadow", self._recorder.look, now)
+        self._run_guarded("shadow", self._tick_shadow, now)
 
-    def _named(self, text: str) -> str | None:
+    def _find_worker(self, text: str) -> str | None:
         """Its id, from itself, HOST:PORT or a URL."""
         if text in self._core.workers:
             return text
@@ -196,64 +196,73 @@ class ShadowProcess(RouterProcess):
 
     # What comes of it -----------------------------------------------------------------------------------------------
 
-    def _beat_shadow(self, now: float) -> None:
+    def _tick_shadow(self, now: float) -> None:
         if not self._course or now - self._course[-1][0] >= SLICE_S:
             self._course.append((now, dict(self._metrics.cache_miss_tokens)))
             del self._course[:-5_000]
-        placed = self._recorder.counts["placed"]
-        due = now - self._compared_s >= self._shadow.every_s and placed - self._compared >= NEW_MIN
-        if due and (self._comparing is None or self._comparing.done()):
-            self._compared, self._compared_s = placed, now
-            self._comparing = self._loop.create_task(self._compare())
+        placed_requests = self._recorder.counts["placed"]
+        due = (
+            now - self._compared_s >= self._shadow.every_s
+            and placed_requests - self._compared_requests >= NEW_REQUESTS_MIN
+        )
+        if due and (self._compare_task is None or self._compare_task.done()):
+            self._compared_requests, self._compared_s = placed_requests, now
+            self._compare_task = self._loop.create_task(self._compare())
 
     async def _compare(self) -> None:
         """In another process: it takes seconds."""
-        if self._helper is None:
+        if self._compare_process is None:
             spawn = multiprocessing.get_context("spawn")
-            self._helper = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
+            self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
         recorder = self._recorder
-        seen, engines, core = list(recorder.seen), recorder.engines(), self._would
+        requests, engines, core = list(recorder.seen), recorder.engines(), self._router_config
         try:
-            self._found = await self._loop.run_in_executor(
-                self._helper, compare, seen, engines, recorder.block, core, self._warming(len(seen))
+            self._comparison = await self._loop.run_in_executor(
+                self._compare_process,
+                compare,
+                requests,
+                engines,
+                recorder.block,
+                core,
+                self._warmup_requests(len(requests)),
             )
         except Exception as error:  # noqa: BLE001  a boundary: what was seen is kept, and compared again
-            self._told, self._helper = f"{type(error).__name__}: {error}", None
-            log.warning("comparing %d requests failed: %s", len(seen), self._told)
+            self._problem, self._compare_process = f"{type(error).__name__}: {error}", None
+            log.warning("comparing %d requests failed: %s", len(requests), self._problem)
         else:
-            self._told = None
-            self._teach(self._found)
-            self._write()
+            self._problem = None
+            self._adopt_speeds(self._comparison)
+            self._write_report()
 
-    def _teach(self, found: Comparison) -> None:
+    def _adopt_speeds(self, comparison: Comparison) -> None:
         for target in self._core.tracker.targets.values():
-            steps = found.steps.get(target.worker_id)
+            steps = comparison.steps.get(target.worker_id)
             if steps is not None:
-                known = asdict(steps)
-                del known["load_s_per_token"]
-                target.set_service_model(ServiceModel(**known))
+                parameters = asdict(steps)
+                del parameters["load_s_per_token"]
+                target.set_service_model(ServiceModel(**parameters))
 
-    def _compare_here(self) -> None:
+    def _compare_at_end(self) -> None:
         """At the end."""
         recorder = self._recorder
         if not recorder.seen:
             return
-        seen = recorder.seen
-        warming = self._warming(len(seen))
-        self._found = compare(seen, recorder.engines(), recorder.block, self._would, warming)
+        requests = recorder.seen
+        warming = self._warmup_requests(len(requests))
+        self._comparison = compare(requests, recorder.engines(), recorder.block, self._router_config, warming)
 
-    def _warming(self, count: int) -> int:
+    def _warmup_requests(self, count: int) -> int:
         return min(int(count * self._shadow.warm_share), count - 1)
 
     def _report(self) -> Findings:
         """What is known now."""
         return Findings(
             version=self._version,
-            since=self._since,
+            since=self._started_at,
             until=time.time(),
             requests=dict(self._recorder.counts),
-            comparison=self._found,
-            problem=self._told,
+            comparison=self._comparison,
+            problem=self._problem,
             tokens=dict(self._metrics.cache_miss_tokens),
             turns=dict(self._metrics.cache_miss_requests),
             course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
@@ -261,11 +270,11 @@ class ShadowProcess(RouterProcess):
             seen=len(self._recorder.seen),
         )
 
-    def _write(self) -> None:
+    def _write_report(self) -> None:
         if self._shadow.report is not None:
             file = Path(self._shadow.report)
-            found = self._report()
-            file.write_bytes(msgspec.json.encode(found) if file.suffix == ".json" else page(found))
+            findings = self._report()
+            file.write_bytes(msgspec.json.encode(findings) if file.suffix == ".json" else page(findings))
 
 
 def run_shadow(config: ShadowProcessConfig, version: str) -> None:

@@ -52,12 +52,12 @@ class Tracing:
     def begin(self, exchange: Exchange, now: float) -> tuple[Any, bytes] | None:
         """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
         request, parent = exchange.request, None
-        given = request.header(b"traceparent")
-        found = _TRACEPARENT.match(given) if given is not None else None
-        if found is not None:
-            if not int(found[3], 16) & 1:
+        traceparent = request.header(b"traceparent")
+        match = _TRACEPARENT.match(traceparent) if traceparent is not None else None
+        if match is not None:
+            if not int(match[3], 16) & 1:
                 return None  # whoever began the trace drew that it is not recorded
-            parent = self._context(found)
+            parent = self._context(match)
         elif random.random() >= self._share:
             return None
         clock_ns = time.time_ns() - int(now * 1e9)
@@ -65,12 +65,12 @@ class Tracing:
             f"POST {request.path}", context=parent, kind=self._api.SpanKind.SERVER,
             start_time=clock_ns + int(exchange.started_s * 1e9),
         )  # fmt: skip
-        told = span.get_span_context()
-        return (span, clock_ns), b"00-%032x-%016x-01" % (told.trace_id, told.span_id)
+        span_context = span.get_span_context()
+        return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
 
-    def _context(self, found: re.Match[bytes]) -> Any:
+    def _context(self, match: re.Match[bytes]) -> Any:
         context = self._api.SpanContext(
-            int(found[1], 16), int(found[2], 16), is_remote=True, trace_flags=self._api.TraceFlags(1)
+            int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=self._api.TraceFlags(1)
         )
         return self._api.set_span_in_context(self._api.NonRecordingSpan(context))
 
@@ -80,38 +80,42 @@ class Tracing:
             return
         (span, clock_ns), _ = exchange.span
 
-        def at(moment_s: float) -> int:
+        def to_ns(moment_s: float) -> int:
             return int(clock_ns + int(moment_s * 1e9))
 
-        about: dict[str, str | int] = {"blockcast.outcome": exchange.outcome}
-        about |= {"blockcast.request_id": exchange.trace_id.decode("latin-1")}
-        inside = self._api.set_span_in_context(span)
+        attributes: dict[str, str | int] = {"blockcast.outcome": exchange.outcome}
+        attributes |= {"blockcast.request_id": exchange.trace_id.decode("latin-1")}
+        span_parent = self._api.set_span_in_context(span)
         route, decision = exchange.route, exchange.decision
         if route is not None:
-            about |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
+            attributes |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
         if decision is not None:
-            about |= self._decided(exchange, decision, inside, at)
+            attributes |= self._add_decision_span(exchange, decision, span_parent, to_ns)
         if exchange.sent_s is not None:
-            answer = self._tracer.start_span("answer", context=inside, start_time=at(exchange.sent_s),
+            answer = self._tracer.start_span("answer", context=span_parent, start_time=to_ns(exchange.sent_s),
                                              kind=self._api.SpanKind.CLIENT)  # fmt: skip
             if exchange.first_byte_s is not None:
-                answer.add_event("first byte", timestamp=at(exchange.first_byte_s))
-            answer.end(at(now))
+                answer.add_event("first byte", timestamp=to_ns(exchange.first_byte_s))
+            answer.end(to_ns(now))
         if exchange.usage is not None and exchange.usage.cached_tokens is not None:
-            about["blockcast.cached_tokens"] = exchange.usage.cached_tokens
-        span.set_attributes(about)  # one by one each would take the span's lock
+            attributes["blockcast.cached_tokens"] = exchange.usage.cached_tokens
+        span.set_attributes(attributes)  # one by one each would take the span's lock
         if not exchange.outcome.startswith("status_2"):
             span.set_status(self._api.StatusCode.ERROR, exchange.outcome)
-        span.end(at(now))
+        span.end(to_ns(now))
 
-    def _decided(self, exchange: Exchange, decision: Decision, inside: Any, at: Any) -> dict[str, str | int]:
+    def _add_decision_span(
+        self, exchange: Exchange, decision: Decision, span_parent: Any, to_ns: Any
+    ) -> dict[str, str | int]:
         """The span of it, with the terms of the price that are not 0; what the request's own span says of it."""
         terms = decision.terms
-        about = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
-        about |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
+        attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+        attributes |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
         decided_s = min(decision.decided_s, exchange.sent_s or decision.decided_s)
-        began_ns = at(exchange.started_s)
-        self._tracer.start_span("read and decide", inside, attributes=about, start_time=began_ns).end(at(decided_s))
+        began_ns = to_ns(exchange.started_s)
+        self._tracer.start_span("read and decide", span_parent, attributes=attributes, start_time=began_ns).end(
+            to_ns(decided_s)
+        )
         return {
             "blockcast.worker": decision.worker,
             "blockcast.attempts": decision.attempt + 1,

@@ -157,7 +157,7 @@ def make_workers(count: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[str]:
     """The page before a router that tells of 500 workers."""
-    point = {"prompt_tokens": 10, "predicted_tokens": 5, "told_of_tokens": 10, "actual_tokens": 4, "retried": 1}
+    point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 1}
     point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
     points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
     events = {"state": make_workers(500), "history": points, "decisions": []}

@@ -14,7 +14,7 @@ import uvloop
 from reference.tally import NaiveTally
 
 from options import Schema, load
-from router.app.admin import Admin
+from router.app.admin import AdminRoutes
 from router.app.guard import Guard, allow_all
 from router.app.request_reader import RequestReader
 from router.app.server import RouterApp
@@ -304,7 +304,9 @@ class Edge:
         self.prompts.worker_pool = self.worker_pool
         reading = RequestReader(self.core, self.prompts, self.worker_pool)
         self.fleet = NoFleet(self.core, self.now)
-        self.admin = Admin(self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test")
+        self.admin = AdminRoutes(
+            self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test"
+        )
         self.proxy.tells_cache = config.cache_headers
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.remove_request(exchange.request_id))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.app.admin import Admin
+from router.app.admin import AdminRoutes
 from router.app.guard import AdminGuard, allow_all
 
 KEY = b"Authorization: Bearer secret"
@@ -25,7 +25,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ")[1])
 
 
-def routes_of(admin: Admin) -> list[tuple[str, str, bool]]:
+def routes_of(admin: AdminRoutes) -> list[tuple[str, str, bool]]:
     return [(method, path, public) for (method, path), (_, public) in admin.routes._routes.items()]
 
 
@@ -159,21 +159,26 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start()
         admin, now, synced = edge.admin, [0.0], set()
-        admin._now, admin._synced, admin._ready_s, admin._started_s = (lambda: now[0]), synced.__contains__, 10.0, 0.0
+        admin._now, admin._is_synced, admin._ready_s, admin._started_s = (
+            (lambda: now[0]),
+            synced.__contains__,
+            10.0,
+            0.0,
+        )
 
         async def ready() -> int:
             assert status(await edge.exchange(ask(b"GET", b"/livez"))) == 200
             return status(await edge.exchange(ask(b"GET", b"/readyz")))
 
-        assert admin.not_ready() == "no worker is up"
+        assert admin.unready_reason() == "no worker is up"
         await edge.worker(edge.reply(), "a")
         await edge.worker(edge.reply(), "b")
         assert await ready() == 503
         synced.add("a")
-        assert admin.not_ready() == "not known yet: b"
+        assert admin.unready_reason() == "not known yet: b"
         synced.add("b")
         edge.fleet.waiting["c"] = "refused"
-        assert admin.not_ready() == "not known yet: c"
+        assert admin.unready_reason() == "not known yet: c"
         now[0] = 10.0
         assert await ready() == 200
         synced.clear()

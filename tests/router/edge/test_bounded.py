@@ -76,7 +76,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
         await edge.worker(edge.reply(status=b"500 Oops"))
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path, cache_bytes=CACHE_BYTES)
         dashboard = Dashboard(edge.core, edge.proxy, edge.admin.workers)
-        edge.admin.show(dashboard)
+        edge.admin.add_dashboard(dashboard)
         edge.proxy.on_end.append(lambda exchange: count_end(edge.core, edge.metrics, exchange, edge.proxy.now()))
         kept.append(dashboard)
         before: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
                 before = await look()
             await send(number)
             if number % 5 == 0:
-                dashboard.beat(float(number))
+                dashboard.tick(float(number))
         after = await look()
         grown = {path: (before[path], count) for path, count in after.items() if count > 1.3 * before[path] + SLACK}
         assert not grown, f"grew with the number of requests: {grown}"

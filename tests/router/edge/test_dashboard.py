@@ -37,7 +37,7 @@ async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
 
 def make(edge: Any) -> Dashboard:
     dashboard = Dashboard(edge.core, edge.proxy, edge.admin.workers)
-    edge.admin.show(dashboard)
+    edge.admin.add_dashboard(dashboard)
     return dashboard
 
 
@@ -89,7 +89,7 @@ def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_p
         (before,) = await next_event(reader, "decisions")
         assert len(before["candidates"]) == 1, "terms of all candidates are kept only while somebody watches"
         await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
-        dashboard.beat(1e9)
+        dashboard.tick(1e9)
         (row,) = await next_event(reader, "decisions")
         assert {one["worker"] for one in row["candidates"]} == {"w0", "w1"}
         assert (row["prompt_tokens"], row["cached_tokens"], row["outcome"]) == (192, 64, "status_200")
@@ -107,9 +107,9 @@ def test_predictions_show_where_no_answer_tells_its_usage(edge: Any, make_post: 
         dashboard = make(edge)
         await edge.worker(edge.reply(b"{}"))
         await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
-        dashboard.beat(1e9)
+        dashboard.tick(1e9)
         (point,) = dashboard._points
-        assert (point["prompt_tokens"], point["told_of_tokens"], point["actual_tokens"]) == (len(SHARED), 0, 0)
+        assert (point["prompt_tokens"], point["reported_prompt_tokens"], point["actual_tokens"]) == (len(SHARED), 0, 0)
 
     edge.run(scenario())
 
@@ -122,7 +122,7 @@ def test_viewer_that_does_not_read_misses_updates(edge: Any) -> None:
         writer.transport.pause_reading()
         (viewer,) = dashboard._viewers
         sent = 0
-        while not viewer._paused:
+        while not viewer._is_paused:
             viewer.send("state", b"x" * 100_000)
             sent += 1
             assert sent < 1000

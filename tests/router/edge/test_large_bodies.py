@@ -365,12 +365,12 @@ with ThreadPoolExecutor(1) as threads:
     heap = Heap(threads)
     pieces = [bytes(5000) for _ in range(20_000)]
     last = bytes(5000)
-    heap.beat(100.0)
+    heap.tick(100.0)
     threads.submit(int).result()
     del pieces
     kept = resident_bytes()
-    heap.beat(100.1)  # too early to look again
-    heap.beat(100.2 + TRIM_S)
+    heap.tick(100.1)  # too early to look again
+    heap.tick(100.2 + TRIM_S)
 print(before, kept, resident_bytes())
 """
 
