@@ -1,9 +1,9 @@
 """Anthropic's Messages: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
 
-`parse_messages` and `parse_count` refuse what vLLM refuses; unknown fields pass. `as_chat` gives the fields of the chat
-that a worker renders: system texts joined (a coding agent's billing line left out), results of tools before the words
-that came with them, thinking as `reasoning`; a last message of the assistant is the beginning of the answer. Knows
-templates only by what two of these rules ask of them.
+`parse_messages` and `parse_count` refuse what vLLM refuses; unknown fields pass. `convert_to_chat` gives the fields of
+the chat that a worker renders: system texts joined (a coding agent's billing line left out), results of tools before
+the words that came with them, thinking as `reasoning`; a last message of the assistant is the beginning of the answer.
+Knows templates only by what two of these rules ask of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.history.anthropic_blocks import MEDIA, is_hosted, media_kind, read_block
+from prompts.history.anthropic_blocks import MEDIA, convert_block, is_hosted_block, media_kind
 from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,
@@ -38,7 +38,7 @@ BLOCK_TYPES = (
     "redacted_thinking", "tool_addition", "tool_removal",
 )  # fmt: skip
 """Beside those that tell of tools which Anthropic's servers ran."""
-_SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+_SERVER_TOOL_PREFIXES = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 """What the types of tools begin with that Anthropic's servers run."""
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -139,7 +139,7 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 def parse_messages(data: bytes) -> MessagesRequest:
     """Read a body of `/v1/messages`. Raises RequestError that names field, value and expectation."""
     request = decode_json(_messages_decoder, data)
-    _check(request)
+    _check_request(request)
     thinking = request.thinking
     if thinking is not None and thinking.type == "enabled" and (thinking.budget_tokens or 0) >= request.max_tokens:
         raise bad_value("thinking.budget_tokens", thinking.budget_tokens, f"below max_tokens ({request.max_tokens})")
@@ -149,11 +149,11 @@ def parse_messages(data: bytes) -> MessagesRequest:
 def parse_count(data: bytes) -> CountRequest:
     """Read a body of `/v1/messages/count_tokens`. Raises RequestError."""
     request = decode_json(_count_decoder, data)
-    _check(request)
+    _check_request(request)
     return request
 
 
-def _check(request: CountRequest) -> None:
+def _check_request(request: CountRequest) -> None:
     if not request.messages:
         raise bad_value("messages", request.messages, "at least one message")
     if request.thinking is not None and request.thinking.type == "enabled" and request.thinking.budget_tokens is None:
@@ -173,70 +173,70 @@ def _check(request: CountRequest) -> None:
             _check_block(f"messages[{index}].content[{number}]", turn.role, block)
 
 
-def _check_tool(where: str, tool: MessagesTool) -> None:
+def _check_tool(param: str, tool: MessagesTool) -> None:
     kind = tool.type
-    if tool.input_schema is None and kind is not None and kind.startswith(_SERVER_TOOLS):
+    if tool.input_schema is None and kind is not None and kind.startswith(_SERVER_TOOL_PREFIXES):
         words = "an input_schema and a client that runs the tool: Anthropic's servers run this one, no server here does"
-        raise bad_value(f"{where}.type", kind, words)
+        raise bad_value(f"{param}.type", kind, words)
     if not tool.name:
-        raise RequestError(f"{where}.name: missing, expected this field to be given", param=f"{where}.name")
+        raise RequestError(f"{param}.name: missing, expected this field to be given", param=f"{param}.name")
     if tool.input_schema is None:
-        message = f"{where}.input_schema: missing, expected this field to be given"
+        message = f"{param}.input_schema: missing, expected this field to be given"
         if kind not in (None, "custom"):
             message += f": the client runs {kind}, and only Anthropic's models know it without a schema"
-        raise RequestError(message, param=f"{where}.input_schema")
+        raise RequestError(message, param=f"{param}.input_schema")
 
 
-def _check_block(where: str, role: str, block: MessageBlock) -> None:
-    if block.type not in BLOCK_TYPES and not is_hosted(block.type):
-        raise bad_value(f"{where}.type", block.type, f"one of {', '.join(BLOCK_TYPES)}")
+def _check_block(param: str, role: str, block: MessageBlock) -> None:
+    if block.type not in BLOCK_TYPES and not is_hosted_block(block.type):
+        raise bad_value(f"{param}.type", block.type, f"one of {', '.join(BLOCK_TYPES)}")
     if block.type in ("tool_addition", "tool_removal"):
-        _check_change(where, role, block)
+        _check_tool_change(param, role, block)
     if block.type == "tool_result" and isinstance(block.content, dict):
-        raise bad_value(f"{where}.content", block.content, "a string or an array of blocks")
+        raise bad_value(f"{param}.content", block.content, "a string or an array of blocks")
     if block.type in ("image", "document") and isinstance(block.source, str):
-        raise bad_value(f"{where}.source", block.source, "an object")
+        raise bad_value(f"{param}.source", block.source, "an object")
 
 
-def _check_change(where: str, role: str, block: MessageBlock) -> None:
+def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
     if role != "system":
-        raise bad_value(f"{where}.type", block.type, "tools to change in messages of the role system only")
-    if block.tool is None or not isinstance(_changed(block.tool), str):
-        raise bad_value(f"{where}.tool", block.tool, "a tool_reference with a name, or a tool_definition")
+        raise bad_value(f"{param}.type", block.type, "tools to change in messages of the role system only")
+    if block.tool is None or not isinstance(_changed_tool_name(block.tool), str):
+        raise bad_value(f"{param}.tool", block.tool, "a tool_reference with a name, or a tool_definition")
     if block.type == "tool_removal" and block.tool.get("type") != "tool_reference":
-        raise bad_value(f"{where}.tool.type", block.tool.get("type"), "tool_reference")
+        raise bad_value(f"{param}.tool.type", block.tool.get("type"), "tool_reference")
 
 
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def as_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: bool = False) -> dict[str, Any]:
+def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: bool = False) -> dict[str, Any]:
     """Fields of the chat request that this one stands for: all that its prompt depends on, and what is to be sampled.
 
     `template`: renders it; None where that is not here. `in_place`: system messages stay where they are, whatever the
     template takes. Raises RequestError.
     """
-    merges = not in_place and (template is None or template.needs_system_first())
-    messages = _messages(request, merges)
+    merges_system = not in_place and (template is None or template.needs_system_first())
+    messages = _convert_messages(request, merges_system)
     fields: dict[str, Any] = {
         "messages": messages,
-        "continue_final_message": request.messages[-1].role == "assistant" and _can_go_on(messages[-1]),
+        "continue_final_message": request.messages[-1].role == "assistant" and _can_continue(messages[-1]),
         "chat_template_kwargs": request.chat_template_kwargs,
-        "reasoning_effort": _effort(request, template),
-        "tools": _tools(request),
+        "reasoning_effort": _reasoning_effort(request, template),
+        "tools": _convert_tools(request),
         "tool_choice": "auto" if request.tools else None,
     }
     if request.tool_choice is not None:
         kind = request.tool_choice.type
-        named = {"type": "function", "function": {"name": request.tool_choice.name}}
-        fields["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
+        named_choice = {"type": "function", "function": {"name": request.tool_choice.name}}
+        fields["tool_choice"] = named_choice if kind == "tool" else "required" if kind == "any" else kind
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
-    form = request.output_format
-    if form is None and request.output_config is not None:
-        form = request.output_config.format
-    if form is not None:
-        schema = JsonSchemaFormat(name=form.type, schema=form.schema)
-        fields["response_format"] = ResponseFormat(type=form.type, json_schema=schema)
+    output_format = request.output_format
+    if output_format is None and request.output_config is not None:
+        output_format = request.output_config.format
+    if output_format is not None:
+        schema = JsonSchemaFormat(name=output_format.type, schema=output_format.schema)
+        fields["response_format"] = ResponseFormat(type=output_format.type, json_schema=schema)
     if isinstance(request, MessagesRequest):
         for name in ("max_tokens", "temperature", "top_k", "top_p", "stream", "cache_salt", "model"):
             fields[name] = getattr(request, name)
@@ -246,23 +246,23 @@ def as_chat(request: CountRequest, template: ChatTemplate | None, *, in_place: b
 
 def depends_on_template(request: CountRequest) -> bool:
     """Whether another template would be given another chat."""
-    disabled = request.thinking is not None and request.thinking.type == "disabled"
-    return disabled or any(turn.role == "system" for turn in request.messages)
+    is_disabled = request.thinking is not None and request.thinking.type == "disabled"
+    return is_disabled or any(turn.role == "system" for turn in request.messages)
 
 
 def find_media(request: CountRequest) -> tuple[str, str] | None:
     """Return (place, `image` or `document`) of the first block that is no text; None where all is text."""
     for index, turn in enumerate(request.messages):
         for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            inside = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
-            for one in (msgspec.structs.asdict(block), *inside):
-                kind = media_kind(one)
+            inner_blocks = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
+            for media_block in (msgspec.structs.asdict(block), *inner_blocks):
+                kind = media_kind(media_block)
                 if kind is not None:
                     return f"messages[{index}].content[{number}]", kind
     return None
 
 
-def _can_go_on(message: Message) -> bool:
+def _can_continue(message: Message) -> bool:
     """Whether the assistant's last message is the beginning of the answer: one that ends with a text."""
     content = message.get("content")
     if isinstance(content, list):
@@ -270,27 +270,27 @@ def _can_go_on(message: Message) -> bool:
     return bool(content) and "tool_calls" not in message
 
 
-def _messages(request: CountRequest, merges: bool) -> list[Message]:
+def _convert_messages(request: CountRequest, merges_system: bool) -> list[Message]:
     system = request.system or ""
     if not isinstance(system, str):
         system = _system_text(system)
-    if merges:
+    if merges_system:
         system += "".join(_system_text(turn.content) for turn in request.messages if turn.role == "system")
-    made: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in request.messages:
         if turn.role == "system":
-            text = "" if merges else _system_text(turn.content)
+            text = "" if merges_system else _system_text(turn.content)
             if text:
-                made.append({"role": "system", "content": text})
+                messages.append({"role": "system", "content": text})
         elif isinstance(turn.content, str):
-            made.append({"role": turn.role, "content": turn.content})
+            messages.append({"role": turn.role, "content": turn.content})
         else:
-            _add_turn(made, turn.role, turn.content)
-    if not made:
+            _add_turn(messages, turn.role, turn.content)
+    if not messages:
         raise RequestError(
             "messages: none of them says anything, expected a text, a call or a result", param="messages"
         )
-    return made
+    return messages
 
 
 def _system_text(content: str | list[MessageBlock]) -> str:
@@ -301,73 +301,73 @@ def _system_text(content: str | list[MessageBlock]) -> str:
     return "".join(text for text in texts if not text.startswith(BILLING_LINE))
 
 
-def _add_turn(made: list[Message], role: str, blocks: list[MessageBlock]) -> None:
+def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
     """A turn's message, after the results of tools that it brings."""
     parts: list[Message] = []
     calls: list[Message] = []
-    thoughts: list[str] = []
+    reasoning_texts: list[str] = []
     for block in blocks:
         if block.type == "text" and block.text:
             parts.append({"type": "text", "text": block.text})
         elif block.type == "image" and block.source:
             parts.append({"type": "image_url", "image_url": {}})
         elif block.type == "thinking" and block.thinking is not None:
-            thoughts.append(block.thinking)
+            reasoning_texts.append(block.thinking)
         elif block.type == "tool_use":
             function = {"name": block.name or "", "arguments": block.input or {}}
             calls.append({"id": block.id or "", "type": "function", "function": function})
         elif block.type == "tool_result" and role == "user":
-            _add_result(made, block)
+            _add_tool_result(messages, block)
         elif block.type == "tool_result":
             parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
-        elif block.type in ("document", "search_result") or is_hosted(block.type):
-            parts.append(read_block(msgspec.structs.asdict(block)))
+        elif block.type in ("document", "search_result") or is_hosted_block(block.type):
+            parts.append(convert_block(msgspec.structs.asdict(block)))
     message: Message = {"role": role}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
+    if reasoning_texts:
+        message["reasoning"] = "".join(reasoning_texts)
     if calls:
         message["tool_calls"] = calls
     if parts:
         message["content"] = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
     if role == "assistant" or parts:
-        made.append(message)
+        messages.append(message)
 
 
-def _add_result(made: list[Message], block: MessageBlock) -> None:
+def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
     """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
     texts, media, references = list[str](), list[Message](), list[Message]()
     for item in block.content if isinstance(block.content, list) else ():
         kind = item.get("type")
         if kind == "text":
-            texts.append(_text_of(item))
+            texts.append(_item_text(item))
         elif kind == "image":
             media.append({"type": "image_url", "image_url": {}})
         elif kind == "tool_reference":
             name = item.get("tool_name") or item.get("name")
             references += [{"type": "tool_reference", "name": name}] if name else []
         else:
-            part = read_block(item)
+            part = convert_block(item)
             if part is MEDIA:
                 media.append(part)
             else:
                 texts.append(part["text"])
     text = block.content if isinstance(block.content, str) else "\n".join(texts)
     answer = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
-    made.append({**answer, "content": text})
+    messages.append({**answer, "content": text})
     if media:
-        made.append({"role": "user", "content": media})
+        messages.append({"role": "user", "content": media})
     if references:
-        made.append({**answer, "content": references})
+        messages.append({**answer, "content": references})
 
 
-def _text_of(item: dict[str, Any]) -> str:
+def _item_text(item: dict[str, Any]) -> str:
     text = item.get("text", "")
     if not isinstance(text, str):
         raise bad_value("messages: text of a tool_result", text, "a string")
     return text
 
 
-def _tools(request: CountRequest) -> list[Message] | None:
+def _convert_tools(request: CountRequest) -> list[Message] | None:
     """The tools in effect at the end of the conversation."""
     changes = [
         block
@@ -376,12 +376,12 @@ def _tools(request: CountRequest) -> list[Message] | None:
         if block.type in ("tool_addition", "tool_removal")
     ]
     if not changes:
-        return None if request.tools is None else [_function(tool) for tool in request.tools]
+        return None if request.tools is None else [_convert_function(tool) for tool in request.tools]
     tools = {tool.name: tool for tool in request.tools or ()}
-    removed: set[str] = set()
+    removed_names: set[str] = set()
     for block in changes:
         assert block.tool is not None
-        name = _changed(block.tool)
+        name = _changed_tool_name(block.tool)
         if block.tool.get("type") == "tool_definition":
             try:
                 tools[name] = msgspec.convert(block.tool["definition"], MessagesTool)
@@ -392,17 +392,17 @@ def _tools(request: CountRequest) -> list[Message] | None:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
         elif block.type == "tool_addition":
             tools[name] = msgspec.structs.replace(tools[name], defer_loading=None)
-        (removed.add if block.type == "tool_removal" else removed.discard)(name)
-    return [_function(tool) for name, tool in tools.items() if name not in removed]
+        (removed_names.add if block.type == "tool_removal" else removed_names.discard)(name)
+    return [_convert_function(tool) for name, tool in tools.items() if name not in removed_names]
 
 
-def _changed(change: dict[str, Any]) -> Any:
+def _changed_tool_name(change: dict[str, Any]) -> Any:
     """The name of the tool that a block changes."""
     definition = change.get("definition")
     return definition.get("name") if isinstance(definition, dict) else change.get("name")
 
 
-def _function(tool: MessagesTool) -> Message:
+def _convert_function(tool: MessagesTool) -> Message:
     assert tool.input_schema is not None
     schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
     function: Message = {"name": tool.name, "description": tool.description, "parameters": schema}
@@ -412,16 +412,16 @@ def _function(tool: MessagesTool) -> Message:
     return {"type": "function", "function": function}
 
 
-def _effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
+def _reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
     """Of thinking, as templates read it. Who does not want any gets the effort "none", or "low" where a template takes
     that for one of the others."""
     if request.thinking is not None and request.thinking.type == "disabled":
-        return "none" if template is None or _knows_none(template) else "low"
+        return "none" if template is None or _distinguishes_no_effort(template) else "low"
     return None if request.output_config is None else request.output_config.effort
 
 
 @lru_cache(maxsize=64)
-def _knows_none(template: ChatTemplate) -> bool:
+def _distinguishes_no_effort(template: ChatTemplate) -> bool:
     """Whether the effort "none" makes another prompt than every other one."""
 
     def prompt(effort: str) -> str | None:
@@ -431,5 +431,7 @@ def _knows_none(template: ChatTemplate) -> bool:
         except RequestError:
             return None
 
-    without = prompt("none")
-    return without is not None and all(prompt(effort) != without for effort in get_args(Effort))
+    prompt_without_effort = prompt("none")
+    return prompt_without_effort is not None and all(
+        prompt(effort) != prompt_without_effort for effort in get_args(Effort)
+    )

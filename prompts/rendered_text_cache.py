@@ -26,7 +26,7 @@ Key = tuple[object, ...]
 
 
 class _PromptSkeleton:
-    """`before`, then for each of `places` the text of that message, stripped or not, and what follows it."""
+    """`before`, then for each of `slots` the text of that message, stripped or not, and what follows it."""
 
     def __init__(self, before: str, slots: list[tuple[int, bool, bool, str]]) -> None:
         self._before = before

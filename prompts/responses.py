@@ -1,7 +1,7 @@
 """OpenAI's Responses: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
 
-`parse_response` refuses what no worker takes; unknown fields pass. `as_chat` gives the fields of the chat that is
-rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one message again.
+`parse_response` refuses what no worker takes; unknown fields pass. `convert_to_chat` gives the fields of the chat that
+is rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one message again.
 What came before (`previous_response_id`) and what is only named (`item_reference`) is its caller's to bring.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from prompts.errors import RequestError, bad_value
-from prompts.history.hosted_tools import hosted_text
+from prompts.history.hosted_tools import format_hosted_call
 from prompts.schemas import (
     COUNT_MAX,
     Count,
@@ -114,7 +114,7 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     previous_input_messages: Any = None
 
 
-_SAMPLED = (
+_CHAT_FIELDS = (
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
     "min_tokens", "priority", "cache_salt", "stream", "parallel_tool_calls", "chat_template_kwargs", "user",
@@ -133,46 +133,48 @@ def parse_response(data: bytes) -> ResponsesRequest:
         raise RequestError(message, param="conversation")
     choice = request.tool_choice
     if not request.tools and (isinstance(choice, dict) or choice == "required"):
-        raise RequestError(f"tool_choice: got {_shown(choice)}, expected only together with tools", param="tool_choice")
+        raise RequestError(
+            f"tool_choice: got {_describe_choice(choice)}, expected only together with tools", param="tool_choice"
+        )
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
     return request
 
 
-def _shown(choice: Any) -> str:
+def _describe_choice(choice: Any) -> str:
     return "an object" if isinstance(choice, dict) else json.dumps(choice)
 
 
-def _check_tool(where: str, tool: Item) -> None:
+def _check_tool(param: str, tool: Item) -> None:
     kind = tool.get("type")
     if not isinstance(kind, str):
-        raise bad_value(f"{where}.type", kind, "a string such as function")
+        raise bad_value(f"{param}.type", kind, "a string such as function")
     if kind in ("function", "custom", "namespace") and not isinstance(tool.get("name"), str):
-        raise bad_value(f"{where}.name", tool.get("name"), "a string")
+        raise bad_value(f"{param}.name", tool.get("name"), "a string")
     parameters = tool.get("parameters")
     if kind == "function" and parameters is not None and not isinstance(parameters, dict):
-        raise bad_value(f"{where}.parameters", parameters, "an object")
+        raise bad_value(f"{param}.parameters", parameters, "an object")
     if kind == "custom" and isinstance(tool.get("format"), dict) and tool["format"].get("type") == "grammar":
-        _check_grammar(f"{where}.format", tool["format"])
+        _check_grammar(f"{param}.format", tool["format"])
     if kind == "namespace":
-        inner = tool.get("tools")
-        if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
-            raise bad_value(f"{where}.tools", inner, "an array of tools")
-        for number, one in enumerate(inner):
-            _check_tool(f"{where}.tools[{number}]", one)
+        inner_tools = tool.get("tools")
+        if not isinstance(inner_tools, list) or not all(isinstance(inner_tool, dict) for inner_tool in inner_tools):
+            raise bad_value(f"{param}.tools", inner_tools, "an array of tools")
+        for number, inner_tool in enumerate(inner_tools):
+            _check_tool(f"{param}.tools[{number}]", inner_tool)
 
 
-def _check_grammar(where: str, form: Item) -> None:
-    if form.get("syntax") not in ("lark", "regex"):
-        raise bad_value(f"{where}.syntax", form.get("syntax"), '"lark" or "regex"')
-    if not isinstance(form.get("definition"), str):
-        raise bad_value(f"{where}.definition", form.get("definition"), "a string")
+def _check_grammar(param: str, grammar: Item) -> None:
+    if grammar.get("syntax") not in ("lark", "regex"):
+        raise bad_value(f"{param}.syntax", grammar.get("syntax"), '"lark" or "regex"')
+    if not isinstance(grammar.get("definition"), str):
+        raise bad_value(f"{param}.definition", grammar.get("definition"), "a string")
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-class ShownTool(Struct, frozen=True):
+class ClientTool(Struct, frozen=True):
     """A tool as its client calls it; models are shown one name for both."""
 
     name: str
@@ -184,27 +186,27 @@ class ShownTool(Struct, frozen=True):
     definition: str = ""
 
 
-def shown_tools(tools: list[Item] | None) -> dict[str, ShownTool]:
+def client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
     """Return the tools by the names that a model is shown. No server here runs those of other types."""
-    found: dict[str, ShownTool] = {}
+    tools_by_name: dict[str, ClientTool] = {}
     for tool in tools or ():
         if tool["type"] == "namespace":
             for inner in tool["tools"]:
                 if inner["type"] in ("function", "custom"):
-                    found[_flat(tool["name"], inner["name"])] = _shown_tool(inner, tool["name"])
+                    tools_by_name[_flat_name(tool["name"], inner["name"])] = _make_client_tool(inner, tool["name"])
         elif tool["type"] in ("function", "custom"):
-            found[tool["name"]] = _shown_tool(tool, None)
-    return found
+            tools_by_name[tool["name"]] = _make_client_tool(tool, None)
+    return tools_by_name
 
 
-def _shown_tool(tool: Item, namespace: str | None) -> ShownTool:
-    form = tool.get("format")
-    if tool["type"] == "custom" and isinstance(form, dict) and form.get("type") == "grammar":
-        return ShownTool(tool["name"], namespace, True, form["syntax"], form["definition"])
-    return ShownTool(tool["name"], namespace, tool["type"] == "custom")
+def _make_client_tool(tool: Item, namespace: str | None) -> ClientTool:
+    tool_format = tool.get("format")
+    if tool["type"] == "custom" and isinstance(tool_format, dict) and tool_format.get("type") == "grammar":
+        return ClientTool(tool["name"], namespace, True, tool_format["syntax"], tool_format["definition"])
+    return ClientTool(tool["name"], namespace, tool["type"] == "custom")
 
 
-def _flat(namespace: Any, name: Any) -> Any:
+def _flat_name(namespace: Any, name: Any) -> Any:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
@@ -216,148 +218,148 @@ def item_id(prefix: str, response_id: str, number: int) -> str:
     return f"{prefix}{response_id.partition('_')[2]}{number:0{_ITEM_NUMBER_CHARS}x}"
 
 
-def response_of(item: str) -> str:
+def item_response_id(item: str) -> str:
     """Return the name of the response that holds an item, where `item_id` named it."""
     return "resp_" + item.partition("_")[2][:-_ITEM_NUMBER_CHARS]
 
 
-def references(request: ResponsesRequest) -> dict[str, str]:
+def item_references(request: ResponsesRequest) -> dict[str, str]:
     """Return the items that a body only names, and where. Raises RequestError."""
-    found: dict[str, str] = {}
+    params_by_id: dict[str, str] = {}
     for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
         if item.get("type") == "item_reference":
-            name = item.get("id")
-            if not isinstance(name, str) or len(name) > ITEM_ID_CHARS_MAX:
-                raise bad_value(f"input[{index}].id", name, "the name of an item")
-            found.setdefault(name, f"input[{index}].id")
-    return found
+            referenced_id = item.get("id")
+            if not isinstance(referenced_id, str) or len(referenced_id) > ITEM_ID_CHARS_MAX:
+                raise bad_value(f"input[{index}].id", referenced_id, "the name of an item")
+            params_by_id.setdefault(referenced_id, f"input[{index}].id")
+    return params_by_id
 
 
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def as_chat(
-    request: ResponsesRequest, before: list[Message] | None = None, items: Mapping[str, Item] | None = None
+def convert_to_chat(
+    request: ResponsesRequest, previous_messages: list[Message] | None = None, items: Mapping[str, Item] | None = None
 ) -> dict[str, Any]:
-    """Fields of the chat request that this one stands for. `before`: the messages that the response it goes on from was
-    made of, and what that one said. `items`: those that it only names. Raises RequestError."""
+    """Fields of the chat request that this one stands for. `previous_messages`: the messages that the response it goes
+    on from was made of, and what that one said. `items`: those that it only names. Raises RequestError."""
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    messages += [message for message in before or () if message.get("role") != "system"]
+    messages += [message for message in previous_messages or () if message.get("role") != "system"]
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": request.input})
     else:
-        history = _History(messages)
+        history = _ChatHistory(messages)
         for index, item in enumerate(request.input):
             if item.get("type") == "item_reference":
-                found = (items or {}).get(item.get("id", ""))
-                if found is None:
+                referenced_item = (items or {}).get(item.get("id", ""))
+                if referenced_item is None:
                     raise RequestError(f"input[{index}].id: no such item is here", param=f"input[{index}].id")
-                item = found
+                item = referenced_item
             history.add(f"input[{index}]", item)
     if not messages:
         raise bad_value("input", request.input, "at least one item that says something")
     fields: dict[str, Any] = {
         "messages": messages,
-        "tools": _tools(request.tools) if request.tools else None,
-        "tool_choice": _choice(request),
+        "tools": _convert_tools(request.tools) if request.tools else None,
+        "tool_choice": _convert_tool_choice(request),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
-        "continue_final_message": _continues(request.input),
+        "continue_final_message": _is_continued(request.input),
         "max_tokens": request.max_output_tokens,
         "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
         "stop": request.stop or None,
-        "response_format": _format(request.text.format if request.text is not None else None),
+        "response_format": _convert_format(request.text.format if request.text is not None else None),
     }
-    return fields | {name: getattr(request, name) for name in _SAMPLED}
+    return fields | {name: getattr(request, name) for name in _CHAT_FIELDS}
 
 
-def _continues(given: str | list[Item]) -> bool:
+def _is_continued(request_input: str | list[Item]) -> bool:
     """Whether the last message is one that its assistant has not finished."""
-    last = given[-1] if isinstance(given, list) and given else {}
+    last = request_input[-1] if isinstance(request_input, list) and request_input else {}
     return last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
 
 
-def skipped_items(request: ResponsesRequest) -> list[str]:
+def skipped_item_types(request: ResponsesRequest) -> list[str]:
     """Types of the items of which a model is shown nothing."""
-    given = request.input if isinstance(request.input, list) else []
-    return sorted({str(item["type"]) for item in given if _is_hosted(item) and _hosted(item) is None})
+    items = request.input if isinstance(request.input, list) else []
+    return sorted({str(item["type"]) for item in items if _is_hosted_item(item) and _hosted_item_text(item) is None})
 
 
-class _History:
+class _ChatHistory:
     """Messages made of items: what an assistant thought, said and called is one message again."""
 
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
-        self._is_hosted = False
+        self._ends_with_hosted_call = False
         """The last message says only what a server did, and the assistant's own words belong to it."""
 
-    def add(self, where: str, item: Item) -> None:
+    def add(self, param: str, item: Item) -> None:
         """Add a message, or a part of the assistant's last one. Raises RequestError."""
         kind, role = item.get("type"), item.get("role")
         if kind == "function_call":
-            self._call(where, item, item.get("arguments"))
+            self._add_call(param, item, item.get("arguments"))
         elif kind == "custom_tool_call":
-            self._call(where, item, json.dumps({"input": item.get("input") or ""}, ensure_ascii=False))
+            self._add_call(param, item, json.dumps({"input": item.get("input") or ""}, ensure_ascii=False))
         elif kind == "reasoning":
-            thought = _thought(item)
-            if thought or not item.get("encrypted_content"):
-                self._say("reasoning", thought)
+            reasoning = _reasoning_text(item)
+            if reasoning or not item.get("encrypted_content"):
+                self._set_assistant_field("reasoning", reasoning)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = item.get("output")
-            content = output if isinstance(output, str) else _parts(f"{where}.output", output)
+            content = output if isinstance(output, str) else _check_parts(f"{param}.output", output)
             self._append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
-        elif _is_hosted(item):
-            self._host(str(kind), item)
+        elif _is_hosted_item(item):
+            self._add_hosted_call(str(kind), item)
         elif not isinstance(role, str) or not role:
-            raise bad_value(f"{where}.role", role, "a string such as user or assistant, or an item with a type")
+            raise bad_value(f"{param}.role", role, "a string such as user or assistant, or an item with a type")
         elif role == "assistant" and item.get("content") is not None:
-            self._say("content", _said(f"{where}.content", item["content"]))
+            self._set_assistant_field("content", _assistant_content(f"{param}.content", item["content"]))
         else:
             content = item.get("content")
-            content = content if isinstance(content, str) else _parts(f"{where}.content", content)
+            content = content if isinstance(content, str) else _check_parts(f"{param}.content", content)
             self._append({"role": role, "content": content})
 
     def _append(self, message: Message) -> None:
         self._messages.append(message)
-        self._is_hosted = False
+        self._ends_with_hosted_call = False
 
-    def _call(self, where: str, item: Item, arguments: Any) -> None:
-        name = _flat(item.get("namespace"), item.get("name"))
+    def _add_call(self, param: str, item: Item, arguments: Any) -> None:
+        name = _flat_name(item.get("namespace"), item.get("name"))
         for field, value in (("call_id", item.get("call_id")), ("name", item.get("name")), ("arguments", arguments)):
             if not isinstance(value, str):
-                raise bad_value(f"{where}.{field}", value, "a string")
+                raise bad_value(f"{param}.{field}", value, "a string")
         call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
         if self._messages and self._messages[-1]["role"] == "assistant":
             self._messages[-1].setdefault("tool_calls", []).append(call)
-            self._is_hosted = False
+            self._ends_with_hosted_call = False
         else:
             self._append({"role": "assistant", "tool_calls": [call]})
 
-    def _say(self, field: str, said: str | list[Any]) -> None:
+    def _set_assistant_field(self, field: str, value: str | list[Any]) -> None:
         last = self._messages[-1] if self._messages else {}
-        if self._is_hosted and field == "content":
-            parts = [{"type": "output_text", "text": said}] if isinstance(said, str) else said
+        if self._ends_with_hosted_call and field == "content":
+            parts = [{"type": "output_text", "text": value}] if isinstance(value, str) else value
             last["content"] = [{"type": "output_text", "text": last["content"]}, *parts]
-            self._is_hosted = False
+            self._ends_with_hosted_call = False
         elif last.get("role") == "assistant" and last.get(field) is None:
-            last[field] = said
+            last[field] = value
         else:
-            self._append({"role": "assistant", field: said})
+            self._append({"role": "assistant", field: value})
 
-    def _host(self, kind: str, item: Item) -> None:
+    def _add_hosted_call(self, kind: str, item: Item) -> None:
         """What a server did is told by the assistant; what a client sent back for it by the user."""
-        text, last = _hosted(item), self._messages[-1] if self._messages else {}
+        text, last = _hosted_item_text(item), self._messages[-1] if self._messages else {}
         if text is None:
             return
         if kind.endswith(("_output", "_response")):
             self._append({"role": "user", "content": text})
-        elif self._is_hosted:
+        elif self._ends_with_hosted_call:
             last["content"] += "\n" + text
         elif last.get("role") == "assistant" and last.get("content") is None and "tool_calls" not in last:
             last["content"] = text
-            self._is_hosted = True
+            self._ends_with_hosted_call = True
         else:
             self._append({"role": "assistant", "content": text})
-            self._is_hosted = True
+            self._ends_with_hosted_call = True
 
 
 _READ_TYPES = (
@@ -366,18 +368,18 @@ _READ_TYPES = (
 )  # fmt: skip
 
 
-def _is_hosted(item: Item) -> bool:
+def _is_hosted_item(item: Item) -> bool:
     """Whether it is of a type that only its provider's servers know, such as `web_search_call` or `compaction`."""
     kind = item.get("type")
     return isinstance(kind, str) and kind not in _READ_TYPES
 
 
-def _hosted(item: Item) -> str | None:
+def _hosted_item_text(item: Item) -> str | None:
     unread = ("type", "id", "status", "result") if item["type"] == "image_generation_call" else ("type", "id", "status")
-    return hosted_text(item["type"], {name: value for name, value in item.items() if name not in unread})
+    return format_hosted_call(item["type"], {name: value for name, value in item.items() if name not in unread})
 
 
-def _thought(item: Item) -> str:
+def _reasoning_text(item: Item) -> str:
     for field in ("content", "summary"):
         parts = item.get(field)
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -386,74 +388,84 @@ def _thought(item: Item) -> str:
     return ""
 
 
-def _said(where: str, content: Any) -> str | list[Any]:
+def _assistant_content(param: str, content: Any) -> str | list[Any]:
     """An assistant's words: one text, or several parts."""
     if isinstance(content, str):
         return content
-    parts = _parts(where, content) or []
+    parts = _check_parts(param, content) or []
     if not parts:
         return ""
     text = parts[0].get("text") if len(parts) == 1 and isinstance(parts[0], dict) else None
     return text if isinstance(text, str) else parts
 
 
-def _parts(where: str, content: Any) -> list[Any] | None:
+def _check_parts(param: str, content: Any) -> list[Any] | None:
     if content is not None and not isinstance(content, list):
-        raise bad_value(where, content, "a string or an array of parts")
+        raise bad_value(param, content, "a string or an array of parts")
     for number, part in enumerate(content or ()):
-        check_part(f"{where}[{number}]", part)
+        check_part(f"{param}[{number}]", part)
     return content
 
 
-def _choice(request: ResponsesRequest) -> Any:
+def _convert_tool_choice(request: ResponsesRequest) -> Any:
     choice = request.tool_choice
     if not request.tools:
         return None
     if not isinstance(choice, dict):
         return choice or "auto"
-    shown = shown_tools(request.tools)
+    tools = client_tools(request.tools)
     if choice.get("type") != "allowed_tools":
-        return _chosen("tool_choice", choice, shown)
-    inner = choice.get("allowed_tools", choice)
-    listed = inner.get("tools") if isinstance(inner, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise bad_value("tool_choice.tools", listed, "an array of tools")
-    named = [(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(listed)]
-    ours = [_chosen(where, tool, shown) for where, tool in named if tool.get("type") in ("function", "custom")]
-    if listed and not ours:
-        raise bad_value("tool_choice.tools", listed, "at least one function or custom tool: no server here runs others")
-    return {"type": "allowed_tools", "allowed_tools": {"mode": inner.get("mode"), "tools": ours}}
+        return _convert_named_tool("tool_choice", choice, tools)
+    allowed_choice = choice.get("allowed_tools", choice)
+    listed_tools = allowed_choice.get("tools") if isinstance(allowed_choice, dict) else None
+    if not isinstance(listed_tools, list) or not all(isinstance(tool, dict) for tool in listed_tools):
+        raise bad_value("tool_choice.tools", listed_tools, "an array of tools")
+    named_tools = [(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(listed_tools)]
+    chat_tools = [
+        _convert_named_tool(param, tool, tools)
+        for param, tool in named_tools
+        if tool.get("type") in ("function", "custom")
+    ]
+    if listed_tools and not chat_tools:
+        raise bad_value(
+            "tool_choice.tools", listed_tools, "at least one function or custom tool: no server here runs others"
+        )
+    return {"type": "allowed_tools", "allowed_tools": {"mode": allowed_choice.get("mode"), "tools": chat_tools}}
 
 
-def _chosen(where: str, choice: Item, shown: Mapping[str, ShownTool]) -> Message:
+def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
     """A tool that a choice names, as chats name it."""
     kind, name = choice.get("type"), choice.get("name")
     if kind not in ("function", "custom"):
         words = '"function", "custom" or "allowed_tools": no server here runs other tools'
-        raise bad_value(f"{where}.type", kind, words)
-    flat = _flat(choice.get("namespace"), name)
-    if flat not in shown:
-        named = [full for full, tool in shown.items() if tool.name == name and choice.get("namespace") is None]
-        if len(named) != 1:
-            raise bad_value(f"{where}.name", name, f"one of the tools: {', '.join(shown)}")
-        (flat,) = named
-    return {"type": "function", "function": {"name": flat}}
+        raise bad_value(f"{param}.type", kind, words)
+    flat_name = _flat_name(choice.get("namespace"), name)
+    if flat_name not in tools:
+        matching_names = [full for full, tool in tools.items() if tool.name == name and choice.get("namespace") is None]
+        if len(matching_names) != 1:
+            raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
+        (flat_name,) = matching_names
+    return {"type": "function", "function": {"name": flat_name}}
 
 
-def _tools(tools: list[Item]) -> list[Message]:
+def _convert_tools(tools: list[Item]) -> list[Message]:
     """Those that a model is shown: functions, free-text ones, and those of a namespace under its name."""
-    made: list[Message] = []
+    converted: list[Message] = []
     for tool in tools:
         namespace = tool["name"] if tool["type"] == "namespace" else None
-        for one in tool["tools"] if tool["type"] == "namespace" else (tool,):
-            if one["type"] == "custom":
-                made.append(_function({**one, "parameters": CUSTOM_INPUT}, _flat(namespace, one["name"])))
-            elif one["type"] == "function":
-                made.append(_function(one, _flat(namespace, one["name"])))
-    return made
+        for inner_tool in tool["tools"] if tool["type"] == "namespace" else (tool,):
+            if inner_tool["type"] == "custom":
+                converted.append(
+                    _convert_function(
+                        {**inner_tool, "parameters": CUSTOM_INPUT}, _flat_name(namespace, inner_tool["name"])
+                    )
+                )
+            elif inner_tool["type"] == "function":
+                converted.append(_convert_function(inner_tool, _flat_name(namespace, inner_tool["name"])))
+    return converted
 
 
-def _function(tool: Item, name: str) -> Message:
+def _convert_function(tool: Item, name: str) -> Message:
     function = {"name": name, "description": tool.get("description"), "parameters": tool.get("parameters")}
     for field in ("strict", "defer_loading"):
         if tool.get(field) is not None:
@@ -461,10 +473,12 @@ def _function(tool: Item, name: str) -> Message:
     return {"type": "function", "function": function}
 
 
-def _format(form: TextFormat | None) -> ResponseFormat | None:
-    if form is None or form.type == "text":
+def _convert_format(text_format: TextFormat | None) -> ResponseFormat | None:
+    if text_format is None or text_format.type == "text":
         return None
-    if form.type == "json_object":
+    if text_format.type == "json_object":
         return ResponseFormat(type="json_object")
-    schema = JsonSchemaFormat(name=form.name, description=form.description, schema=form.schema, strict=form.strict)
+    schema = JsonSchemaFormat(
+        name=text_format.name, description=text_format.description, schema=text_format.schema, strict=text_format.strict
+    )
     return ResponseFormat(type="json_schema", json_schema=schema)

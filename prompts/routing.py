@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
+from prompts.anthropic import CountRequest, MessagesRequest, convert_to_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.responses import ResponsesRequest, parse_response, references, response_of
-from prompts.responses import as_chat as response_as_chat
+from prompts.responses import ResponsesRequest, item_references, item_response_id, parse_response
+from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
 from prompts.worker_fields import may_have_worker_fields
 
@@ -28,11 +28,11 @@ KINDS: dict[str, Kind] = {
 """Routes whose prompts are read."""
 
 
-_RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
+_RENDERED_FIELDS = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _INTEGER = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0*)?")
 _INTEGER_CHARS_MAX = 64
-_FLAGS = {
+_FLAG_WORDS = {
     **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
 }
@@ -44,7 +44,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     kind: Kind
     source: CountRequest | ResponsesRequest | None = None
-    """A body of another API, which is the chat that `chat_of` makes of it; None where the worker will refuse it."""
+    """A body of another API, which is the chat that `convert_source_to_chat` makes of it; None where the worker will
+    refuse it."""
     model: str | None = None
     messages: list[Message] | None = None
     """None where the body has none that could be rendered."""
@@ -69,7 +70,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
     """`metadata.user_id`."""
-    stored: str | None = None
+    stored_response_id: str | None = None
     """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
     scores_prompt: bool = False
     """Every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
@@ -84,7 +85,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
         """The same but for its messages."""
         return msgspec.structs.replace(self, messages=messages)
 
-    def replaced(self, **changes: Any) -> RoutingRequest:
+    def replace(self, **changes: Any) -> RoutingRequest:
         """The same but for these fields."""
         return msgspec.structs.replace(self, **changes)
 
@@ -136,18 +137,18 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
 def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     """The same of a body whose kind is known."""
     check_object(data)
-    parsed = _read_kind(kind, data)
+    request = _read_kind(kind, data)
     fields: dict[str, msgspec.Raw] = decode_json(_names, data)
     if may_have_worker_fields(fields):
-        return parsed.replaced(has_worker_fields=True)
-    return parsed
+        return request.replace(has_worker_fields=True)
+    return request
 
 
 def _read_kind(kind: Kind, data: bytes) -> RoutingRequest:
     if kind in ("messages", "responses"):
         source = _parse_source(kind, data)
         if source is not None:
-            return _of_messages(source) if isinstance(source, MessagesRequest) else _of_response(source)
+            return _from_messages(source) if isinstance(source, MessagesRequest) else _from_response(source)
     return read_values(kind, decode_json(_bodies, data))
 
 
@@ -192,7 +193,7 @@ def _parse_source(kind: Kind, data: bytes) -> MessagesRequest | ResponsesRequest
         return None
 
 
-def _of_messages(source: MessagesRequest) -> RoutingRequest:
+def _from_messages(source: MessagesRequest) -> RoutingRequest:
     return RoutingRequest(
         kind="messages",
         source=source,
@@ -205,7 +206,7 @@ def _of_messages(source: MessagesRequest) -> RoutingRequest:
     )
 
 
-def _of_response(source: ResponsesRequest) -> RoutingRequest:
+def _from_response(source: ResponsesRequest) -> RoutingRequest:
     return RoutingRequest(
         kind="responses",
         source=source,
@@ -218,35 +219,37 @@ def _of_response(source: ResponsesRequest) -> RoutingRequest:
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
         metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
-        stored=source.previous_response_id or _referenced(source),
+        stored_response_id=source.previous_response_id or _referenced_response_id(source),
     )
 
 
-def _referenced(source: ResponsesRequest) -> str | None:
+def _referenced_response_id(source: ResponsesRequest) -> str | None:
     """The response that holds an item which a body only names."""
     try:
-        return next(map(response_of, references(source)), None)
+        return next(map(item_response_id, item_references(source)), None)
     except RequestError:
         return None  # the worker says what is wrong with the name
 
 
-def chat_of(parsed: RoutingRequest, template: ChatTemplate | None, *, in_place: bool = False) -> RoutingRequest:
+def convert_source_to_chat(
+    request: RoutingRequest, template: ChatTemplate | None, *, in_place: bool = False
+) -> RoutingRequest:
     """The chat that a body of another API stands for. `template`: renders it; without one, what hangs on it must not be
     there, unless system messages may stay `in_place`: good enough to compare two of them. Raises RequestError."""
-    source = parsed.source
+    source = request.source
     if isinstance(source, ResponsesRequest):
         if source.previous_response_id is not None:
             raise RequestError("only the worker knows what was said before", param="previous_response_id")
-        if references(source):
+        if item_references(source):
             raise RequestError("only the worker knows the items that are named", param="input")
-        fields = response_as_chat(source)
+        fields = convert_response_to_chat(source)
     else:
         assert source is not None
         if template is None and not in_place and depends_on_template(source):
             raise RequestError("what this prompt is depends on the model's chat template", param=None)
-        fields = as_chat(source, template, in_place=in_place)
-    read = {name: fields[name] for name in _RENDERED if name in fields}
-    return parsed.replaced(kind="chat", source=None, has_media=has_media(read["messages"]), **read)
+        fields = convert_to_chat(source, template, in_place=in_place)
+    chat_fields = {name: fields[name] for name in _RENDERED_FIELDS if name in fields}
+    return request.replace(kind="chat", source=None, has_media=has_media(chat_fields["messages"]), **chat_fields)
 
 
 def check_object(data: bytes) -> None:
@@ -266,7 +269,7 @@ def _bool(value: Any) -> bool | None:
         return value
     if isinstance(value, (int, float)):
         return bool(value) if value in (0, 1) else None
-    return _FLAGS.get(value.lower()) if isinstance(value, str) else None
+    return _FLAG_WORDS.get(value.lower()) if isinstance(value, str) else None
 
 
 def _int(value: Any) -> int | None:
@@ -276,8 +279,8 @@ def _int(value: Any) -> int | None:
     if isinstance(value, (bool, float)):
         return int(value) if isinstance(value, bool) or value.is_integer() else None
     if isinstance(value, str) and len(value) <= _INTEGER_CHARS_MAX:
-        found = _INTEGER.fullmatch(value.strip())
-        return None if found is None else int(found[1])
+        match = _INTEGER.fullmatch(value.strip())
+        return None if match is None else int(match[1])
     return None
 
 
@@ -298,8 +301,8 @@ def _read_output(body: RoutedBody) -> tuple[int, int]:
         limit = _int(body.max_tokens)
     choices = max(_int(body.n) or 1, 1)
     ends_at_limit = _bool(body.ignore_eos) is True and not body.stop and not body.stop_token_ids
-    least = limit if ends_at_limit else _int(body.min_tokens)
-    return max(limit or 0, 0) * choices, max(least or 0, 0) * choices
+    min_tokens = limit if ends_at_limit else _int(body.min_tokens)
+    return max(limit or 0, 0) * choices, max(min_tokens or 0, 0) * choices
 
 
 def read_form_fields(values: dict[str, str]) -> RoutingRequest:

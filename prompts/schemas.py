@@ -20,8 +20,8 @@ from prompts.errors import RequestError, bad_value, format_value
 
 Json = Any
 Message = dict[str, Any]
-_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPES = re.compile(rb"\\\\|" + _PAIR + rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
+_SURROGATE_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
 """Escapes that must be told apart to find half of a pair, which is group 1."""
 _ESCAPES_MAX = 1_000_000
 _INDEX = re.compile(r"\[[^\[\]]*\]")
@@ -234,28 +234,28 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-            whole: _T = msgspec.convert(_whole_numbers(msgspec.json.decode(data)), decoder.type, str_keys=True)
-            return whole
+            value: _T = msgspec.convert(_whole_numbers(msgspec.json.decode(data)), decoder.type, str_keys=True)
+            return value
     except msgspec.ValidationError as error:
         raise _field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
-        lone = _lone_surrogate(data)
-        if lone is not None:
-            raise RequestError(f"the body is not valid JSON: {lone}", param=None) from None
-        where = f" after {len(data)} bytes" if "truncated" in str(error) else ""
-        raise RequestError(f"the body is not valid JSON: {error}{where}", param=None) from None
+        surrogate_problem = _find_lone_surrogate(data)
+        if surrogate_problem is not None:
+            raise RequestError(f"the body is not valid JSON: {surrogate_problem}", param=None) from None
+        position = f" after {len(data)} bytes" if "truncated" in str(error) else ""
+        raise RequestError(f"the body is not valid JSON: {error}{position}", param=None) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {_utf8_reason(data, error)}", param=None) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
 
 
-def _lone_surrogate(data: bytes) -> str | None:
+def _find_lone_surrogate(data: bytes) -> str | None:
     """Half of a character of two \\u escapes, which some clients cut in two; None where there is none."""
-    for found in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_MAX):
-        if found[1] is not None:
-            text = found[1].decode()
-            return f"{text} at byte {found.start()} is half of a surrogate pair, expected the whole character"
+    for match in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_MAX):
+        if match[1] is not None:
+            text = match[1].decode()
+            return f"{text} at byte {match.start()} is half of a surrogate pair, expected the whole character"
     return None
 
 
@@ -273,8 +273,8 @@ def _whole_numbers(value: Json) -> Json:
 def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
     try:
         data.decode("utf-8")
-    except UnicodeDecodeError as whole:  # msgspec counts from the start of the string it was reading
-        error = whole
+    except UnicodeDecodeError as whole_error:  # msgspec counts from the start of the string it was reading
+        error = whole_error
     return f"invalid UTF-8 at byte {error.start}"
 
 
@@ -286,34 +286,34 @@ def _field_error(message: str, data: bytes, body: Any) -> RequestError:
     field = path.removeprefix("$").removeprefix(".") or None
     if expectation.startswith("Object missing required field"):
         name = expectation.split("`")[1]
-        full = f"{field}.{name}" if field else name
-        return RequestError(f"{full}: missing, expected this field to be given", param=full)
+        full_name = f"{field}.{name}" if field else name
+        return RequestError(f"{full_name}: missing, expected this field to be given", param=full_name)
     if field is None:
-        return RequestError(f"the body: {_lower(expectation)}", param=None)
+        return RequestError(f"the body: {_lower_first(expectation)}", param=None)
     if is_key:
-        return RequestError(f"{field}: a key is wrong: {_lower(expectation.replace('`', ''))}", param=field)
-    found = _value_at(data, field)
-    shown = "" if found is UNSET else f"got {format_value(found)}, "
+        return RequestError(f"{field}: a key is wrong: {_lower_first(expectation.replace('`', ''))}", param=field)
+    value = _value_at(data, field)
+    actual_text = "" if value is UNSET else f"got {format_value(value)}, "
     if expectation.startswith("Invalid enum value"):
-        expectation = f"expected one of {', '.join(_choices(type_info(body), _INDEX.sub('', field).split('.')))}"
+        expectation = f"expected one of {', '.join(_enum_values(type_info(body), _INDEX.sub('', field).split('.')))}"
     # "Expected `int`, got `str`": the value says the second half better.
-    wanted = expectation.split(", got")[0] if shown else expectation
-    return RequestError(f"{field}: {shown}{_lower(wanted.replace('`', ''))}", param=field)
+    expected_text = expectation.split(", got")[0] if actual_text else expectation
+    return RequestError(f"{field}: {actual_text}{_lower_first(expected_text.replace('`', ''))}", param=field)
 
 
-def _choices(info: Any, names: list[str]) -> list[str]:
+def _enum_values(info: Any, names: list[str]) -> list[str]:
     """What the field under these names may be."""
     if isinstance(info, LiteralType) and not names:
         return [str(value) for value in info.values]
     if isinstance(info, UnionType):
-        return [value for one in info.types for value in _choices(one, names)]
+        return [value for member in info.types for value in _enum_values(member, names)]
     if isinstance(info, ListType):
-        return _choices(info.item_type, names)
+        return _enum_values(info.item_type, names)
     fields = info.fields if isinstance(info, StructType) and names else ()
-    return [value for field in fields if field.name == names[0] for value in _choices(field.type, names[1:])]
+    return [value for field in fields if field.name == names[0] for value in _enum_values(field.type, names[1:])]
 
 
-def _lower(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
@@ -347,53 +347,53 @@ def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise bad_value("messages", messages, "at least one message")
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
+        param = f"messages[{index}]"
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise bad_value(f"{where}.role", role, "a string such as system, user, assistant or tool")
+            raise bad_value(f"{param}.role", role, "a string such as system, user, assistant or tool")
         content = message.get("content")
         if isinstance(content, list):
             for number, part in enumerate(content):
-                check_part(f"{where}.content[{number}]", part)
+                check_part(f"{param}.content[{number}]", part)
         elif content is not None and not isinstance(content, str):
-            raise bad_value(f"{where}.content", content, "a string, an array of parts, or null")
+            raise bad_value(f"{param}.content", content, "a string, an array of parts, or null")
         calls = message.get("tool_calls")
         if calls is not None:
-            _check_tool_calls(f"{where}.tool_calls", calls)
+            _check_tool_calls(f"{param}.tool_calls", calls)
 
 
-def check_part(where: str, part: Json) -> None:
+def check_part(param: str, part: Json) -> None:
     if isinstance(part, str):
         return  # vLLM takes bare strings among the parts
     if not isinstance(part, dict):
-        raise bad_value(where, part, "an object with a type, or a string")
+        raise bad_value(param, part, "an object with a type, or a string")
     kind = part.get("type")
     if isinstance(kind, str) and kind in TEXT_PARTS:
         name = TEXT_PARTS[kind]
         if not isinstance(part.get(name), str):
-            raise bad_value(f"{where}.{name}", part.get(name), "a string")
+            raise bad_value(f"{param}.{name}", part.get(name), "a string")
     elif not (isinstance(kind, str) and kind in MEDIA_PARTS):
-        raise bad_value(f"{where}.type", kind, "text")
+        raise bad_value(f"{param}.type", kind, "text")
 
 
-def _check_tool_calls(where: str, calls: Json) -> None:
+def _check_tool_calls(param: str, calls: Json) -> None:
     if not isinstance(calls, list):
-        raise bad_value(where, calls, "an array of tool calls")
+        raise bad_value(param, calls, "an array of tool calls")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_value(f"{where}[{index}]", call, 'an object with "function": {"name": ..., "arguments": ...}')
+            raise bad_value(f"{param}[{index}]", call, 'an object with "function": {"name": ..., "arguments": ...}')
         arguments = function.get("arguments")
         if arguments is not None and not isinstance(arguments, (str, dict)):
-            raise bad_value(f"{where}[{index}].function.arguments", arguments, "a string of JSON")
+            raise bad_value(f"{param}[{index}].function.arguments", arguments, "a string of JSON")
 
 
-def _check_tool(where: str, tool: Message) -> None:
+def _check_tool(param: str, tool: Message) -> None:
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise bad_value(f"{where}.function", function, "an object with a name")
+        raise bad_value(f"{param}.function", function, "an object with a name")
     if not isinstance(function.get("name"), str):
-        raise bad_value(f"{where}.function.name", function.get("name"), "a string")
+        raise bad_value(f"{param}.function.name", function.get("name"), "a string")
 
 
 def _check_prompt(prompt: Json) -> None:
@@ -415,14 +415,14 @@ def _check_prompt(prompt: Json) -> None:
                 raise bad_value(
                     f"prompt[{index}]", ids, "a non-empty array of token ids, as the first item is an array"
                 )
-            _check_ids(f"prompt[{index}]", ids)
+            _check_token_ids(f"prompt[{index}]", ids)
     else:
-        _check_ids("prompt", prompt)
+        _check_token_ids("prompt", prompt)
 
 
-def _check_ids(where: str, ids: list[Json]) -> None:
+def _check_token_ids(param: str, ids: list[Json]) -> None:
     for index, token_id in enumerate(ids):
         if isinstance(token_id, float) and token_id.is_integer():
             ids[index] = token_id = int(token_id)
         if type(token_id) is not int or not 0 <= token_id < 2**32:
-            raise bad_value(f"{where}[{index}]", token_id, "a token id (an integer >= 0)")
+            raise bad_value(f"{param}[{index}]", token_id, "a token id (an integer >= 0)")

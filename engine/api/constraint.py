@@ -18,7 +18,7 @@ import msgspec
 
 from engine.api.readers.json_calls import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
-from prompts.responses import CUSTOM_INPUT, ShownTool
+from prompts.responses import CUSTOM_INPUT, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 from simulation.spec import FIRST_TOOL, ScriptTurn
 
@@ -88,7 +88,7 @@ MARKUPS = {
 def requested_constraint(
     body: ChatRequest | CompletionRequest,
     tool_markup: str | None = None,
-    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
+    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
     """What the answer must match; None: it is free. Raises RequestError.
 
@@ -138,7 +138,7 @@ def scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
     tool_markup: str | None,
-    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
+    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint:
     """What a simulated engine's answer must match to be the turn of its script. Raises RequestError.
 
@@ -271,7 +271,7 @@ class _Tool(NamedTuple):
     name: str
     parameters: Json
     is_strict: bool
-    grammar: ShownTool | None = None
+    grammar: ClientTool | None = None
     """Of the text that it takes."""
 
 
@@ -335,7 +335,7 @@ def _tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     return tags
 
 
-def _custom_tool_content(content: Format, tool: ShownTool) -> Format:
+def _custom_tool_content(content: Format, tool: ClientTool) -> Format:
     """The arguments of a custom tool, whose text matches its grammar."""
     if tool.syntax == "regex":
         schema = {**CUSTOM_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}}}

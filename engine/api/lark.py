@@ -28,7 +28,7 @@ from engine.api.schemas.inspection import Property, listed_values, properties_of
 from engine.grammars import added_tokens
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
-from prompts.responses import ShownTool
+from prompts.responses import ClientTool
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
@@ -60,7 +60,7 @@ def build_constraint(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     reasoning_ids: tuple[int | None, int | None] = (None, None),
-    grammars: Mapping[str, ShownTool] = MappingProxyType({}),
+    grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> Constraint | None:
     """What the answer to a body must match; None: it is free. Raises RequestError.
 

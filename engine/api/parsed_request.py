@@ -32,16 +32,16 @@ from prompts import (
     parse_chat,
     parse_completion,
 )
-from prompts.anthropic import CountRequest, as_chat, find_media, parse_count, parse_messages
+from prompts.anthropic import CountRequest, convert_to_chat, find_media, parse_count, parse_messages
 from prompts.responses import (
+    ClientTool,
     ResponsesRequest,
-    ShownTool,
+    client_tools,
+    item_references,
     parse_response,
-    references,
-    shown_tools,
-    skipped_items,
+    skipped_item_types,
 )
-from prompts.responses import as_chat as response_as_chat
+from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
 
 ECHOED_BYTES_MAX = 64 << 10
@@ -76,14 +76,16 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Par
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     request = parse_messages(data)
     _check_text_only(request)
-    return _read_chat_body(ChatRequest(**as_chat(request, tokenizer.chat_template)), tokenizer, limits, "/v1/messages")
+    return _read_chat_body(
+        ChatRequest(**convert_to_chat(request, tokenizer.chat_template)), tokenizer, limits, "/v1/messages"
+    )
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
     """(the model that is named, the answer), of `/v1/messages/count_tokens`. Raises RequestError."""
     request = parse_count(data)
     _check_text_only(request)
-    count = len(tokenizer.encode_chat(ChatRequest(**as_chat(request, tokenizer.chat_template))))
+    count = len(tokenizer.encode_chat(ChatRequest(**convert_to_chat(request, tokenizer.chat_template))))
     return request.model, msgspec.json.encode(TokenCount(count))
 
 
@@ -99,7 +101,7 @@ class ResponseReferences(msgspec.Struct, frozen=True):
 def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
     """Raises RequestError."""
     request = parse_response(data)
-    return ResponseReferences(request.previous_response_id, references(request))
+    return ResponseReferences(request.previous_response_id, item_references(request))
 
 
 def read_response(
@@ -118,14 +120,14 @@ def read_response(
     _check_items(request)
     previous = None if previous_messages is None else msgspec.json.decode(previous_messages)
     items_by_id = {name: msgspec.json.decode(item) for name, item in items.items()}
-    body = ChatRequest(**response_as_chat(request, previous, items_by_id))
+    body = ChatRequest(**convert_response_to_chat(request, previous, items_by_id))
     context = ResponseContext(
         messages=msgspec.json.encode(body.messages),
         echoed_fields=_encode_echoed_fields(request),
         should_store=request.store is not False,
         previous_response_id=request.previous_response_id,
-        tools={name: tool for name, tool in shown_tools(request.tools).items() if tool != ShownTool(name)},
-        skipped_item_types=skipped_items(request),
+        tools={name: tool for name, tool in client_tools(request.tools).items() if tool != ClientTool(name)},
+        skipped_item_types=skipped_item_types(request),
     )
     try:
         parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)
@@ -193,7 +195,7 @@ def _read_chat_body(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     path: str = "/v1/chat/completions",
-    tools: Mapping[str, ShownTool] = MappingProxyType({}),
+    tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> ParsedRequest:
     """`path`: of the API that was asked. `tools`: custom ones, by name."""
     check_supported(body)

@@ -16,7 +16,7 @@ from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, b
 from engine.api.custom_input import CustomInputDecoder
 from engine.api.generation import Generation
 from prompts.errors import RequestError
-from prompts.responses import ShownTool, item_id
+from prompts.responses import ClientTool, item_id
 from prompts.schemas import Message
 
 _MARK = "\ue000text\ue000"
@@ -32,7 +32,7 @@ class ResponseContext(Struct, frozen=True):
     """Fields that the answer repeats: an object, as JSON."""
     should_store: bool
     previous_response_id: str | None
-    tools: dict[str, ShownTool] = {}
+    tools: dict[str, ClientTool] = {}
     """By the names that the model is shown: those of another name, and those that take free text."""
     skipped_item_types: list[str] = []
     """Types of items of which the model is shown nothing."""
@@ -246,9 +246,9 @@ class ResponsesFormatter:
         input_text = custom.push(text)
         return self._format_event(f"{name}.delta", **position, delta=input_text) if input_text else b""
 
-    def _client_tool(self, block: ContentBlock) -> ShownTool:
+    def _client_tool(self, block: ContentBlock) -> ClientTool:
         """The called tool, as its client calls it."""
-        return self.context.tools.get(block.name) or ShownTool(block.name)
+        return self.context.tools.get(block.name) or ClientTool(block.name)
 
     def _custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
         """The free text of a call; None where it has arguments."""

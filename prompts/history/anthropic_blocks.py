@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prompts.history.hosted_tools import hosted_text
+from prompts.history.hosted_tools import format_hosted_call
 from prompts.schemas import Message
 
 Block = dict[str, Any]
@@ -17,24 +17,24 @@ MEDIA: Message = {"type": "file", "file": {}}
 """Part of a chat for a document that is no text."""
 
 
-def is_hosted(kind: str) -> bool:
+def is_hosted_block(kind: str) -> bool:
     """Whether a block of this type tells what Anthropic's servers did: ran a tool, or shortened the history."""
     return kind.endswith(("_tool_use", "_tool_result")) or kind == "compaction"
 
 
-def read_block(block: Block) -> Message:
+def convert_block(block: Block) -> Message:
     """Return a document, a search result or any other block as a part of a chat."""
     kind = block.get("type")
     if kind == "document":
-        text = _document(block)
+        text = _document_text(block)
     elif kind == "search_result":
-        text = _lines(block.get("title"), block.get("source"), _texts(block.get("content")))
+        text = _join_lines(block.get("title"), block.get("source"), _join_texts(block.get("content")))
     elif kind == "compaction" and isinstance(block.get("content"), str):
         text = str(block["content"])
     elif kind == "image":
         text = None
     else:
-        text = _hosted(block)
+        text = _hosted_block_text(block)
     return MEDIA if text is None else {"type": "text", "text": text}
 
 
@@ -46,13 +46,13 @@ def media_kind(block: Block) -> str | None:
     if kind != "document":
         return None
     content = (block.get("source") or {}).get("content")
-    inside = content if isinstance(content, list) else ()
-    if any(isinstance(part, dict) and part.get("type") == "image" for part in inside):
+    inner_parts = content if isinstance(content, list) else ()
+    if any(isinstance(part, dict) and part.get("type") == "image" for part in inner_parts):
         return "image"
-    return "document" if _document(block) is None else None
+    return "document" if _document_text(block) is None else None
 
 
-def _document(block: Block) -> str | None:
+def _document_text(block: Block) -> str | None:
     """Its title, its context and its text. None where it is a file: a PDF, or one that is elsewhere."""
     source = block.get("source")
     if not isinstance(source, dict):
@@ -61,11 +61,11 @@ def _document(block: Block) -> str | None:
     if kind == "text" and isinstance(source.get("data"), str):
         text = source["data"]
     elif kind == "content":
-        text = _texts(source.get("content"))
-    return None if text is None else _lines(block.get("title"), block.get("context"), text)
+        text = _join_texts(source.get("content"))
+    return None if text is None else _join_lines(block.get("title"), block.get("context"), text)
 
 
-def _texts(content: Any) -> str | None:
+def _join_texts(content: Any) -> str | None:
     """A text, or all of a list of text blocks; None where it holds anything else."""
     if isinstance(content, str):
         return content
@@ -75,14 +75,14 @@ def _texts(content: Any) -> str | None:
     return "\n".join(texts) if len(texts) == len(content) else None
 
 
-def _lines(*texts: Any) -> str:
+def _join_lines(*texts: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
-def _hosted(block: Block) -> str:
-    named = ("name", "input", "content")
-    shown = {name: block[name] for name in named if block.get(name) is not None}
-    if not shown:
-        shown = {name: value for name, value in block.items() if name != "type"}
+def _hosted_block_text(block: Block) -> str:
+    field_names = ("name", "input", "content")
+    fields = {name: block[name] for name in field_names if block.get(name) is not None}
+    if not fields:
+        fields = {name: value for name, value in block.items() if name != "type"}
     kind = str(block.get("type"))
-    return hosted_text(kind, shown) or f"[{kind}]"
+    return format_hosted_call(kind, fields) or f"[{kind}]"

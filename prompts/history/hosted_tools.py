@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 
 
-def hosted_text(kind: str, fields: Mapping[str, Any]) -> str | None:
+def format_hosted_call(kind: str, fields: Mapping[str, Any]) -> str | None:
     """Return a line with what can be read of a block or an item; None where nothing can."""
-    shown = _readable(fields)
-    for name, value in shown.items():
+    readable_fields = _readable_fields(fields)
+    for name, value in readable_fields.items():
         if isinstance(value, dict):
-            shown[name] = _readable(value)
+            readable_fields[name] = _readable_fields(value)
         elif isinstance(value, list):
-            shown[name] = [_readable(part) if isinstance(part, dict) else part for part in value]
-    return f"[{kind}: {msgspec.json.encode(shown).decode()}]" if shown else None
+            readable_fields[name] = [_readable_fields(part) if isinstance(part, dict) else part for part in value]
+    return f"[{kind}: {msgspec.json.encode(readable_fields).decode()}]" if readable_fields else None
 
 
-def _readable(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _readable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Without what only the provider can read, and without images."""
     return {
         name: value

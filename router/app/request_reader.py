@@ -185,7 +185,7 @@ class RequestReader:
             return self._form_intent(request, *_read_form(request))
         body_request = read_routing(kind or "other", request.body) if format == "json" else _UNREAD_REQUEST
         if kind is None:
-            body_request = body_request.replaced(kind="completion" if body_request.messages is None else "chat")
+            body_request = body_request.replace(kind="completion" if body_request.messages is None else "chat")
         intent = self._make_intent(request, body_request)
         if body_request.kind != "other":
             intent.media = read_media(body_request, request.body)
@@ -214,7 +214,7 @@ class RequestReader:
             request.pieces = splice(request.pieces, spans.edits(fields, removed))
 
     def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
-        holding_worker = self.stored_responses.holder(request, body_request.stored)
+        holding_worker = self.stored_responses.holder(request, body_request.stored_response_id)
         headers = RoutingHeaders(request, self._session_names, self.model_header)
         name = headers.model or body_request.model
         if self.model_names is not None and name is not None:

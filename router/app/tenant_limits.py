@@ -87,7 +87,7 @@ class TenantLimits:
         if salt is not None and path in _SALTED_PATHS:
             client_salt = intent.body_request.cache_salt
             fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
-            intent.body_request = intent.body_request.replaced(cache_salt=salt)
+            intent.body_request = intent.body_request.replace(cache_salt=salt)
         return fields
 
     def check_invariants(self) -> None:

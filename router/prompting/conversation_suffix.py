@@ -19,7 +19,7 @@ from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.bpe_encoder import count_openings
 from prompts.chat_rendering import render_chat
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest, chat_of, has_media, read_routing
+from prompts.routing import Kind, RoutingRequest, convert_source_to_chat, has_media, read_routing
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
@@ -402,7 +402,7 @@ def _read_suffix(kind: Kind, start: int, end: int, body: bytes, tokenizer: Token
         return None
     try:
         request = read_routing(kind, data)
-        chat = request if request.source is None else chat_of(request, template)
+        chat = request if request.source is None else convert_source_to_chat(request, template)
     except RequestError:
         return None
     messages = chat.messages or []

@@ -15,8 +15,8 @@ import msgspec
 
 from prompts.bpe_encoder import count_openings
 from prompts.errors import RequestError
-from prompts.responses import response_of
-from prompts.routing import RoutedBody, RoutingRequest, chat_of, check_object, read_values
+from prompts.responses import item_response_id
+from prompts.routing import RoutedBody, RoutingRequest, check_object, convert_source_to_chat, read_values
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
@@ -185,7 +185,7 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
     if request.scores_prompt:
         return RenderedPrompt()
     if request.source is not None and tokenizer is not None:
-        request = chat_of(request, tokenizer.chat_template)
+        request = convert_source_to_chat(request, tokenizer.chat_template)
     if request.kind == "chat":
         if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
             return RenderedPrompt()
@@ -232,7 +232,7 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
     """Build the body of a `/tokenize` request; None where there is no text to tokenise, or there are images."""
     if request.source is not None:
         try:
-            request = chat_of(request, None)
+            request = convert_source_to_chat(request, None)
         except RequestError:
             return None
     if request.scores_prompt or request.has_media:
@@ -275,7 +275,7 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
 def _find_referenced_response(body: bytes) -> str | None:
     """Return the id of the response that holds the first item which a body only names."""
     reference = _REFERENCE.search(body) if b'"item_reference"' in body else None
-    return None if reference is None else response_of((reference[1] or reference[2]).decode())
+    return None if reference is None else item_response_id((reference[1] or reference[2]).decode())
 
 
 def _decode_small_value(raw: msgspec.Raw) -> Any:

@@ -17,7 +17,7 @@ from prompts.bpe_encoder import digest32, message_words
 from prompts.chat_rendering import BILLING_LINE
 from prompts.chat_template import Message
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, chat_of
+from prompts.routing import RoutingRequest, convert_source_to_chat
 from router.prompting.chat_outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, ROLE_BITS, Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
@@ -36,7 +36,7 @@ def outline_chat(request: RoutingRequest) -> Outline | None:
     chat that is rendered of them."""
     if request.source is not None:
         try:
-            request = chat_of(request, None, in_place=True)
+            request = convert_source_to_chat(request, None, in_place=True)
         except RequestError:
             return None
     if request.messages is None:

@@ -21,7 +21,7 @@ import msgspec
 from events.codec import decode_batch, encode_batch
 from events.frames import parse_live, parse_reply, parse_request, parse_snapshot
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
-from prompts.anthropic import as_chat, parse_messages
+from prompts.anthropic import convert_to_chat, parse_messages
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
@@ -226,7 +226,7 @@ def _bodies(data: bytes) -> None:
         _unless(RequestError, parse_routing, path, data)
     _unless(RequestError, parse_chat, data)
     _unless(RequestError, parse_completion, data)
-    _unless(RequestError, lambda: as_chat(parse_messages(data), None))
+    _unless(RequestError, lambda: convert_to_chat(parse_messages(data), None))
 
 
 def _template(data: bytes) -> None:

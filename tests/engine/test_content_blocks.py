@@ -17,7 +17,7 @@ from engine.api.tool_calls import ToolCallDelta
 from engine.http.response_store import ResponseStore, StoredResponse
 from engine.types import SamplingParams
 from prompts import RequestError
-from prompts.responses import ShownTool
+from prompts.responses import ClientTool
 from prompts.schemas import ChatRequest
 
 ASKED = ResponseContext(
@@ -122,7 +122,7 @@ def test_responses() -> None:
     assert [call["id"] for call in stored_messages[1]["tool_calls"]] == ["call_1", "call_2"]
 
 
-TOOLS = {"f": ShownTool("read", "fs"), "g": ShownTool("apply_patch", None, True)}
+TOOLS = {"f": ClientTool("read", "fs"), "g": ClientTool("apply_patch", None, True)}
 CALLS = [
     piece(calls=[ToolCallDelta(0, "{}", "f", "c1")]), piece(calls=[ToolCallDelta(1, '{"input": "a', "g", "c2")]),
     piece(calls=[ToolCallDelta(1, '\\')]), piece(calls=[ToolCallDelta(1, 'nb"}')]), piece("so"),

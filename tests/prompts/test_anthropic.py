@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prompts.anthropic import as_chat, find_media, parse_count, parse_messages
+from prompts.anthropic import convert_to_chat, find_media, parse_count, parse_messages
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
@@ -27,7 +27,7 @@ BILLING = "x-anthropic-billing-header: cch=1;"
 
 def chat(template: ChatTemplate = ANYWHERE, **body: Any) -> dict[str, Any]:
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **body}
-    return as_chat(parse_messages(json.dumps(body).encode()), template)
+    return convert_to_chat(parse_messages(json.dumps(body).encode()), template)
 
 
 def text(words: str) -> dict[str, str]:
@@ -176,7 +176,7 @@ def test_media_are_found_and_named(block: Any, medium: str | None) -> None:
         body = {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
         request = parse_messages(json.dumps(body).encode())
         assert find_media(request) == (None if medium is None else ("messages[0].content[1]", medium))
-        assert has_media(as_chat(request, ANYWHERE)["messages"]) is (medium is not None)
+        assert has_media(convert_to_chat(request, ANYWHERE)["messages"]) is (medium is not None)
 
 
 def test_what_a_server_ran_is_told_as_text() -> None:
@@ -281,7 +281,7 @@ TURNS = st.fixed_dictionaries(
 def test_any_body_is_a_chat_or_an_error_of_the_clients(turns: Any, more: Any) -> None:
     try:
         request = parse_count(json.dumps({"messages": turns, **more}).encode())
-        chats = [ChatRequest(**as_chat(request, template)) for template in (EARLY, ANYWHERE)]
+        chats = [ChatRequest(**convert_to_chat(request, template)) for template in (EARLY, ANYWHERE)]
     except RequestError:
         return
     for made in chats:

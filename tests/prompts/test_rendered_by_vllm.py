@@ -12,7 +12,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts import RequestError, Tokenizer, chat_template, parse_routing
-from prompts.routing import chat_of
+from prompts.routing import convert_source_to_chat
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
 chat_templates = importlib.util.module_from_spec(_spec)
@@ -62,7 +62,7 @@ def test_the_same_tokens_of_the_traffic_of_agents(tmp_path: Path, name: str) -> 
     for case in cases:
         parsed = parse_routing(case["path"], json.dumps(case["body"]).encode())
         try:
-            made = parsed if parsed.source is None else chat_of(parsed, tokenizer.chat_template)
+            made = parsed if parsed.source is None else convert_source_to_chat(parsed, tokenizer.chat_template)
             ids: list[int] | None = list(tokenizer.encode_chat(made))
         except RequestError:
             ids = None

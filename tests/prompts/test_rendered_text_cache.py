@@ -95,7 +95,7 @@ CHATS = st.lists(
 def rendered(template: ChatTemplate, messages: list[dict[str, Any]], generation: bool, *, plain: bool) -> str:
     """By the template alone, or as prompts are."""
     if not plain:
-        return render_chat(template, BARE.replaced(messages=messages, add_generation_prompt=generation))
+        return render_chat(template, BARE.replace(messages=messages, add_generation_prompt=generation))
     if template.content_format() == "parts":
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return template.render(messages, add_generation_prompt=generation)

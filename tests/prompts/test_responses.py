@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from prompts.responses import (
-    ShownTool,
-    as_chat,
+    ClientTool,
+    client_tools,
+    convert_to_chat,
     item_id,
+    item_references,
+    item_response_id,
     parse_response,
-    references,
-    response_of,
-    shown_tools,
-    skipped_items,
+    skipped_item_types,
 )
-from prompts.routing import chat_of, parse_routing
+from prompts.routing import convert_source_to_chat, parse_routing
 from prompts.schemas import ChatRequest
 
 
 def chat(given: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
-    return as_chat(parse_response(json.dumps({"input": given, **body}).encode()), before)
+    return convert_to_chat(parse_response(json.dumps({"input": given, **body}).encode()), before)
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
         '[web_search_call: {"action":{"type":"search","query":"x"}}]\n[tool_search_call: {"arguments":{"goal":"y"}}]'
     )
     request = parse_response(json.dumps({"input": items}).encode())
-    assert as_chat(request)["messages"] == [
+    assert convert_to_chat(request)["messages"] == [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": [
             {"type": "output_text", "text": search}, {"type": "output_text", "text": "Found."}
@@ -108,29 +108,29 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
         {"role": "user", "content": '[local_shell_call_output: {"output":"a.txt"}]'},
         {"role": "assistant", "content": '[a_type_of_tomorrow: {"words":"z"}]'},
     ]  # fmt: skip
-    assert skipped_items(request) == ["compaction", "image_generation_call"]
+    assert skipped_item_types(request) == ["compaction", "image_generation_call"]
 
 
 def test_items_that_are_only_named_are_brought() -> None:
     name = item_id("rs_", "resp_0af", 2)
-    assert response_of(name) == "resp_0af"
+    assert item_response_id(name) == "resp_0af"
     given = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, said("a")]
     body = json.dumps({"input": given}).encode()
     request = parse_response(body)
-    assert references(request) == {name: "input[1].id"}
-    made = as_chat(request, items={name: thought("hm")})["messages"]
+    assert item_references(request) == {name: "input[1].id"}
+    made = convert_to_chat(request, items={name: thought("hm")})["messages"]
     assert made[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
-    assert parse_routing("/v1/responses", body).stored == "resp_0af"
+    assert parse_routing("/v1/responses", body).stored_response_id == "resp_0af"
     with pytest.raises(RequestError, match="only the worker knows"):
-        chat_of(parse_routing("/v1/responses", body), None)
+        convert_source_to_chat(parse_routing("/v1/responses", body), None)
 
 
 def test_tools_that_may_be_called_are_named_as_models_know_them() -> None:
     tools = [NAMESPACE, PATCH, {"type": "function", "name": "f"}, {"type": "web_search"}]
-    shown = shown_tools(tools)
+    shown = client_tools(tools)
     assert shown == {
-        "fs__read": ShownTool("read", "fs"), "fs__edit": ShownTool("edit", "fs", True),
-        "apply_patch": ShownTool("apply_patch", None, True), "f": ShownTool("f"),
+        "fs__read": ClientTool("read", "fs"), "fs__edit": ClientTool("edit", "fs", True),
+        "apply_patch": ClientTool("apply_patch", None, True), "f": ClientTool("f"),
     }  # fmt: skip
     assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == list(shown)
     allowed = [{"type": "function", "name": "f"}, {"type": "custom", "name": "apply_patch"},
