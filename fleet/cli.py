@@ -53,7 +53,7 @@ def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
 _of_fleet = _with((_name, _address))
 
 
-class Count(click.ParamType):  # type: ignore[type-arg]
+class ReplicaCount(click.ParamType):  # type: ignore[type-arg]
     """`8`, or `4:16` for autoscaling."""
 
     name = "N|MIN:MAX"
@@ -67,17 +67,17 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         return int(match[1]), int(match[2]) if match[2] else None
 
 
-def _bounds(count: tuple[int, int | None], given: dict[str, Any]) -> Bounds | None:
+def autoscaling_bounds(count: tuple[int, int | None], options: dict[str, Any]) -> Bounds | None:
     low, high = count
     if high is None:
-        if given["dry_run"]:
+        if options["dry_run"]:
             raise SpecError("--dry-run: autoscaling needs MIN:MAX")
         return None
-    return Bounds(low, high, given["queue_target"], given["busy_target"], given["cool_down"], given["dry_run"])
+    return Bounds(low, high, options["queue_target"], options["busy_target"], options["cool_down"], options["dry_run"])
 
 
 @contextmanager
-def _said() -> Iterator[IO[str]]:
+def errors_in_one_line() -> Iterator[IO[str]]:
     """What a user did wrong, in one line. Ray prints what its nodes complain of: stdout, which is handed out, is kept
     clear of it."""
     out = sys.stdout
@@ -121,33 +121,33 @@ def _directory(name: str) -> Any:
         raise SpecError(f"no fleet {name!r} runs on this cluster: `fleet up` starts one") from None
 
 
-def _ask(method: Any, *args: Any, **more: Any) -> Any:
+def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
     import ray
 
     try:
-        return ray.get(method.remote(*args, **more), timeout=ASK_S_MAX)
+        return ray.get(method.remote(*args, **kwargs), timeout=ASK_S_MAX)
     except ray.exceptions.ActorDiedError:
         raise SpecError("the fleet was ended meanwhile (`fleet down`)") from None
 
 
-def _await(directory: Any, seconds: float, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def wait_until(directory: Any, seconds: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Until `done`, telling what happens. Ends the program with status 1 if it is not."""
-    end_s, told_s = time.monotonic() + seconds, time.time() - 1.0
+    end_s, printed_s = time.monotonic() + seconds, time.time() - 1.0
     while True:
-        status: dict[str, Any] = _ask(directory.status)
+        status: dict[str, Any] = call_directory(directory.status)
         for at, text in status["events"]:
-            if at > told_s:
+            if at > printed_s:
                 click.echo(text, err=True)
-                told_s = at
-        if done(status):
+                printed_s = at
+        if is_done(status):
             return status
         if time.monotonic() > end_s:
-            _show(status)
+            print_status(status)
             raise click.ClickException(f"not done within {seconds:g} s; it goes on, `fleet status` shows how far")
         time.sleep(LOOK_S)
 
 
-def _show(status: dict[str, Any]) -> None:
+def print_status(status: dict[str, Any]) -> None:
     targets = status["targets"]
     state = "settled" if status["settled"] else "changing"
     click.echo(f"{status['name']}: {targets['engine']['count']} engines, {targets['router']['count']} routers, {state}")
@@ -155,18 +155,19 @@ def _show(status: dict[str, Any]) -> None:
         load = (
             f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s" if member["kind"] == "engine" else ""
         )
-        where = f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
+        location = f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
         load += f"  DOES NOT ANSWER for {member['silent_s']:.0f} s" if member["silent_s"] else ""
         click.echo(
-            f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  {where}{load}"
+            f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  "
+            f"{location}{load}"
         )
     for kind, count in status["hung"].items():
         click.echo(f"  {kind}s that did not answer and were killed: {count}")
-    for one in status["failures"]:
-        retry = f"again in {one['retry_in_s']:.0f} s" if one["retry_in_s"] else "started again"
-        click.echo(f"  {one['kind']} {one['slot']} failed {one['failures']} times in a row, {retry}")
+    for failure in status["failures"]:
+        retry = f"again in {failure['retry_in_s']:.0f} s" if failure["retry_in_s"] else "started again"
+        click.echo(f"  {failure['kind']} {failure['slot']} failed {failure['failures']} times in a row, {retry}")
     if status["autoscaling"]:
-        kind = "would do" if status["autoscaling"]["dry"] else "does"
+        kind = "would do" if status["autoscaling"]["is_dry_run"] else "does"
         click.echo(f"  autoscaling {kind}: {status['advice'] or 'nothing yet'}")
 
 
@@ -178,7 +179,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option("--replicas", type=Count(), default="1", show_default=True, help="Workers; MIN:MAX: autoscaling.")
+@click.option("--replicas", type=ReplicaCount(), default="1", show_default=True, help="Workers; MIN:MAX: autoscaling.")
 @click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True)
 @click.option(
     "--engine",
@@ -245,7 +246,7 @@ def cli() -> None:
 @_seconds
 @_of_fleet
 def up(
-    model: str, flags: tuple[str, ...], replicas: tuple[int, int | None], routers: int, name: str, **given: Any
+    model: str, flags: tuple[str, ...], replicas: tuple[int, int | None], routers: int, name: str, **options: Any
 ) -> None:
     """Start workers of MODEL and routers before them, and keep them up.
 
@@ -253,50 +254,50 @@ def up(
     ray start --head
     fleet up /models/llama --replicas 8 --routers 2 -- --max-num-seqs 64
     """  # fmt: skip
-    with _said() as out:
+    with errors_in_one_line() as out:
         if re.match(NAME, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
-        bounds = _bounds(replicas, given)
-        model, flags = _without_model(model, flags)
-        if given["simulate"] is not None:
-            flags = ("--simulate", given["simulate"], *flags)
-        if given["time_scale"] is not None:
-            flags = ("--time-scale", str(given["time_scale"]), *flags)
-        if given["tensor_parallel_size"] > 1:
-            flags = ("--tensor-parallel-size", str(given["tensor_parallel_size"]), *flags)
-        command, vllm = engine_command(given["engine"], model, flags)
-        router_flags = split_flags("--router-flags", given["router_flags"])
-        env = read_env(given["env"], os.environ)
-        _connect(given["address"])
+        bounds = autoscaling_bounds(replicas, options)
+        model, flags = split_model(model, flags)
+        if options["simulate"] is not None:
+            flags = ("--simulate", options["simulate"], *flags)
+        if options["time_scale"] is not None:
+            flags = ("--time-scale", str(options["time_scale"]), *flags)
+        if options["tensor_parallel_size"] > 1:
+            flags = ("--tensor-parallel-size", str(options["tensor_parallel_size"]), *flags)
+        command, vllm = engine_command(options["engine"], model, flags)
+        router_flags = split_flags("--router-flags", options["router_flags"])
+        env = read_env(options["env"], os.environ)
+        _connect(options["address"])
         from fleet.cluster import create, has_gpus
         from fleet.directory import DirectoryActor
 
-        gpus = given["gpus"]
+        gpus = options["gpus"]
         if gpus is None:
-            gpus = given["tensor_parallel_size"] if has_gpus() else 0
+            gpus = options["tensor_parallel_size"] if has_gpus() else 0
         spec = Spec(
-            name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=given["cpus"], gpus=gpus,
-            router_cpus=given["router_cpus"], router_host=given["router_host"], router_port=given["router_port"],
-            stop_s_max=given["stop_timeout"], hang_s_max=given["hang_timeout"],
+            name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=options["cpus"], gpus=gpus,
+            router_cpus=options["router_cpus"], router_host=options["router_host"], router_port=options["router_port"],
+            stop_s_max=options["stop_timeout"], hang_s_max=options["hang_timeout"],
             admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
-        patience = Patience(given["start_timeout"], given["drain_timeout"])
+        patience = Patience(options["start_timeout"], options["drain_timeout"])
         try:
             directory = create(DirectoryActor, spec, Target(replicas[0]), Target(routers), patience, bounds)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
-        _finish(directory, given, out)
+        wait_and_print_routers(directory, options, out)
 
 
-def _without_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def split_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """What follows `--` is flags, also where no MODEL stands before it."""
     return ("", (model, *flags)) if model.startswith("-") else (model, flags)
 
 
-def _finish(directory: Any, given: dict[str, Any], out: IO[str]) -> None:
+def wait_and_print_routers(directory: Any, options: dict[str, Any], out: IO[str]) -> None:
     """Wait where that is asked for; routers' addresses on stdout."""
-    if given["wait"]:
-        status = _await(directory, given["timeout"], lambda status: bool(status["settled"]))
+    if options["wait"]:
+        status = wait_until(directory, options["timeout"], lambda status: bool(status["settled"]))
         for member in status["members"]:
             if member["kind"] == "router":
                 click.echo(member["url"], file=out)
@@ -308,36 +309,36 @@ def _finish(directory: Any, given: dict[str, Any], out: IO[str]) -> None:
 @_of_fleet
 def status(as_json: bool, events: bool, name: str, address: str) -> None:
     """Who is there, where, and what is being done."""
-    with _said():
+    with errors_in_one_line():
         _connect(address)
-        found = _ask(_directory(name).status)
+        report = call_directory(_directory(name).status)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(report, indent=1))
         return
-    _show(found)
-    for at, text in found["events"] if events else ():
+    print_status(report)
+    for at, text in report["events"] if events else ():
         click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(at))} {text}")
 
 
 @cli.command()
-@click.argument("replicas", type=Count(), required=False)
+@click.argument("replicas", type=ReplicaCount(), required=False)
 @click.option("--routers", type=click.IntRange(0, 64))
 @_with(_autoscaling)
 @_wait
 @_seconds
 @_of_fleet
-def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **given: Any) -> None:
+def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **options: Any) -> None:
     """Have REPLICAS workers: a number, or MIN:MAX for autoscaling. Workers that go are drained first."""
-    with _said() as out:
-        bounds = _bounds(replicas, given) if replicas else None
-        _connect(given["address"])
+    with errors_in_one_line() as out:
+        bounds = autoscaling_bounds(replicas, options) if replicas else None
+        _connect(options["address"])
         directory = _directory(name)
         count = replicas[0] if replicas else None
         if bounds is not None:  # what there is now, within the bounds
-            there = _ask(directory.status)["targets"]["engine"]["count"]
-            count = there if bounds.dry else min(max(there, bounds.low), bounds.high)
-        _ask(directory.scale, count, routers, bounds)
-        _finish(directory, given, out)
+            current_count = call_directory(directory.status)["targets"]["engine"]["count"]
+            count = current_count if bounds.is_dry_run else min(max(current_count, bounds.low), bounds.high)
+        call_directory(directory.scale, count, routers, bounds)
+        wait_and_print_routers(directory, options, out)
 
 
 @cli.command()
@@ -350,23 +351,23 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
 @_wait
 @_seconds
 @_of_fleet
-def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **given: Any) -> None:
+def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **options: Any) -> None:
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
-    with _said() as out:
+    with errors_in_one_line() as out:
         changes: dict[str, Any] = {}
-        if routers and (model is not None or given["surge"]):
+        if routers and (model is not None or options["surge"]):
             raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
-        if given["router_flags"] is not None:
+        if options["router_flags"] is not None:
             if not routers:
                 raise SpecError("--router-flags: for --routers only")
-            changes["router"] = split_flags("--router-flags", given["router_flags"])
+            changes["router"] = split_flags("--router-flags", options["router_flags"])
         if model is not None:
-            model, flags = _without_model(model, flags)
-            changes["engine"], changes["vllm"] = engine_command(given["engine"], model, flags)
-        _connect(given["address"])
+            model, flags = split_model(model, flags)
+            changes["engine"], changes["vllm"] = engine_command(options["engine"], model, flags)
+        _connect(options["address"])
         directory = _directory(name)
-        _ask(directory.roll, Kind.ROUTER if routers else Kind.ENGINE, changes, given["surge"])
-        _finish(directory, given, out)
+        call_directory(directory.roll, Kind.ROUTER if routers else Kind.ENGINE, changes, options["surge"])
+        wait_and_print_routers(directory, options, out)
 
 
 @cli.command()
@@ -375,11 +376,11 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
 @_of_fleet
 def down(now: bool, timeout: float, name: str, address: str) -> None:
     """End the fleet: routers end what they have, then the workers stop."""
-    with _said():
+    with errors_in_one_line():
         _connect(address)
         directory = _directory(name)
-        _ask(directory.end, now=now)
-        _await(directory, timeout, lambda status: not status["members"])
+        call_directory(directory.stop_all, now=now)
+        wait_until(directory, timeout, lambda status: not status["members"])
         from fleet.cluster import forget
 
         forget(name, directory)

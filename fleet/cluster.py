@@ -16,10 +16,10 @@ from fleet.state import State
 
 def create(actor: type, spec: Spec, engines: Target, routers: Target, patience: Patience, bounds: Bounds | None) -> Any:
     """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
-    first = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
+    initial_state = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
     options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    lives = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
-    return ray.remote(actor).options(**options, **lives).remote(spec.name, msgspec.json.encode(first))
+    ray_options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
+    return ray.remote(actor).options(**options, **ray_options).remote(spec.name, msgspec.json.encode(initial_state))
 
 
 def forget(name: str, directory: Any) -> None:
@@ -33,10 +33,12 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-def rooms(needs: dict[str, float]) -> dict[str, float]:
+def nodes_capacity(needs: dict[str, float]) -> dict[str, float]:
     """node -> how many members of these needs would fit, were it empty."""
     return {
-        node["NodeID"]: min(node["Resources"].get(key, 0.0) / need if need else 1e9 for key, need in needs.items())
+        node["NodeID"]: min(
+            node["Resources"].get(key, 0.0) / amount if amount else 1e9 for key, amount in needs.items()
+        )
         for node in ray.nodes()
         if node["Alive"]
     }

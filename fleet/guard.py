@@ -23,17 +23,17 @@ SUBREAPER, PDEATHSIG = 36, 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def reap() -> dict[int, int]:
+def reap_children() -> dict[int, int]:
     """Children that have ended: pid -> status as the shell has it, 128 + N for signal N."""
-    ended: dict[int, int] = {}
+    statuses: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             code = os.waitstatus_to_exitcode(status)
-            ended[pid] = code if code >= 0 else 128 - code
-    return ended
+            statuses[pid] = code if code >= 0 else 128 - code
+    return statuses
 
 
 def kill_all() -> None:
@@ -50,7 +50,7 @@ def kill_all() -> None:
             os.waitpid(-1, 0)
 
 
-def follow_parent(every_s: float = 0.5) -> None:
+def exit_with_parent(every_s: float = 0.5) -> None:
     """End this process, by a thread of it, when the process that started it has ended: Ray's actors outlive a raylet
     that is killed, as long as a call of theirs is under way."""
     parent = os.getppid()
@@ -63,16 +63,19 @@ def follow_parent(every_s: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def nice_as_parent() -> None:
+def restore_niceness() -> None:
     """Take back, for this thread and what it starts, the niceness that Ray gives its workers beside the raylet's."""
-    was, parents = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
+    niceness, parent_niceness = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
     try:
-        os.setpriority(os.PRIO_PROCESS, 0, min(was, parents))
+        os.setpriority(os.PRIO_PROCESS, 0, min(niceness, parent_niceness))
     except PermissionError:
-        print(f"niceness stays {was}: RAY_worker_niceness=0 on `ray start` keeps it at {parents}", file=sys.stderr)
+        print(
+            f"niceness stays {niceness}: RAY_worker_niceness=0 on `ray start` keeps it at {parent_niceness}",
+            file=sys.stderr,
+        )
 
 
-def dies_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """In the child: be killed when the guard is."""
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -81,22 +84,22 @@ def dies_with(parent: int) -> None:
 
 def main(command: list[str]) -> int:
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
+    wakeup_reader, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup_writer, False)
+    signal.set_wakeup_fd(wakeup_writer)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     guard = os.getpid()
     program = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: dies_with(guard)
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard)
     )
     while True:
-        ready = select.select([0, woken], [], [])[0]
-        numbers = os.read(woken, 4096) if woken in ready else b""
-        ended = reap()
-        if program.pid in ended:
+        ready = select.select([0, wakeup_reader], [], [])[0]
+        numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready else b""
+        statuses = reap_children()
+        if program.pid in statuses:
             kill_all()
-            return ended[program.pid]
+            return statuses[program.pid]
         if 0 in ready and not os.read(0, 4096):
             kill_all()
             return 128 + signal.SIGKILL

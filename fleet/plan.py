@@ -33,7 +33,7 @@ class Phase(str, Enum):
     """Was told to end."""
 
 
-LIVE = (Phase.STARTING, Phase.UP)
+LIVE_PHASES = (Phase.STARTING, Phase.UP)
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,22 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Move:
+class PhaseChange:
     """A member goes to another phase: to UP a drain is taken back."""
 
     name: str
-    to: Phase
-    failed: bool = False
+    phase: Phase
+    has_failed: bool = False
     """It took too long to start."""
 
 
-Action = Start | Move
+Action = Start | PhaseChange
 Failures = Mapping[tuple[Kind, int], Failure]
 
 
-def failed(before: Failure | None, up_s: float, now: float) -> Failure:
+def next_failure(previous: Failure | None, up_s: float, now: float) -> Failure:
     """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
-    count = 1 if before is None or up_s >= STEADY_S else before.count + 1
+    count = 1 if previous is None or up_s >= STEADY_S else previous.count + 1
     return Failure(count, now + (min(BACK_OFF_S_MAX, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
 
 
@@ -114,8 +114,8 @@ def plan(
     for kind in (Kind.ROUTER, Kind.ENGINE):
         if kind is Kind.ENGINE and routers and not targets[Kind.ROUTER].count:
             continue  # the end of the fleet: workers stay while routers end what they have
-        own = [member for member in members if member.kind is kind]
-        actions += _plan_kind(kind, targets[kind], own, failures, patience, now, routed=bool(routers))
+        members_of_kind = [member for member in members if member.kind is kind]
+        actions += _plan_kind(kind, targets[kind], members_of_kind, failures, patience, now, has_routers=bool(routers))
     return actions
 
 
@@ -126,60 +126,66 @@ def _plan_kind(
     failures: Failures,
     patience: Patience,
     now: float,
-    routed: bool,
+    has_routers: bool,
 ) -> list[Action]:
     actions: list[Action] = []
     live: list[Member] = []
     for member in members:
         waited_s = now - member.since_s
         if member.phase is Phase.STARTING and member.revision < target.revision:
-            actions.append(Move(member.name, Phase.STOPPING))
+            actions.append(PhaseChange(member.name, Phase.STOPPING))
         elif member.phase is Phase.STARTING and waited_s > patience.start_s_max:
-            actions.append(Move(member.name, Phase.STOPPING, failed=True))
+            actions.append(PhaseChange(member.name, Phase.STOPPING, has_failed=True))
         elif member.phase is Phase.DRAINING and (
-            not routed or member.in_flight == 0 or waited_s > patience.drain_s_max
+            not has_routers or member.in_flight == 0 or waited_s > patience.drain_s_max
         ):
-            actions.append(Move(member.name, Phase.STOPPING))
-        elif member.phase in LIVE:
+            actions.append(PhaseChange(member.name, Phase.STOPPING))
+        elif member.phase in LIVE_PHASES:
             live.append(member)
-    old = [member for member in live if member.revision < target.revision]
-    count = target.count + (target.surge and bool(old) and target.count > 0)
+    outdated = [member for member in live if member.revision < target.revision]
+    count = target.count + (target.surge and bool(outdated) and target.count > 0)
     excess = len(live) - count
     if excess > 0:
-        first = sorted(live, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot))
-        return actions + [_leave(member) for member in first[:excess]]
+        removal_order = sorted(live, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot))
+        return actions + [_retire(member) for member in removal_order[:excess]]
     if excess < 0:
-        gone = {action.name for action in actions if isinstance(action, Move)}
-        back = [
+        moving = {action.name for action in actions if isinstance(action, PhaseChange)}
+        undrained = [
             member
             for member in members
-            if member.phase is Phase.DRAINING and member.revision == target.revision and member.name not in gone
+            if member.phase is Phase.DRAINING and member.revision == target.revision and member.name not in moving
         ][:-excess]
-        actions += [Move(member.name, Phase.UP) for member in back]
+        actions += [PhaseChange(member.name, Phase.UP) for member in undrained]
         # Who leaves still has its room.
-        return actions + _starts(kind, count - len(members), {member.slot for member in members}, failures, now)
-    settled = len(members) == len(live) and all(member.phase is Phase.UP for member in live)
-    if old and settled:
-        actions.append(_leave(min(old, key=lambda member: member.slot)))
+        return actions + _plan_starts(kind, count - len(members), {member.slot for member in members}, failures, now)
+    is_settled = len(members) == len(live) and all(member.phase is Phase.UP for member in live)
+    if outdated and is_settled:
+        actions.append(_retire(min(outdated, key=lambda member: member.slot)))
     return actions
 
 
-def _leave(member: Member) -> Move:
+def _retire(member: Member) -> PhaseChange:
     """Routers end their requests by themselves when told to stop."""
     drains = member.kind is Kind.ENGINE and member.phase is Phase.UP
-    return Move(member.name, Phase.DRAINING if drains else Phase.STOPPING)
+    return PhaseChange(member.name, Phase.DRAINING if drains else Phase.STOPPING)
 
 
-def _starts(kind: Kind, missing: int, taken: set[int], failures: Failures, now: float) -> list[Action]:
+def _plan_starts(kind: Kind, missing: int, occupied_slots: set[int], failures: Failures, now: float) -> list[Action]:
     """The lowest free slots; those that have to wait are not passed over for others."""
-    free = (slot for slot in range(len(taken) + missing) if slot not in taken) if missing > 0 else iter(())
-    chosen = [slot for slot, _ in zip(free, range(missing))]
-    waiting = (failures.get((kind, slot)) for slot in chosen)
-    return [Start(kind, slot) for slot, failure in zip(chosen, waiting) if failure is None or failure.retry_s <= now]
+    free = (
+        (slot for slot in range(len(occupied_slots) + missing) if slot not in occupied_slots)
+        if missing > 0
+        else iter(())
+    )
+    slots = [slot for slot, _ in zip(free, range(missing))]
+    slot_failures = (failures.get((kind, slot)) for slot in slots)
+    return [
+        Start(kind, slot) for slot, failure in zip(slots, slot_failures) if failure is None or failure.retry_s <= now
+    ]
 
 
-def lightest(nodes: Mapping[str, float], placed: Sequence[str]) -> str | None:
+def least_occupied_node(capacities: Mapping[str, float], occupied_nodes: Sequence[str]) -> str | None:
     """The node for the next member of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
     where nobody is; `placed`: where its kind sits. None where none is known to have room for one."""
-    fits = {node: room for node, room in nodes.items() if room >= 1}
-    return min(fits, key=lambda node: (placed.count(node), -fits[node], node)) if fits else None
+    fits = {node: room for node, room in capacities.items() if room >= 1}
+    return min(fits, key=lambda node: (occupied_nodes.count(node), -fits[node], node)) if fits else None

@@ -23,27 +23,27 @@ class Bounds:
     low: int
     high: int
     queue_s: float = 0.5
-    busy: float = 0.7
-    cool_s: float = 300.0
-    dry: bool = False
+    prefill_share: float = 0.7
+    cool_down_s: float = 300.0
+    is_dry_run: bool = False
     """Only say what would be done."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
             raise ValueError(f"autoscaling: got {self.low}:{self.high}, expected MIN:MAX with 1 <= MIN <= MAX")
-        if not (self.queue_s > 0 and 0 < self.busy <= 1 and self.cool_s >= 0):
+        if not (self.queue_s > 0 and 0 < self.prefill_share <= 1 and self.cool_down_s >= 0):
             raise ValueError(
-                f"autoscaling: got queue {self.queue_s} s, busy {self.busy}, cool-down {self.cool_s} s; expected a "
-                "positive queue, busy in (0, 1], no negative cool-down"
+                f"autoscaling: got queue {self.queue_s} s, busy {self.prefill_share}, cool-down {self.cool_down_s} s; "
+                "expected a positive queue, busy in (0, 1], no negative cool-down"
             )
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkerLoad:
     """One worker, as the routers see it."""
 
     queue_s: float
-    busy: float
+    prefill_share: float
     """Prefill seconds a second."""
 
 
@@ -51,37 +51,40 @@ class Load:
 class Scaler:
     """What was needed lately: (when, how many), oldest first."""
 
-    needed: tuple[tuple[float, int], ...] = ()
-    began_s: float | None = None
+    recent_needs: tuple[tuple[float, int], ...] = ()
+    started_s: float | None = None
 
     def decide(
-        self, bounds: Bounds, count: int, loads: Sequence[Load], held: int, now: float
+        self, bounds: Bounds, count: int, loads: Sequence[WorkerLoad], queued_requests: int, now: float
     ) -> tuple[Scaler, int, str]:
-        """(the next state, how many there should be, why). `count`: wanted now; `loads` of those that are up; `held`:
-        requests that wait in routers because all are busy."""
-        need, why = needed(bounds, loads, held)
-        began = now if self.began_s is None else self.began_s
-        kept = tuple(one for one in self.needed if now - one[0] <= bounds.cool_s)
-        later = Scaler((*(one for one in kept if one[1] > need), (now, need)), began)  # only maxima matter
+        """(the next state, how many there should be, why). `count`: wanted now; `loads` of those that are up;
+        `queued_requests`: those that wait in routers because all are busy."""
+        need, reason = needed_workers(bounds, loads, queued_requests)
+        started_s = now if self.started_s is None else self.started_s
+        recent = tuple((at_s, need) for at_s, need in self.recent_needs if now - at_s <= bounds.cool_down_s)
+        higher = (entry for entry in recent if entry[1] > need)  # only maxima matter
+        next_state = Scaler((*higher, (now, need)), started_s)
         if need > count and len(loads) >= count:
-            return later, need, why
-        if need < count and now - began >= bounds.cool_s:
-            most = max(one for _, one in later.needed)
-            if most < count:
-                return later, most, f"{why}; at most {most} in {bounds.cool_s:g} s"
-        return later, min(max(count, bounds.low), bounds.high), why
+            return next_state, need, reason
+        if need < count and now - started_s >= bounds.cool_down_s:
+            highest_need = max(workers for _, workers in next_state.recent_needs)
+            if highest_need < count:
+                return next_state, highest_need, f"{reason}; at most {highest_need} in {bounds.cool_down_s:g} s"
+        return next_state, min(max(count, bounds.low), bounds.high), reason
 
 
-def needed(bounds: Bounds, loads: Sequence[Load], held: int) -> tuple[int, str]:
+def needed_workers(bounds: Bounds, loads: Sequence[WorkerLoad], queued_requests: int) -> tuple[int, str]:
     """How many workers this load takes, and why."""
     if not loads:
         return bounds.low, "no worker is up"
     queue_s = sum(load.queue_s for load in loads)
-    busy = sum(load.busy for load in loads)
-    mean_s, part = queue_s / len(loads), busy / len(loads)
-    ratio = max(mean_s / bounds.queue_s, part / bounds.busy)
-    if held and ratio <= 1:
+    prefill_share = sum(load.prefill_share for load in loads)
+    mean_s, mean_share = queue_s / len(loads), prefill_share / len(loads)
+    ratio = max(mean_s / bounds.queue_s, mean_share / bounds.prefill_share)
+    if queued_requests and ratio <= 1:
         ratio = 1 + 1 / len(loads)
-    count = len(loads) if abs(ratio - 1) <= TOLERANCE and not held else math.ceil(ratio * len(loads))
-    why = f"queue {mean_s:.2f} s a worker, {part:.0%} busy" + (f", {held} held" if held else "")
-    return min(max(count, bounds.low), bounds.high), why
+    count = len(loads) if abs(ratio - 1) <= TOLERANCE and not queued_requests else math.ceil(ratio * len(loads))
+    reason = f"queue {mean_s:.2f} s a worker, {mean_share:.0%} busy" + (
+        f", {queued_requests} held" if queued_requests else ""
+    )
+    return min(max(count, bounds.low), bounds.high), reason

@@ -56,7 +56,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
 
 
-Worker = dict[str, str | int]
+WorkerSettings = dict[str, str | int]
 """As routers take it, by `POST /workers` or on their command line."""
 
 
@@ -65,44 +65,52 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     command: list[str]
     url: str
-    health: str
+    health_url: str
     """Answers 200 once it serves."""
-    worker: Worker = {}
+    worker_settings: WorkerSettings = {}
     """What routers are told of it."""
-    admin: str = ""
-    peer: str = ""
+    admin_url: str = ""
+    peer_address: str = ""
     """Where a router tells its load."""
 
 
-Ports = Callable[[int], int]
+PortAllocator = Callable[[int], int]
 """The first of so many free ports in a row on this node."""
 
 
-def launch(spec: Spec, kind: Kind, slot: int, host: str, ports: Ports, workers: Sequence[Worker] = ()) -> Launch:
+def plan_launch(
+    spec: Spec, kind: Kind, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[WorkerSettings] = ()
+) -> Launch:
     """The program of a slot on the node `host`. `workers`: what a router knows from its start."""
-    where = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     if kind is Kind.ROUTER:
-        port = spec.router_port + slot if spec.router_port else ports(1)
-        admin, peer, listen = f"127.0.0.1:{ports(1)}", f"tcp://{where}:{ports(1)}", spec.router_host or host
+        port = spec.router_port + slot if spec.router_port else allocate_ports(1)
+        admin, peer, listen = (
+            f"127.0.0.1:{allocate_ports(1)}",
+            f"tcp://{url_host}:{allocate_ports(1)}",
+            spec.router_host or host,
+        )
         addresses = ["--host", listen, "--port", str(port), "--admin", admin, "--peer-bind", peer]
-        known = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
-        command = [sys.executable, "-m", "router", "run", *known, *addresses, *spec.router]
+        worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
+        command = [sys.executable, "-m", "router", "run", *worker_texts, *addresses, *spec.router]
         scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router) else "http"
-        url = f"{scheme}://{'127.0.0.1' if listen == '127.0.0.1' else where}:{port}"
-        return Launch(command=command, url=url, health=f"{url}/livez", admin=f"{scheme}://{admin}", peer=peer)
-    port = ports(1)
-    url = f"http://{where}:{port}"
-    worker: Worker = {"url": url, "id": f"{where}:{port}", "send_key": 1}
+        url = f"{scheme}://{'127.0.0.1' if listen == '127.0.0.1' else url_host}:{port}"
+        return Launch(
+            command=command, url=url, health_url=f"{url}/livez", admin_url=f"{scheme}://{admin}", peer_address=peer
+        )
+    port = allocate_ports(1)
+    url = f"http://{url_host}:{port}"
+    worker: WorkerSettings = {"url": url, "id": f"{url_host}:{port}", "send_key": 1}
     command = [*spec.engine, "--host", host, "--port", str(port)]
     if spec.vllm:
         ranks = data_parallel(spec.engine)
-        events, replay = ports(ranks), ports(ranks)
+        events, replay = allocate_ports(ranks), allocate_ports(ranks)
         settings = {"enable_kv_cache_events": True, "publisher": "zmq"}
         settings |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
         command += ["--kv-events-config", json.dumps(settings)]
         for key, first in (("events", events), ("replay", replay)):
-            worker[key] = ";".join(f"tcp://{where}:{first + rank}" for rank in range(ranks))
-    return Launch(command=command, url=url, health=f"{url}/health", worker=worker)
+            worker[key] = ";".join(f"tcp://{url_host}:{first + rank}" for rank in range(ranks))
+    return Launch(command=command, url=url, health_url=f"{url}/health", worker_settings=worker)
 
 
 def data_parallel(command: tuple[str, ...]) -> int:
@@ -117,7 +125,7 @@ def data_parallel(command: tuple[str, ...]) -> int:
     return 1
 
 
-TAKEN = ("--host", "--port", "--kv-events-config", "--admin", "--peer-bind", "--admin-api-key")
+FLAGS_SET_BY_FLEET = ("--host", "--port", "--kv-events-config", "--admin", "--peer-bind", "--admin-api-key")
 """What `launch` gives."""
 
 
@@ -147,7 +155,7 @@ def split_flags(option: str, text: str) -> tuple[str, ...]:
 def check_flags(option: str, flags: tuple[str, ...]) -> None:
     """Raises SpecError for what the fleet gives itself."""
     for flag in flags:
-        if flag.partition("=")[0] in TAKEN:
+        if flag.partition("=")[0] in FLAGS_SET_BY_FLEET:
             raise SpecError(f"{option}: {flag} is the fleet's to give")
 
 

@@ -93,7 +93,9 @@ def test_a_killed_guard_takes_its_program_along() -> None:
 
 def test_an_actor_ends_with_its_raylet() -> None:
     """Also while a call of it waits for ever."""
-    actor = "import os, time, fleet.guard as g; g.follow_parent(0.05); print(os.getpid(), flush=True); time.sleep(600)"
+    actor = (
+        "import os, time, fleet.guard as g; g.exit_with_parent(0.05); print(os.getpid(), flush=True); time.sleep(600)"
+    )
     raylet = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {actor!r}]).wait()"
     with subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE, cwd=GUARD.parents[1]) as parent:
         assert parent.stdout is not None
@@ -112,7 +114,7 @@ def test_a_command_that_is_not_there() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root takes niceness back")
 def test_a_program_is_as_nice_as_the_raylet_and_not_as_rays_workers() -> None:
-    actor = "import os, fleet.guard as g; os.nice(15); g.nice_as_parent(); os.execvp('nice', ['nice'])"
+    actor = "import os, fleet.guard as g; os.nice(15); g.restore_niceness(); os.execvp('nice', ['nice'])"
     raylet = f"import os, subprocess, sys; os.nice(3); subprocess.run([sys.executable, '-c', {actor!r}])"
     here = os.getpriority(os.PRIO_PROCESS, 0)
     told = subprocess.run([sys.executable, "-c", raylet], capture_output=True, cwd=GUARD.parents[1], check=True)

@@ -10,7 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.plan import LIVE, Failure, Kind, Member, Move, Patience, Phase, Start, Target, failed, lightest, plan
+from fleet.plan import (
+    LIVE_PHASES,
+    Failure,
+    Kind,
+    Member,
+    Patience,
+    Phase,
+    PhaseChange,
+    Start,
+    Target,
+    least_occupied_node,
+    next_failure,
+    plan,
+)
 
 PATIENCE = Patience(start_s_max=100.0, drain_s_max=50.0)
 NONE = {Kind.ENGINE: Target(0), Kind.ROUTER: Target(0)}
@@ -41,29 +54,34 @@ def test_a_slot_that_waits_is_not_passed_over() -> None:
 
 def test_who_goes_when_fewer_are_wanted() -> None:
     there = [member(0), member(1), member(2, Phase.STARTING), member(3)]
-    assert engines(Target(2), *there) == [Move("engine2", Phase.STOPPING), Move("engine3", Phase.DRAINING)]
+    assert engines(Target(2), *there) == [
+        PhaseChange("engine2", Phase.STOPPING),
+        PhaseChange("engine3", Phase.DRAINING),
+    ]
 
 
 def test_a_drain_ends_with_the_last_request_or_the_last_second() -> None:
     assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1)) == []
     assert engines(Target(0), member(0, Phase.DRAINING)) == [], "what the routers have is not known"
-    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=0)) == [Move("engine0", Phase.STOPPING)]
-    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1), now=51.0) == [Move("engine0", Phase.STOPPING)]
+    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=0)) == [PhaseChange("engine0", Phase.STOPPING)]
+    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1), now=51.0) == [
+        PhaseChange("engine0", Phase.STOPPING)
+    ]
 
 
 def test_a_drain_is_taken_back_where_more_are_wanted_again() -> None:
     draining = member(1, Phase.DRAINING, in_flight=3)
-    assert engines(Target(2), member(0), draining) == [Move("engine1", Phase.UP)]
+    assert engines(Target(2), member(0), draining) == [PhaseChange("engine1", Phase.UP)]
     old = [member(0, revision=1), replace(draining, revision=0)]
     assert engines(Target(2, revision=1), *old) == [], "an old one is not"
 
 
 def test_rolling_goes_on_only_while_all_are_up() -> None:
     target = Target(2, revision=1)
-    assert engines(target, member(0), member(1)) == [Move("engine0", Phase.DRAINING)]
+    assert engines(target, member(0), member(1)) == [PhaseChange("engine0", Phase.DRAINING)]
     assert engines(target, member(0, Phase.DRAINING, in_flight=1), member(1)) == []
     assert engines(target, member(0, Phase.STARTING, revision=1), member(1)) == []
-    assert engines(target, member(0, revision=1), member(1)) == [Move("engine1", Phase.DRAINING)]
+    assert engines(target, member(0, revision=1), member(1)) == [PhaseChange("engine1", Phase.DRAINING)]
     assert engines(target, member(0, revision=1), member(1, revision=1)) == []
 
 
@@ -71,35 +89,35 @@ def test_with_surge_the_replacement_comes_first() -> None:
     target = Target(1, revision=1, surge=True)
     assert engines(target, member(0)) == [Start(Kind.ENGINE, 1)]
     assert engines(target, member(0), member(1, Phase.STARTING, revision=1)) == []
-    assert engines(target, member(0), member(1, revision=1)) == [Move("engine0", Phase.DRAINING)]
+    assert engines(target, member(0), member(1, revision=1)) == [PhaseChange("engine0", Phase.DRAINING)]
     assert engines(target, member(1, revision=1)) == []
 
 
 def test_an_old_one_that_does_not_come_up_is_not_waited_for() -> None:
-    assert engines(Target(1, revision=1), member(0, Phase.STARTING)) == [Move("engine0", Phase.STOPPING)]
+    assert engines(Target(1, revision=1), member(0, Phase.STARTING)) == [PhaseChange("engine0", Phase.STOPPING)]
 
 
 def test_who_takes_too_long_to_start_has_failed() -> None:
     there = member(0, Phase.STARTING)
-    assert engines(Target(1), there, now=100.5) == [Move("engine0", Phase.STOPPING, failed=True)]
+    assert engines(Target(1), there, now=100.5) == [PhaseChange("engine0", Phase.STOPPING, has_failed=True)]
 
 
 def test_at_the_end_workers_outlive_the_routers() -> None:
     router = member(0, kind=Kind.ROUTER)
-    assert plan(NONE, [member(0), router], {}, PATIENCE, 1.0) == [Move("router0", Phase.STOPPING)]
+    assert plan(NONE, [member(0), router], {}, PATIENCE, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
     assert plan(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
-    assert plan(NONE, [member(0)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.DRAINING)]
-    assert plan(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.STOPPING)]
+    assert plan(NONE, [member(0)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
+    assert plan(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.STOPPING)]
 
 
 def test_back_off() -> None:
     waits, book, now = [], None, 0.0
     for _ in range(9):
-        book = failed(book, up_s=0.0, now=now)
+        book = next_failure(book, up_s=0.0, now=now)
         waits.append(book.retry_s - now)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert failed(book, up_s=60.0, now=7.0) == Failure(1, 7.0), "it was steady"
-    assert failed(Failure(10**6, 0.0), up_s=0.0, now=0.0).retry_s == 60.0
+    assert next_failure(book, up_s=60.0, now=7.0) == Failure(1, 7.0), "it was steady"
+    assert next_failure(Failure(10**6, 0.0), up_s=0.0, now=0.0).retry_s == 60.0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +131,7 @@ def test_back_off() -> None:
     ],
 )
 def test_replicas_are_spread(nodes: dict[str, float], placed: list[str], expected: str | None) -> None:
-    assert lightest(nodes, placed) == expected
+    assert least_occupied_node(nodes, placed) == expected
 
 
 class World(RuleBasedStateMachine):
@@ -143,11 +161,11 @@ class World(RuleBasedStateMachine):
             old = before[action.name]
             assert old == self.members[action.name], "one move a member"
             if old.kind is Kind.ENGINE and old.phase is Phase.UP:
-                assert action.to is Phase.DRAINING, "no worker that is up is stopped"
+                assert action.phase is Phase.DRAINING, "no worker that is up is stopped"
             if old.phase is Phase.STARTING:
                 del self.members[action.name]
             else:
-                self.members[action.name] = replace(old, phase=action.to, since_s=self.now, in_flight=None)
+                self.members[action.name] = replace(old, phase=action.phase, since_s=self.now, in_flight=None)
 
     def pick(self, data: st.DataObject, *phases: Phase) -> Member | None:
         found = [s for s in self.members.values() if s.phase in phases]
@@ -170,10 +188,10 @@ class World(RuleBasedStateMachine):
         found = self.pick(data, *Phase)
         if found is not None:
             del self.members[found.name]
-            if found.phase in LIVE:
+            if found.phase in LIVE_PHASES:
                 up_s = self.now - found.since_s if found.phase is Phase.UP else 0.0
                 key = (found.kind, found.slot)
-                self.failures[key] = failed(self.failures.get(key), up_s, self.now)
+                self.failures[key] = next_failure(self.failures.get(key), up_s, self.now)
         self.turn()
 
     @rule(data=st.data(), count=st.one_of(st.none(), st.integers(0, 3)))

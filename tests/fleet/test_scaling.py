@@ -6,31 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.scaling import Bounds, Load, Scaler, needed
+from fleet.scaling import Bounds, Scaler, WorkerLoad, needed_workers
 
-BOUNDS = Bounds(2, 10, queue_s=0.5, busy=0.7, cool_s=60.0)
+BOUNDS = Bounds(2, 10, queue_s=0.5, prefill_share=0.7, cool_down_s=60.0)
 
 
 @pytest.mark.parametrize(
     ("loads", "held", "expected"),
     [
         ([], 0, 2),
-        ([Load(0.0, 0.0)] * 4, 0, 2),
-        ([Load(0.5, 0.1)] * 4, 0, 4),
-        ([Load(0.54, 0.1)] * 4, 0, 4),
-        ([Load(1.0, 0.1)] * 4, 0, 8),
-        ([Load(2.0, 0.0), Load(0.0, 0.0)], 0, 4),
-        ([Load(0.0, 1.0)] * 4, 0, 6),
-        ([Load(9.0, 1.0)] * 4, 0, 10),
-        ([Load(0.1, 0.1)] * 4, 3, 5),
+        ([WorkerLoad(0.0, 0.0)] * 4, 0, 2),
+        ([WorkerLoad(0.5, 0.1)] * 4, 0, 4),
+        ([WorkerLoad(0.54, 0.1)] * 4, 0, 4),
+        ([WorkerLoad(1.0, 0.1)] * 4, 0, 8),
+        ([WorkerLoad(2.0, 0.0), WorkerLoad(0.0, 0.0)], 0, 4),
+        ([WorkerLoad(0.0, 1.0)] * 4, 0, 6),
+        ([WorkerLoad(9.0, 1.0)] * 4, 0, 10),
+        ([WorkerLoad(0.1, 0.1)] * 4, 3, 5),
     ],
 )
-def test_needed(loads: list[Load], held: int, expected: int) -> None:
-    assert needed(BOUNDS, loads, held)[0] == expected
+def test_needed(loads: list[WorkerLoad], held: int, expected: int) -> None:
+    assert needed_workers(BOUNDS, loads, held)[0] == expected
 
 
 def test_up_at_once_but_not_while_others_start() -> None:
-    busy = [Load(2.0, 1.0)] * 2
+    busy = [WorkerLoad(2.0, 1.0)] * 2
     scaler, wanted, why = Scaler().decide(BOUNDS, 2, busy, 0, 0.0)
     assert (wanted, why) == (8, "queue 2.00 s a worker, 100% busy")
     _, wanted, _ = scaler.decide(BOUNDS, 8, busy, 0, 1.0)
@@ -40,7 +40,7 @@ def test_up_at_once_but_not_while_others_start() -> None:
 def test_down_after_the_cool_down_to_what_its_busiest_moment_needed() -> None:
     scaler, count = Scaler(), 6
     for now in range(200):
-        load = Load(0.5, 0.1) if now == 50 else Load(0.25, 0.1)
+        load = WorkerLoad(0.5, 0.1) if now == 50 else WorkerLoad(0.25, 0.1)
         scaler, wanted, _ = scaler.decide(BOUNDS, count, [load] * 6, 0, float(now))
         assert wanted == (6 if now <= 110 else 3), now
 
@@ -59,14 +59,14 @@ def test_it_never_leaves_its_bounds_and_waits_before_fewer(moments: list[tuple[f
     needs: list[tuple[float, int]] = []
     for step_s, queue_s, held in moments:
         now += step_s
-        loads = [Load(queue_s, min(1.0, queue_s))] * count
-        needs.append((now, needed(BOUNDS, loads, held)[0]))
+        loads = [WorkerLoad(queue_s, min(1.0, queue_s))] * count
+        needs.append((now, needed_workers(BOUNDS, loads, held)[0]))
         scaler, wanted, _ = scaler.decide(BOUNDS, count, loads, held, now)
         assert BOUNDS.low <= wanted <= BOUNDS.high
         if wanted < count:
-            assert now - moments[0][0] >= BOUNDS.cool_s
-            assert wanted == max(need for at, need in needs if now - at <= BOUNDS.cool_s)
+            assert now - moments[0][0] >= BOUNDS.cool_down_s
+            assert wanted == max(need for at, need in needs if now - at <= BOUNDS.cool_down_s)
             least_s = now
         count = wanted
     assert least_s <= now
-    assert len(scaler.needed) <= BOUNDS.high
+    assert len(scaler.recent_needs) <= BOUNDS.high

@@ -17,7 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.programs import Program, await_true, call, free_port, ours
 
-from fleet.books import Listed, changes, read_rows
+from fleet.worker_list import ListedWorker, calls_to_reach, parse_workers_page
 
 pytestmark = [pytest.mark.long, pytest.mark.live]
 SPEC = '{"prefill_s_per_token": 0.0002, "kv_tokens": 40000}'
@@ -38,23 +38,23 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
 def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
     router, worker = urls
     listed_workers = [
-        Listed({"url": worker, "id": "ours", "send_key": 1}),
-        Listed(
+        ListedWorker({"url": worker, "id": "ours", "send_key": 1}),
+        ListedWorker(
             {"url": "http://127.0.0.1:9", "id": "gone", "events": "tcp://127.0.0.1:9", "replay": "tcp://127.0.0.1:9"}
         ),
     ]
 
     def rows() -> dict[str, Any]:
-        return {name: (row.up, row.draining) for name, row in read_rows(call(f"{router}/workers")[1]).items()}
+        return {name: (row.up, row.draining) for name, row in parse_workers_page(call(f"{router}/workers")[1]).items()}
 
-    def publish_workers(*workers: Listed) -> list[int]:
-        known_rows = read_rows(call(f"{router}/workers")[1])
-        return [call(f"{router}{path}", body, method)[0] for method, path, body in changes(workers, known_rows)]
+    def publish_workers(*workers: ListedWorker) -> list[int]:
+        known_rows = parse_workers_page(call(f"{router}/workers")[1])
+        return [call(f"{router}{path}", body, method)[0] for method, path, body in calls_to_reach(workers, known_rows)]
 
     assert publish_workers(*listed_workers) == [201, 201]
     assert await_true(lambda: rows() == {"ours": (True, False), "gone": (False, False)}, 30), rows()
     assert publish_workers(*listed_workers) == [], "what is known is not said again"
-    draining = Listed(listed_workers[0].settings, draining=True)
+    draining = ListedWorker(listed_workers[0].settings, draining=True)
     assert publish_workers(draining) == [200, 200], "one leaves, one drains"
     assert rows() == {"ours": (False, True)}
     assert publish_workers(listed_workers[0]) == [200]

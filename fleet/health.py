@@ -10,29 +10,29 @@ from dataclasses import dataclass
 
 CORE_S_MAX = 5.0
 """An engine whose step loop owes an answer for longer does not answer, though its HTTP process does."""
-SAID = 2
+SILENT_AFTER_PROBES = 2
 """Looks without an answer in a row until that is said."""
 
 
 @dataclass(frozen=True)
-class Pulse:
+class ProbeHistory:
     """After some looks."""
 
     silent_s: float = 0.0
-    missed: int = 0
+    missed_probes: int = 0
     """Looks in a row without an answer."""
 
-    def looked(self, answered: bool, took_s: float, took_s_max: float) -> Pulse:
+    def with_probe(self, is_alive: bool, took_s: float, took_s_max: float) -> ProbeHistory:
         """After one more: with the pause before it, it took so long."""
-        if answered:
-            return Pulse()
-        return Pulse(self.silent_s + min(max(took_s, 0.0), took_s_max), self.missed + 1)
+        if is_alive:
+            return ProbeHistory()
+        return ProbeHistory(self.silent_s + min(max(took_s, 0.0), took_s_max), self.missed_probes + 1)
 
     @property
     def is_silent(self) -> bool:
         """Worth saying."""
-        return self.missed >= SAID
+        return self.missed_probes >= SILENT_AFTER_PROBES
 
-    def hangs(self, patience_s: float) -> bool:
+    def is_hung(self, patience_s: float) -> bool:
         """Whether to end it; never with a patience of 0."""
         return 0 < patience_s <= self.silent_s and self.is_silent

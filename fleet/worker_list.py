@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedWorker:
     """One worker of the directory's list."""
 
     settings: Mapping[str, str | int]
@@ -17,7 +17,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Row:
+class WorkerStatus:
     """What one router says of one worker; of all ranks together."""
 
     up: bool
@@ -25,45 +25,51 @@ class Row:
     in_flight: int
     """Of this router alone."""
     queue_s: float
-    busy: float
+    prefill_share: float
 
 
-Call = tuple[str, str, dict[str, Any] | None]
+AdminCall = tuple[str, str, dict[str, Any] | None]
 """Method, path, body."""
 
 
-def read_rows(page: Mapping[str, Any]) -> dict[str, Row]:
+def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
     """`GET /workers`. Raises ValueError where it is none."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, WorkerStatus] = {}
     try:
         for row in page["workers"]:
-            name, before = str(row["worker_id"]), rows.get(str(row["worker_id"]))
+            name, earlier_rank = str(row["worker_id"]), rows.get(str(row["worker_id"]))
             state = str(row["state"])
-            new = Row(
+            new = WorkerStatus(
                 state == "up",
                 state == "draining",
                 int(row.get("prefilling", 0)) + int(row.get("decoding", 0)),
                 float(row.get("queue_s", 0.0)),
                 float(row.get("utilisation", 0.0)),
             )
-            if before is not None:  # its ranks share the requests: the router sends to the best of them
-                total = before.in_flight + new.in_flight
-                new = Row(new.up, new.draining, total, max(before.queue_s, new.queue_s), max(before.busy, new.busy))
+            if earlier_rank is not None:  # its ranks share the requests: the router sends to the best of them
+                total = earlier_rank.in_flight + new.in_flight
+                new = WorkerStatus(
+                    new.up,
+                    new.draining,
+                    total,
+                    max(earlier_rank.queue_s, new.queue_s),
+                    max(earlier_rank.prefill_share, new.prefill_share),
+                )
             rows[name] = new
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of workers: {error!r} in {str(page)[:200]}") from error
     return rows
 
 
-def changes(listed: Sequence[Listed], rows: Mapping[str, Row]) -> list[Call]:
+def calls_to_reach(listed_workers: Sequence[ListedWorker], rows: Mapping[str, WorkerStatus]) -> list[AdminCall]:
     """What brings a router to the list: all others leave it, new ones come, drains begin and end."""
-    wanted = {str(one.settings["id"]): one for one in listed}
-    calls: list[Call] = [("DELETE", f"/workers/{name}", None) for name in rows if name not in wanted]
-    for name, one in wanted.items():
+    workers_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
+    calls: list[AdminCall] = [("DELETE", f"/workers/{name}", None) for name in rows if name not in workers_by_id]
+    for name, worker in workers_by_id.items():
         row = rows.get(name)
         if row is None:
-            if not one.draining:
-                calls.append(("POST", "/workers", dict(one.settings)))
-        elif row.draining != one.draining:
-            calls.append(("POST", f"/workers/{name}/drain", {"on": one.draining}))
+            if not worker.draining:
+                calls.append(("POST", "/workers", dict(worker.settings)))
+        elif row.draining != worker.draining:
+            calls.append(("POST", f"/workers/{name}/drain", {"on": worker.draining}))
     return calls

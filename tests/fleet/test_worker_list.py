@@ -6,32 +6,34 @@ import json
 
 import pytest
 
-from fleet.books import Listed, Row, changes, read_rows
 from fleet.plan import Kind
-from fleet.spec import Spec, SpecError, data_parallel, engine_command, launch, read_env, split_flags
+from fleet.spec import Spec, SpecError, data_parallel, engine_command, plan_launch, read_env, split_flags
+from fleet.worker_list import ListedWorker, WorkerStatus, calls_to_reach, parse_workers_page
 
-A, B = Listed({"url": "http://a:1", "id": "a:1"}), Listed({"url": "http://b:1", "id": "b:1"})
-UP = Row(True, False, 0, 0.0, 0.0)
+A, B = ListedWorker({"url": "http://a:1", "id": "a:1"}), ListedWorker({"url": "http://b:1", "id": "b:1"})
+UP = WorkerStatus(True, False, 0, 0.0, 0.0)
 
 
 def test_a_router_is_brought_to_the_list() -> None:
-    assert changes([A, B], {"a:1": UP, "c:1": UP}) == [
+    assert calls_to_reach([A, B], {"a:1": UP, "c:1": UP}) == [
         ("DELETE", "/workers/c:1", None),
         ("POST", "/workers", {"url": "http://b:1", "id": "b:1"}),
     ]
-    draining = Listed(A.settings, draining=True)
-    assert changes([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
-    assert changes([A], {"a:1": Row(False, True, 2, 0.0, 0.0)}) == [("POST", "/workers/a:1/drain", {"on": False})]
-    assert changes([draining], {}) == [], "who leaves need not come first"
-    assert changes([A], {"a:1": UP}) == []
+    draining = ListedWorker(A.settings, draining=True)
+    assert calls_to_reach([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
+    assert calls_to_reach([A], {"a:1": WorkerStatus(False, True, 2, 0.0, 0.0)}) == [
+        ("POST", "/workers/a:1/drain", {"on": False})
+    ]
+    assert calls_to_reach([draining], {}) == [], "who leaves need not come first"
+    assert calls_to_reach([A], {"a:1": UP}) == []
 
 
 def test_rows_of_ranks_are_one_worker() -> None:
     row = {"worker_id": "a", "state": "up", "prefilling": 1, "decoding": 2, "queue_s": 0.5, "utilisation": 0.1}
     other = {**row, "decoding": 0, "queue_s": 0.25}
     starting = {"worker_id": "b", "state": "starting", "state_reason": "refused"}
-    rows = read_rows({"workers": [row, other, starting]})
-    assert rows == {"a": Row(True, False, 4, 0.5, 0.1), "b": Row(False, False, 0, 0.0, 0.0)}
+    rows = parse_workers_page({"workers": [row, other, starting]})
+    assert rows == {"a": WorkerStatus(True, False, 4, 0.5, 0.1), "b": WorkerStatus(False, False, 0, 0.0, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_rows_of_ranks_are_one_worker() -> None:
 )
 def test_what_is_no_list_of_workers(page: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"no list of workers|could not convert"):
-        read_rows(page)
+        parse_workers_page(page)
 
 
 def ports(count: int) -> int:
@@ -48,7 +50,7 @@ def ports(count: int) -> int:
 
 def test_a_worker_of_ours() -> None:
     command, vllm = engine_command("ours", "/m", ("--max-num-seqs", "4"))
-    one = launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
+    one = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
     assert one.command[1:] == [
         "-m",
         "engine",
@@ -61,27 +63,29 @@ def test_a_worker_of_ours() -> None:
         "--port",
         "40001",
     ]
-    assert one.worker == {"url": "http://10.0.0.1:40001", "id": "10.0.0.1:40001", "send_key": 1}
+    assert one.worker_settings == {"url": "http://10.0.0.1:40001", "id": "10.0.0.1:40001", "send_key": 1}
 
 
 def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
     command, vllm = engine_command("vllm", "m", ("--data-parallel-size=2",))
-    one = launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
+    one = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
     assert one.command[:3] == ["vllm", "serve", "m"]
     settings = json.loads(one.command[-1])
     assert settings["enable_kv_cache_events"] is True
     assert settings["endpoint"] == "tcp://*:40002"
-    assert one.worker["events"] == "tcp://10.0.0.1:40002;tcp://10.0.0.1:40003"
+    assert one.worker_settings["events"] == "tcp://10.0.0.1:40002;tcp://10.0.0.1:40003"
 
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
     spec = Spec(name="f", engine=(), router=("--fair",), router_port=8080)
-    one = launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
+    one = plan_launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
     assert one.url == "http://[fd00::1]:8082"
     assert one.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
-    assert one.peer == "tcp://[fd00::1]:40001"
-    secure = launch(Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), Kind.ROUTER, 0, "h", ports)
-    assert (secure.url, secure.admin) == ("https://h:8080", "https://127.0.0.1:40001")
+    assert one.peer_address == "tcp://[fd00::1]:40001"
+    secure = plan_launch(
+        Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), Kind.ROUTER, 0, "h", ports
+    )
+    assert (secure.url, secure.admin_url) == ("https://h:8080", "https://127.0.0.1:40001")
 
 
 @pytest.mark.parametrize(
