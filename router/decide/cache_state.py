@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,23 @@ CHUNK_TOKENS: Final = 64
 """Histories are kept in chunks of so many tokens."""
 APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Tokens that the cache of a worker without events is taken to hold, where the worker does not tell its capacity."""
+
+
+class RunningPrompt(NamedTuple):
+    """The prompt of a running request."""
+
+    target: Target
+    keys: Sequence[int]
+    """Of its chunks."""
+    query: PromptQuery
+
+
+class GracePin(NamedTuple):
+    """A pin of an ended request."""
+
+    release_s: float
+    holder: HolderId
+    pin: PinId
 
 
 class PromptQuery(msgspec.Struct, eq=False):
@@ -82,14 +99,14 @@ class CacheState:
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
-        self._running: dict[str, tuple[Target, Sequence[int], PromptQuery]] = {}
+        self._running: dict[str, RunningPrompt] = {}
         """Of live requests: the chunks of their prompts."""
         self._running_chunks = index.tally()
         """How many of them have each."""
         self._running_copies = index.tally()
         """On how many targets they run."""
-        self._grace_pins: deque[tuple[float, HolderId, PinId]] = deque()
-        """(release, ...) of ended requests, in the order of release."""
+        self._grace_pins: deque[GracePin] = deque()
+        """In the order of release."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
@@ -119,10 +136,10 @@ class CacheState:
         self._end_grace(holder)
 
     def _end_grace(self, holder: HolderId) -> None:
-        for _, pinned_to, pin in self._grace_pins:
-            if pinned_to == holder:
-                self._index.unpin(pin)
-        self._grace_pins = deque(entry for entry in self._grace_pins if entry[1] != holder)
+        for entry in self._grace_pins:
+            if entry.holder == holder:
+                self._index.unpin(entry.pin)
+        self._grace_pins = deque(entry for entry in self._grace_pins if entry.holder != holder)
 
     def clear_target(self, target: Target) -> None:
         """Its worker died: nothing is cached there any more. Pins stay, as its requests are still to end."""
@@ -206,28 +223,28 @@ class CacheState:
         keys = prompt.keys(self._chunk_tokens)
         cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.add_prompt(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
-        self._running[request_id] = (target, keys, prompt)
+        self._running[request_id] = RunningPrompt(target, keys, prompt)
         self._add_running(target, keys, now)
 
     def query_of(self, request_id: str) -> PromptQuery | None:
         """The prompt of a live request; None where it is unknown, or was not read."""
         running = self._running.get(request_id)
-        return None if running is None else running[2]
+        return None if running is None else running.query
 
     def end_request(self, request_id: str, now: float, *, is_computed: bool, ended_session: str | None = None) -> None:
         """The attempt is over, and with it the session `ended_session`. What was not computed is promised no longer; of
         the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            self._remove_running(running[0], running[1])
+            self._remove_running(running.target, running.keys)
             if ended_session is not None:
-                self.working_sets.end_session(running[1], ended_session)
+                self.working_sets.end_session(running.keys, ended_session)
         entry = self._pins.pop(request_id, None)
         if entry is None:
             return
         holder, pin = entry
         if is_computed:
-            self._grace_pins.append((now + self._pin_grace_s, holder, pin))
+            self._grace_pins.append(GracePin(now + self._pin_grace_s, holder, pin))
         else:
             self._index.unpin(pin)
 
@@ -285,26 +302,26 @@ class CacheState:
 
     def tick(self, now: float) -> None:
         """Release what has outlived its grace."""
-        while self._grace_pins and self._grace_pins[0][0] <= now:
-            self._index.unpin(self._grace_pins.popleft()[2])
+        while self._grace_pins and self._grace_pins[0].release_s <= now:
+            self._index.unpin(self._grace_pins.popleft().pin)
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do."""
-        return self._grace_pins[0][0] if self._grace_pins else None
+        return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, live: set[str]) -> None:
         """Releases are in order; only what is in flight (`live`) is pinned without an end."""
-        releases = [entry[0] for entry in self._grace_pins]
+        releases = [entry.release_s for entry in self._grace_pins]
         assert releases == sorted(releases)
         assert set(self._pins) <= live
         assert set(self._running) <= live
-        for target, _, _ in self._running.values():
+        for target in (running.target for running in self._running.values()):
             assert target.running_chunks is not None
             duplicates = sum(count - 1 for count in target.running_chunks.counts().values())
             assert target.shared_tokens == self._chunk_tokens * duplicates
-        running = Counter(key for _, keys, _ in self._running.values() for key in keys)
+        running = Counter(key for prompt in self._running.values() for key in prompt.keys)
         assert self._running_chunks.counts() == running
-        holders = {target for target, _, _ in self._running.values()}  # a name may come back
+        holders = {running.target for running in self._running.values()}  # a name may come back
         chunk_counts = [target.running_chunks.counts() for target in holders if target.running_chunks is not None]
         assert self._running_copies.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()

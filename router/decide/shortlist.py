@@ -17,7 +17,7 @@ import bisect
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from router.decide.config import CostConfig
 from router.decide.target import Target
@@ -54,6 +54,15 @@ class TypicalRequest:
 
 def _is_near(tokens: float, other_tokens: float) -> bool:
     return tokens <= DRIFT_RATIO * other_tokens + 1.0 and other_tokens <= DRIFT_RATIO * tokens + 1.0
+
+
+class SummedLoad(NamedTuple):
+    """What one target adds to the sums over a pool."""
+
+    work_rate: float
+    arrival_rate: float
+    peer_utilisation: float
+    requests: float
 
 
 class LoadOrder:
@@ -110,10 +119,10 @@ class LoadOrder:
     def _reposition(self, holder: HolderId, factor: float) -> None:
         target, old_key = self.targets[holder], self._keys[holder]
         sums, old_sums = _summed_load(target), self._sums_by_holder[holder]
-        self.work_rate += sums[0] - old_sums[0]
-        self.arrival_rate += sums[1] - old_sums[1]
-        self.peer_utilisation += sums[2] - old_sums[2]
-        self.requests += sums[3] - old_sums[3]
+        self.work_rate += sums.work_rate - old_sums.work_rate
+        self.arrival_rate += sums.arrival_rate - old_sums.arrival_rate
+        self.peer_utilisation += sums.peer_utilisation - old_sums.peer_utilisation
+        self.requests += sums.requests - old_sums.requests
         self._sums_by_holder[holder] = sums
         key = self._sort_key(target, factor)
         if key == old_key:
@@ -153,8 +162,8 @@ class LoadOrder:
             assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))
 
 
-def _summed_load(target: Target) -> tuple[float, float, float, float]:
+def _summed_load(target: Target) -> SummedLoad:
     """What it adds to the sums."""
     peer = target.peer_load
     utilisation = peer.utilisation if peer is not None else 0.0
-    return target.utilisation_scaled, target.arrivals_scaled, utilisation, target.requests
+    return SummedLoad(target.utilisation_scaled, target.arrivals_scaled, utilisation, target.requests)

@@ -16,32 +16,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 WINDOW: Final = 40
 REQUESTS_MIN: Final = 20
 """Requests that must have been compared before an alarm can be raised."""
+
+
+class DeviationAlarm(NamedTuple):
+    """An alarm that is raised when too large a share of the predictions is wrong."""
+
+    name: str
+    share: float
+    """From which it is raised."""
+    text: str
+
+
 _DEVIATION_ALARMS = (
-    (
+    DeviationAlarm(
         "prompt_tokens",
         0.25,
         "{part} of {count} prompts have another length than the worker says: its chat template or tokenizer differs "
         "from the router's",
     ),
-    (
+    DeviationAlarm(
         "cached_tokens",
         0.5,
         "{percent} % of the cached tokens of {count} requests were predicted wrongly: other tokens, another salt, or "
         "lost events",
     ),
-    (
+    DeviationAlarm(
         "promised",
         0.1,
         "{part} tokens of {count} requests were predicted to be cached and were not, {percent} % of their tokens: its "
         "cache is too small for what it gets",
     ),
 )
-"""(alarm, the share that raises it, what it says)."""
 BLOCK_TOKENS: Final = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
@@ -81,7 +91,7 @@ class StallDetector:
 @dataclass(slots=True)
 class _Window:
     deviations: dict[str, deque[tuple[int, int]]] = field(
-        default_factory=lambda: {name: deque(maxlen=WINDOW) for name, _, _ in _DEVIATION_ALARMS}
+        default_factory=lambda: {alarm.name: deque(maxlen=WINDOW) for alarm in _DEVIATION_ALARMS}
     )
     """Of each alarm in `_DEVIATION_ALARMS`, for one request each: (what is wrong, of how much).
 
