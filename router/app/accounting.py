@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from prompts.routing import KINDS
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.workers import Worker, WorkerState
 from router.edge.exchange import Exchange
+from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
@@ -24,7 +24,7 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     if route is not None and (worker or core.resolve_model(route.model) is not None):
         model = route.model
     stream = "true" if route is not None and route.stream else "false"
-    ends = metrics.ends(path, model, exchange.outcome, worker, stream)
+    ends = metrics.get_ended(path, model, exchange.outcome, worker, stream)
     ends.count += 1
     ends.request_s.observe(now - exchange.started_s)
     if exchange.first_byte_s is not None:

@@ -22,7 +22,6 @@ from prompts.routing import KINDS
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import Report, families, render
 from router.app.request_reader import RequestReader
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
@@ -31,6 +30,7 @@ from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, KeptPage, Routes
 from router.index.protocol import IndexStats
+from router.metrics import Metrics
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
@@ -221,7 +221,7 @@ class AdminRoutes:
 
     def report(self) -> Report:
         """What the parts of the router count for themselves. Brings the metrics up to date."""
-        self._metrics.fold()
+        self._metrics.flush_ended()
         segments = self._prompts.cache_stats()
         return Report(
             tokenize_cpu_s=self._prompts.cpu_s + self._request_reader.worker_pool.cpu_s,

@@ -21,7 +21,7 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PromptWorkerConfig
 from router.shadow.config import ShadowConfig
-from router.tenancy.config import SharingConfig
+from router.tenancy.config import TenancyConfig
 
 Share = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[
@@ -102,7 +102,7 @@ class ProcessConfig:
     worker_tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --worker-tls-cert."] = None
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
-    sharing: Annotated[SharingConfig, ROOT] = field(default_factory=SharingConfig)
+    tenancy: Annotated[TenancyConfig, ROOT] = field(default_factory=TenancyConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     miss_reasons: MissReasonsConfig = field(default_factory=MissReasonsConfig)
     prompt_workers: PromptWorkerConfig = field(default_factory=PromptWorkerConfig)

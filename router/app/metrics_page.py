@@ -9,10 +9,10 @@ from typing import Any, Final, TypeAlias
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from router.counters import Metrics
 from router.decide.registry import CoreSnapshot
 from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
+from router.metrics import Metrics
 from router.miss_reasons.explanation import GROUPS
 
 PREFIX: Final = "blockcast_router_"

@@ -46,7 +46,6 @@ from router.app.system import (
 )
 from router.app.tenant_limits import TenantLimits
 from router.app.tracing import Tracing
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.edge.config import CONNECTIONS_MAX
@@ -65,12 +64,13 @@ from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.http.routes import Answer
 from router.index import make_index
+from router.metrics import Metrics
 from router.prompting.conversation_cache import ConversationCache
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
-from router.tenancy.names import ModelNames
+from router.tenancy.model_names import ModelNames
 
 if TYPE_CHECKING:
     from router.picker.server import PickerServer
@@ -135,8 +135,8 @@ class RouterProcess:
         self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
         self._proxy.on_end.append(self._request_reader.stored_responses.ended)
         self._tenants = TenantLimits(config.edge, self._metrics)
-        names = ModelNames(config.sharing)
-        self._request_reader.model_names = names if names.renames else None
+        names = ModelNames(config.tenancy)
+        self._request_reader.model_names = names if names.has_renames else None
         self._feed = IndexFeed(
             self._index,
             on_connection=self._stream_changed,
@@ -397,13 +397,13 @@ class RouterProcess:
         try:
             step(now)
         except Exception as error:  # noqa: BLE001  a boundary
-            self._metrics.crashed(boundary, error)
+            self._metrics.record_crash(boundary, error)
 
     def _tick_core(self, now: float) -> None:
         self._proxy.perform(self._core.tick(now))
 
     def _poll_workers(self, now: float) -> None:
-        self._metrics.keep_workers(self._core.workers)
+        self._metrics.retain_workers(self._core.workers)
         self._feed.events.restart_thread()
         for worker_id, at_s in list(self._feed.last_emptied_s.items()):  # another thread adds
             if at_s > self._emptied_s:

@@ -43,7 +43,7 @@ from router.prompting.media import MediaPrompt, read_media
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, TokenizedPrompt
 from router.prompting.sessions import Names, Session, SessionNames
-from router.tenancy.names import ModelNames
+from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
 """Routes of vLLM outside of /v1 that clients ask workers."""
@@ -375,7 +375,7 @@ class RequestReader:
         if suffix is None:
             return None
         suffix_result, tokens = suffix
-        if self.model_names is not None and self.model_names.splits:
+        if self.model_names is not None and self.model_names.has_canaries:
             return None  # which conversation it is may stand in what was not read
         intent = self._make_intent(request, suffix_result.request)
         model = self._core.resolve_model(conversation.model)

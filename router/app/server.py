@@ -19,7 +19,6 @@ from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer_token
 from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
 from router.app.tenant_limits import TenantLimits, key_name
-from router.counters import Metrics
 from router.edge.answer_filter import key_pattern
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
@@ -31,6 +30,7 @@ from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
 from router.http.request import HttpRequest
 from router.http.routes import Routes
+from router.metrics import Metrics
 from router.prompting.reader import INLINE_BYTES_MAX, TokenizedPrompt
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class RouterApp:
         self._metrics.http_errors[str(status)] += 1
 
     def crashed(self, where: str, error: Exception) -> None:
-        self._metrics.crashed(where, error)
+        self._metrics.record_crash(where, error)
 
     # Workers ------------------------------------------------------------------------------------------------------
 

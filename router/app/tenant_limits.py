@@ -13,8 +13,8 @@ from collections import Counter
 
 from prompts.errors import RequestError
 from router.app.request_reader import RequestIntent
-from router.counters import Metrics
 from router.edge.config import EdgeConfig
+from router.metrics import Metrics
 
 _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 """Routes whose bodies take a `cache_salt`."""

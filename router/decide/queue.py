@@ -2,8 +2,8 @@
 order in which they should be tried, each with a deadline.
 
 Requests are tried in the order of their priorities, and of their arrival inside a priority. With `fair` each tenant has
-a list of its own, and router/tenancy/fair.py says whose turn it is. What is in the background has lists of its own,
-which come last.
+a list of its own, and router/tenancy/deficit_round_robin.py says whose turn it is. What is in the background has lists
+of its own, which come last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
-from router.tenancy.fair import FairTurns
+from router.tenancy.deficit_round_robin import DeficitRoundRobin
 
 LOOKAHEAD_MAX: Final = 1024
 """Queued requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
@@ -127,7 +127,7 @@ class RequestQueue:
         self._requests: dict[str, _QueuedRequest] = {}
         self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
         """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
-        self._fair_turns = (FairTurns(), FairTurns())
+        self._fair_turns = (DeficitRoundRobin(), DeficitRoundRobin())
         self._deadlines: list[tuple[float, str]] = []
         self._arrivals = 0
         self.counts = [0, 0]
@@ -188,7 +188,7 @@ class RequestQueue:
         self._remove_from_line(request_id, entry)
         self.counts[is_background] -= 1
         if not self._lines[is_background]:
-            self._fair_turns[is_background].over()
+            self._fair_turns[is_background].reset()
         self._add_prefill(is_background, -entry.prefill_s)
         if not self.counts[0]:
             self.prefill_s = 0.0  # so that rounding never accumulates
@@ -217,10 +217,14 @@ class RequestQueue:
                 iterators.append(self._in_order(background))
                 continue
             same_line = list(itertools.takewhile(lambda entry: entry[0] <= key, lines.get(line_name, ())))
-            at_s = turns.at(line_name) + sum(self._requests[request_id].charge_s for _, request_id in same_line[:limit])
+            at_s = turns.served_s(line_name) + sum(
+                self._requests[request_id].charge_s for _, request_id in same_line[:limit]
+            )
             iterators.append(request_id for _, request_id in same_line)
             iterators += [
-                self._served_before(line, turns.at(name), at_s) for name, line in lines.items() if name != line_name
+                self._served_before(line, turns.served_s(name), at_s)
+                for name, line in lines.items()
+                if name != line_name
             ]
         for request_id in itertools.islice(itertools.chain.from_iterable(iterators), limit):
             request = self._requests[request_id]
@@ -249,7 +253,7 @@ class RequestQueue:
         if len(lines) == 1:
             return (request_id for (line,) in (lines.values(),) for _, request_id in line)
         costs = {name: ((item, self._requests[item].charge_s) for _, item in line) for name, line in lines.items()}
-        return self._fair_turns[background].merged(costs)
+        return self._fair_turns[background].merge(costs)
 
     def pop_expired(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse_at_deadline) of those whose deadline has come; the caller drops them."""

@@ -6,11 +6,11 @@ import errno
 import logging
 from collections.abc import Callable, Iterable
 
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.answer_filter import key_pattern
 from router.edge.upstream import Endpoint, UpstreamPool
+from router.metrics import Metrics
 
 log = logging.getLogger("router")
 

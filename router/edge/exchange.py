@@ -183,13 +183,13 @@ class Exchange:
         if self.client.work is self:
             self.client.crash(error)  # which ends the exchange as if the client had gone
         else:
-            self._proxy.metrics.crashed("exchange", error)
+            self._proxy.metrics.record_crash("exchange", error)
         self.in_core = self.route is not None  # whatever was said to the core: it may not have come to hear it
         try:
             self._end("crashed")
             self._let_go()
         except Exception as another:  # noqa: BLE001  a boundary
-            self._proxy.metrics.crashed("exchange", another)
+            self._proxy.metrics.record_crash("exchange", another)
 
     # The attempt --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from prompts.errors import context_overflow
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
 from router.edge.carrier import Carrier, gives_up
@@ -25,6 +24,7 @@ from router.http.budget import Budget
 from router.http.config import HttpLimits
 from router.http.connection import Client
 from router.http.request import HttpRequest
+from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
@@ -122,7 +122,7 @@ class Proxy(Carrier):
             try:
                 listener(what)
             except Exception as error:  # noqa: BLE001  a boundary
-                self.metrics.crashed("listener", error)
+                self.metrics.record_crash("listener", error)
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
         worker = self.core.workers.get(worker_id)
@@ -186,12 +186,12 @@ class Proxy(Carrier):
         self._tell(self.on_end, self.exchanges.pop(request_id))
 
     def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        self.metrics.attempt_failed(decision.worker if decision else "", kind.value)
+        self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         for listener in self.on_failure:
             try:
                 listener(decision, kind, reason)
             except Exception as error:  # noqa: BLE001  a boundary
-                self.metrics.crashed("listener", error)
+                self.metrics.record_crash("listener", error)
 
 
 def _words(refusal: Refuse, exchange: Exchange) -> str:

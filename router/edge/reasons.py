@@ -18,7 +18,6 @@ import msgspec
 
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
@@ -26,6 +25,7 @@ from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
+from router.metrics import Metrics
 from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer, Prompt, compute_short_keys
 from router.miss_reasons.attribution import BLOCK_TOKENS, RemovedPrefix, first_missing_token
 from router.miss_reasons.config import MissReasonsConfig
@@ -222,7 +222,7 @@ class Reasons:
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _failed(self, error: Exception) -> None:
-        self._proxy.metrics.crashed("reasons", error)
+        self._proxy.metrics.record_crash("reasons", error)
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 

@@ -134,14 +134,14 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     unknown = next((key for key in values if key not in _KEYS), None)
     if unknown is not None:
         raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_KEYS)}")
-    apart = {"model", "root", "block_size"} & values.keys()
-    if apart and "url" in values:
-        raise ConfigError(f"worker: {min(apart)}= and url=: expected one of them, a worker with a URL is asked")
-    needed = ("model", "events", "id") if apart else ("url",)
-    missing = next((key for key in needed if not values.get(key)), None)
+    is_external = {"model", "root", "block_size"} & values.keys()
+    if is_external and "url" in values:
+        raise ConfigError(f"worker: {min(is_external)}= and url=: expected one of them, a worker with a URL is asked")
+    required = ("model", "events", "id") if is_external else ("url",)
+    missing = next((key for key in required if not values.get(key)), None)
     if missing is not None:
         raise ConfigError(f"worker: {missing}= is missing")
-    url = "" if apart else normalise_url(values["url"])
+    url = "" if is_external else normalise_url(values["url"])
     events, replay = values.get("events", ""), values.get("replay", "")
     endpoints = () if events in ("", "none") else tuple(events.split(";"))
     replays = tuple(replay.split(";")) if replay else ()
@@ -150,7 +150,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
             raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
-    if apart and not endpoints:
+    if is_external and not endpoints:
         raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
     capacity, seats, block_size = (values.get(key) for key in ("cache_tokens", "seats", "block_size"))
     for key, value in (("cache_tokens", capacity), ("seats", seats), ("block_size", block_size)):
@@ -200,8 +200,8 @@ def normalise_url(url: str) -> str:
     if not _is_host(parts.hostname) or not url.isprintable() or " " in url:
         raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    where = host if port is None else f"{host}:{port}"
-    return f"{parts.scheme}://{where}{parts.path.rstrip('/').removesuffix('/v1')}"
+    host_port = host if port is None else f"{host}:{port}"
+    return f"{parts.scheme}://{host_port}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _is_host(host: str) -> bool:
@@ -261,10 +261,10 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
 async def _resolve_addresses(host: str) -> set[str]:
     """The IP addresses of a host; none where its name is not known."""
     try:
-        found = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), NAME_S_MAX)
+        address_infos = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), NAME_S_MAX)
     except (OSError, UnicodeError, asyncio.TimeoutError):
         return set()
-    return {str(address[0]).partition("%")[0] for *_, address in found}
+    return {str(address[0]).partition("%")[0] for *_, address in address_infos}
 
 
 class Prober:
@@ -320,9 +320,19 @@ class Prober:
         # vLLM's label of that name is of its swap space.
         host_tokens = read_host_capacity(metrics) if engine == BLOCKCAST else None
         shortest_first = engine == BLOCKCAST and read_shortest_first(metrics)
-        asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
+        is_engine_asleep = is_asleep(read_loads(metrics, max(1, len(sources)))) is True
         return WorkerFacts(
-            True, "", models, sources, capacity, block_size, roots, engine, host_tokens, shortest_first, asleep
+            True,
+            "",
+            models,
+            sources,
+            capacity,
+            block_size,
+            roots,
+            engine,
+            host_tokens,
+            shortest_first,
+            is_engine_asleep,
         )
 
     async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
@@ -363,19 +373,20 @@ class Prober:
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raises DecodeError where a worker names an endpoint of another host: the router would connect to it from
         where the worker may not."""
-        own = urlsplit(flag.url).hostname or ""
+        worker_host = urlsplit(flag.url).hostname or ""
         addresses: set[str] | None = None
         for source in sources:
             for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
                 host = endpoint_host(endpoint)
-                if host is not None and host.lower() == own:
+                if host is not None and host.lower() == worker_host:
                     continue
                 if addresses is None:
-                    addresses = await _resolve_addresses(own)
+                    addresses = await _resolve_addresses(worker_host)
                 if host is None or not addresses & await _resolve_addresses(host):
                     raise DecodeError(
-                        f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on {own}, the "
-                        "worker's own host; events=ENDPOINT for this worker, or --trust-event-endpoints, allows it"
+                        f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on "
+                        f"{worker_host}, the worker's own host; events=ENDPOINT for this worker, or "
+                        "--trust-event-endpoints, allows it"
                     )
 
     async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
@@ -390,11 +401,11 @@ class Prober:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except FetchError:
             return ""
-        kept = []
+        lines_read = []
         for lines in select_metric_lines(body if status == 200 else b""):
-            kept.append(lines)
+            lines_read.append(lines)
             await asyncio.sleep(0)
-        return b"\n".join(kept).decode("utf-8", "replace")
+        return b"\n".join(lines_read).decode("utf-8", "replace")
 
     async def _capacity(self, flag: WorkerFlag) -> int | None:
         status, body = await self._get(flag, "/server_info")

@@ -121,21 +121,21 @@ class IndexFeed:
         `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
         `blocks_max`: that each rank may announce.
         """
-        known = self._workers.get(worker_id, [])
-        wanted = list(zip(sources, holders))
-        if len(known) == len(wanted) and all(s.has_same_address(source, h) for s, (source, h) in zip(known, wanted)):
-            for stream, (source, _) in zip(known, wanted):
+        streams = self._workers.get(worker_id, [])
+        pairs = list(zip(sources, holders))
+        if len(streams) == len(pairs) and all(s.has_same_address(source, h) for s, (source, h) in zip(streams, pairs)):
+            for stream, (source, _) in zip(streams, pairs):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
                 if source.epoch is not None:
                     self.events.report_epoch(stream.stream_id, source.epoch)
             return
         self._drop(worker_id)
-        for stream in known:
+        for stream in streams:
             self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._workers[worker_id] = [
-            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), is_only_rank=len(wanted) == 1)
-            for rank, (source, holder) in enumerate(wanted)
+            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), is_only_rank=len(pairs) == 1)
+            for rank, (source, holder) in enumerate(pairs)
         ]
         for stream in self._workers[worker_id]:
             stream.blocks_max = blocks_max
@@ -164,15 +164,15 @@ class IndexFeed:
     def restart_streams(self, worker_id: str) -> None:
         """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
         streams = self._workers.get(worker_id, [])
-        formers = [stream.position or stream.position_before_restart for stream in streams]
+        positions = [stream.position or stream.position_before_restart for stream in streams]
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)
         self._workers[worker_id] = [
             self._add(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
         ]
-        for stream, former in zip(self._workers[worker_id], formers):
-            stream.position_before_restart = former if stream.source.epoch is None else None  # else a new epoch tells
+        for stream, position in zip(self._workers[worker_id], positions):
+            stream.position_before_restart = position if stream.source.epoch is None else None  # else a new epoch tells
         self.events.rematch_topics()
 
     def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
@@ -224,32 +224,32 @@ class IndexFeed:
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
         stream = streams[rank]
-        dumping: DumpTask | None = None
+        dump: DumpTask | None = None
         chunks: list[bytes] = []
-        made: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+        results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
 
         def step() -> bool:
-            nonlocal dumping
+            nonlocal dump
             with self._lock:
                 if stream.position is None or stream.complete_from is None or stream.stream_id not in self._streams:
-                    made.put(None)
+                    results.put(None)
                     return False
                 try:
-                    dumping = dumping or self._index.begin_dump(stream.holder)
-                    if (some := dumping.step()) is not None:
-                        chunks.extend(some)
+                    dump = dump or self._index.begin_dump(stream.holder)
+                    if (new_chunks := dump.step()) is not None:
+                        chunks.extend(new_chunks)
                         return True
                 except KeyError:  # gone, or cleared by another thread
-                    made.put(None)
+                    results.put(None)
                 else:
-                    made.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, chunks))
+                    results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, chunks))
             return False
 
         self.events.schedule_work(stream.stream_id, step)
         end = time.monotonic() + SNAPSHOT_S_MAX
         while time.monotonic() < end and stream.position is not None:
             with contextlib.suppress(Empty):
-                return made.get(timeout=0.1)
+                return results.get(timeout=0.1)
         return None
 
     def details(self, worker_id: str) -> dict[str, Any]:
@@ -259,13 +259,13 @@ class IndexFeed:
 
     def totals(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
-        found: dict[str, dict[str, int]] = {}
+        totals: dict[str, dict[str, int]] = {}
         for worker_id, streams in list(self._workers.items()):
-            sums = found.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
+            sums = totals.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
             for stream in streams:
                 for name in sums:
                     sums[name] += getattr(stream.counters, name)
-        return found
+        return totals
 
     def is_synced(self, worker_id: str) -> bool:
         """Whether every stream of the worker is connected and has caught up."""
@@ -355,20 +355,24 @@ class IndexFeed:
                 return stream.feed_source()
         return None
 
-    def _enforce_limits(self, stream: WorkerStream, stored: int) -> None:
+    def _enforce_limits(self, stream: WorkerStream, stored_blocks: int) -> None:
         """Count what a stream holds, and measure the index, once in a while: a worker may announce what it likes."""
-        stream.stored_since += stored
+        stream.stored_since += stored_blocks
         if stream.stored_since >= min(COUNT_EVERY, stream.blocks_max):
             stream.stored_since = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
-        self._stored_since += stored
+        self._stored_since += stored_blocks
         if self._stored_since >= MEASURE_EVERY:
             self._stored_since = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
                 streams = list(self._streams.values())
                 worst = max(
-                    streams, key=lambda one: (self._count_blocks(one) / one.blocks_max, self._count_blocks(one))
+                    streams,
+                    key=lambda candidate: (
+                        self._count_blocks(candidate) / candidate.blocks_max,
+                        self._count_blocks(candidate),
+                    ),
                 )
                 self._drop_blocks(worst, "most for its cache, and the index is full (--index-memory)")
 
@@ -419,25 +423,25 @@ class IndexFeed:
             if len(apply.payload) <= UNSLICED_BYTES_MAX:
                 self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
                 return None
-            ingesting = self._index.begin(stream.holder, apply.payload, time.monotonic())
-            if ingesting.step():
-                return lambda: self._continue_ingest(stream, apply, ingesting)
-            self._record_applied(stream, apply, ingesting.report)
+            task = self._index.begin(stream.holder, apply.payload, time.monotonic())
+            if task.step():
+                return lambda: self._continue_ingest(stream, apply, task)
+            self._record_applied(stream, apply, task.report)
         except KeyError:
             log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
         return None
 
-    def _continue_ingest(self, stream: WorkerStream, apply: Apply, ingesting: IngestTask) -> bool:
+    def _continue_ingest(self, stream: WorkerStream, apply: Apply, task: IngestTask) -> bool:
         """The next slice of a long payload; False where there is no other."""
         with self._lock:
             if self._streams.get(stream.stream_id) is not stream:
                 return False
             try:
-                if ingesting.step():
+                if task.step():
                     return True
             except KeyError:
                 return False
-            self._record_applied(stream, apply, ingesting.report)
+            self._record_applied(stream, apply, task.report)
         return False
 
     def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:

@@ -67,15 +67,15 @@ class KubernetesSource:
     @classmethod
     def parse(cls, text: str) -> KubernetesSource:
         """Raises ConfigError."""
-        found = _SPEC.fullmatch(text)
-        if found is None:
+        match = _SPEC.fullmatch(text)
+        if match is None:
             raise ConfigError(f"--kubernetes: got {text!r}, expected [[NAMESPACE/](service|pool)/]NAME[:PORT]")
-        if found[2] == "pool" and found[4] is not None and not found[4].isdigit():
+        if match[2] == "pool" and match[4] is not None and not match[4].isdigit():
             raise ConfigError(f"--kubernetes: got {text!r}, expected a port's number")
-        return cls(found[2] or "service", found[3], found[1], found[4])
+        return cls(match[2] or "service", match[3], match[1], match[4])
 
 
-async def watch_kubernetes(source: KubernetesSource, tell: AddressCallback) -> None:
+async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
     """Tell all addresses at the start and whenever one has changed. Runs until cancelled. Raises ConfigError where the
     package or the way to the API is missing."""
     try:
@@ -90,35 +90,35 @@ async def watch_kubernetes(source: KubernetesSource, tell: AddressCallback) -> N
     namespace = source.namespace or _own_namespace()
     async with client.ApiClient(configuration) as api:
         follow = _follow_service if source.kind == "service" else _follow_pool
-        await follow(api, source, namespace, tell)
+        await follow(api, source, namespace, update)
 
 
-async def _follow_service(api: Any, source: KubernetesSource, namespace: str, tell: AddressCallback) -> None:
+async def _follow_service(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    watched = ObjectCache(lambda raw: read_slice(raw, source.port))
-    await _follow(api, path, f"kubernetes.io/service-name={source.name}", watched, tell)
+    cache = ObjectCache(lambda raw: read_slice(raw, source.port))
+    await _follow(api, path, f"kubernetes.io/service-name={source.name}", cache, update)
 
 
-async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell: AddressCallback) -> None:
+async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     """Follow the pods that the pool selects; begin anew where it selects others."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
-    selected: tuple[str, tuple[int, ...]] | None = None
+    selection: tuple[str, tuple[int, ...]] | None = None
     task: asyncio.Task[None] | None = None
     try:
         while True:
             try:
-                found = read_pool(await _get(api, path, []))
+                new_selection = read_pool(await _get(api, path, []))
             except (_RetryableError, DecodeError) as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             else:
-                if found != selected:
-                    selected = found
+                if new_selection != selection:
+                    selection = new_selection
                     if task is not None:
                         task.cancel()
-                    ports = found[1] if source.port is None else (int(source.port),)
-                    watched = ObjectCache(partial(read_pod, ports=ports))
+                    ports = new_selection[1] if source.port is None else (int(source.port),)
+                    cache = ObjectCache(partial(read_pod, ports=ports))
                     pods = f"/api/v1/namespaces/{namespace}/pods"
-                    task = asyncio.get_running_loop().create_task(_follow(api, pods, found[0], watched, tell))
+                    task = asyncio.get_running_loop().create_task(_follow(api, pods, new_selection[0], cache, update))
             await asyncio.sleep(POOL_S)
             if task is not None and task.done():
                 task.result()
@@ -127,58 +127,58 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, tell:
             task.cancel()
 
 
-async def _follow(api: Any, path: str, labels: str, watched: ObjectCache, tell: AddressCallback) -> None:
+async def _follow(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
     pause_s = RETRY_S
     while True:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         try:
-            if not watched.version:
-                await _list(api, path, labels, watched)
-                tell(watched.addresses())
-            await _watch(api, path, labels, watched, tell)
+            if not cache.version:
+                await _list(api, path, labels, cache)
+                update(cache.addresses())
+            await _watch(api, path, labels, cache, update)
             pause_s = RETRY_S
-            if watched.version and time.monotonic() - began_s < RETRY_S:
+            if cache.version and time.monotonic() - started_s < RETRY_S:
                 await asyncio.sleep(RETRY_S)  # a server that ends each watch at once is not asked all the time
         except (_RetryableError, DecodeError) as error:
             log.warning("%s: %s; the workers stay as they are, again in %g s", path, error, pause_s)
             if isinstance(error, DecodeError):
-                watched.require_list()
+                cache.require_list()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
 
 
-async def _list(api: Any, path: str, labels: str, watched: ObjectCache) -> None:
+async def _list(api: Any, path: str, labels: str, cache: ObjectCache) -> None:
     query = [("labelSelector", labels), ("limit", str(PAGE_OBJECTS))]
-    after = watched.add_page(await _get(api, path, query))
-    while after:
-        after = watched.add_page(await _get(api, path, [*query, ("continue", after)]))
-    if not watched.version:
+    continue_token = cache.add_page(await _get(api, path, query))
+    while continue_token:
+        continue_token = cache.add_page(await _get(api, path, [*query, ("continue", continue_token)]))
+    if not cache.version:
         raise _RetryableError("a list without a version")
 
 
-async def _watch(api: Any, path: str, labels: str, watched: ObjectCache, tell: AddressCallback) -> None:
+async def _watch(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
     """One watch, until the server ends it or says 410."""
     query = [
         ("labelSelector", labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
-        ("resourceVersion", watched.version), ("timeoutSeconds", str(WATCH_S)),
+        ("resourceVersion", cache.version), ("timeoutSeconds", str(WATCH_S)),
     ]  # fmt: skip
     response = await _request(api, path, query, WATCH_S + 30)
     try:
         if response.status == GONE:
-            watched.require_list()
+            cache.require_list()
             return
         if response.status != 200:
             raise _RetryableError(f"the API answers {response.status}")
-        rest = b""
+        partial_line = b""
         async for chunk in iterate_body(response):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > LINE_BYTES_MAX:
+            *lines, partial_line = (partial_line + chunk).split(b"\n")
+            if len(partial_line) > LINE_BYTES_MAX:
                 raise _RetryableError(f"an event of over {LINE_BYTES_MAX} bytes")
-            changed = [watched.apply_event(line) for line in lines if line.strip()]
-            if not watched.version:
+            changes = [cache.apply_event(line) for line in lines if line.strip()]
+            if not cache.version:
                 return
-            if any(changed):
-                tell(watched.addresses())
+            if any(changes):
+                update(cache.addresses())
     except _CONNECTION_ERRORS as error:
         raise _RetryableError(f"{type(error).__name__}: {error}") from error
     finally:

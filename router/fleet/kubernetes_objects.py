@@ -110,16 +110,16 @@ ObjectReader = Callable[[bytes], EndpointReadiness]
 
 def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
     """Of an EndpointSlice, at the port of this number or name; None: at its first. Raises DecodeError."""
-    found = _decode(raw, _Slice)
-    ports = [p.port for p in found.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
-    if not ports or found.address_type == "FQDN":
+    endpoint_slice = _decode(raw, _Slice)
+    ports = [p.port for p in endpoint_slice.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
+    if not ports or endpoint_slice.address_type == "FQDN":
         return {}
     addresses: EndpointReadiness = {}
-    for endpoint in found.endpoints or ():
-        said = endpoint.conditions
-        ready = said.ready is not False and not said.terminating
+    for endpoint in endpoint_slice.endpoints or ():
+        conditions = endpoint.conditions
+        is_ready = conditions.ready is not False and not conditions.terminating
         for host in endpoint.addresses[:1]:  # the others are the same endpoint
-            addresses[_join_host_port(host, ports[0])] = ready
+            addresses[_join_host_port(host, ports[0])] = is_ready
     return addresses
 
 
@@ -128,9 +128,9 @@ def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
     pod = _decode(raw, _Pod)
     if pod.status.pod_ip is None:
         return {}
-    ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
-    takes = ready and pod.metadata.deletion_timestamp is None
-    return {_join_host_port(pod.status.pod_ip, port): takes for port in ports}
+    is_pod_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
+    is_ready = is_pod_ready and pod.metadata.deletion_timestamp is None
+    return {_join_host_port(pod.status.pod_ip, port): is_ready for port in ports}
 
 
 def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
@@ -153,13 +153,13 @@ class ObjectCache:
 
     def add_page(self, raw: bytes) -> str:
         """A page of a list; what to ask the next with, or empty behind the last. Raises DecodeError."""
-        found = _decode(raw, _List)
-        listed = self._pending_list = self._pending_list or {}
-        for item in found.items or ():
-            listed[_object_key(item)] = self._read(bytes(item))
-        if not found.metadata.next:
-            self._objects, self._pending_list, self.version = listed, None, found.metadata.resource_version
-        return str(found.metadata.next)
+        page = _decode(raw, _List)
+        pending_list = self._pending_list = self._pending_list or {}
+        for item in page.items or ():
+            pending_list[_object_key(item)] = self._read(bytes(item))
+        if not page.metadata.next:
+            self._objects, self._pending_list, self.version = pending_list, None, page.metadata.resource_version
+        return str(page.metadata.next)
 
     def require_list(self) -> None:
         """A list is needed; until it is there, what was known stands."""
@@ -175,22 +175,22 @@ class ObjectCache:
                 self.require_list()
                 return False
             raise DecodeError(f"the watch ended with {failure.code} {failure.message[:200]}")
-        named = _decode(bytes(event.object), _ObjectWithMeta).metadata
-        before = self._objects.get(_object_key(event.object))
+        metadata = _decode(bytes(event.object), _ObjectWithMeta).metadata
+        previous = self._objects.get(_object_key(event.object))
         if event.type in ("ADDED", "MODIFIED"):
             self._objects[_object_key(event.object)] = self._read(bytes(event.object))
         elif event.type == "DELETED":
             self._objects.pop(_object_key(event.object), None)
-        self.version = named.resource_version or self.version
-        return before != self._objects.get(_object_key(event.object))
+        self.version = metadata.resource_version or self.version
+        return previous != self._objects.get(_object_key(event.object))
 
     def addresses(self) -> EndpointReadiness:
         """All of them."""
-        found: EndpointReadiness = {}
+        readiness: EndpointReadiness = {}
         for addresses in self._objects.values():
-            for address, takes in addresses.items():
-                found[address] = takes or found.get(address, False)
-        return found
+            for address, is_ready in addresses.items():
+                readiness[address] = is_ready or readiness.get(address, False)
+        return readiness
 
 
 def _object_key(raw: msgspec.Raw) -> str:

@@ -168,21 +168,21 @@ class Fleet:
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from `{"url": ..., "events": ..., "replay": ..., ...}`; its id. Raises ConfigError."""
-        odd = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
-        if odd is not None:
-            raise ConfigError(f"worker: {odd} is {settings[odd]!r}, expected a string")
+        invalid_key = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
+        if invalid_key is not None:
+            raise ConfigError(f"worker: {invalid_key} is {settings[invalid_key]!r}, expected a string")
         flag = worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
         self.watch(flag, origin="operator")
         return flag.worker_id
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
         """Start to probe a worker. One with the same id is replaced where its flags differ."""
-        known = self._members.get(flag.worker_id)
-        if known is not None:
-            if known.flag == flag:
-                known.wake.set()  # whoever names it again expects it to be there
+        existing = self._members.get(flag.worker_id)
+        if existing is not None:
+            if existing.flag == flag:
+                existing.wake.set()  # whoever names it again expects it to be there
                 return
-            known.cancel()
+            existing.cancel()
         member = _Member(flag, origin)
         self._members[flag.worker_id] = member
         self._start(member)
@@ -192,7 +192,7 @@ class Fleet:
             return
         member.task = asyncio.get_running_loop().create_task(self._run(member))
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def restart_after_fault(task: asyncio.Task[None]) -> None:
             if task.cancelled() or self._closed or (error := task.exception()) is None:
                 return
             reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
@@ -203,7 +203,7 @@ class Fleet:
             member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
             asyncio.get_running_loop().call_later(member.restart_s, self._start, member)
 
-        member.task.add_done_callback(ended)
+        member.task.add_done_callback(restart_after_fault)
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker; what it is answering goes on. One that is not known is forgotten already."""
@@ -219,16 +219,16 @@ class Fleet:
     async def discover_model(self, model: str) -> None:
         """A client asks for a model that nobody serves: ask all workers now, and wait for it. Those who ask meanwhile
         share one look, and after one there is none for a while: names come from clients."""
-        looking = self._discovery
-        if looking is None or looking.done():
+        discovery = self._discovery
+        if discovery is None or discovery.done():
             if self._now() - self._discovered_s < max(
                 DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members)
             ):
                 return
-            looking = self._discovery = self._spawn(self._poll_all_models())
+            discovery = self._discovery = self._spawn(self._poll_all_models())
         deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
-        while not looking.done() and self._now() < deadline_s and not self._core.registry.is_known(model):
-            await asyncio.wait({looking}, timeout=DISCOVERY_POLL_S)
+        while not discovery.done() and self._now() < deadline_s and not self._core.registry.is_known(model):
+            await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
         self._perform(self._core.set_draining(worker_id, self._now(), on=on))
@@ -265,7 +265,9 @@ class Fleet:
 
     def has_untried(self) -> bool:
         """Whether there are workers whose first answer, or the lack of one, is awaited."""
-        return any(one.facts is None and not one.failures and not one.problem for one in self._members.values())
+        return any(
+            member.facts is None and not member.failures and not member.problem for member in self._members.values()
+        )
 
     # Where workers come from --------------------------------------------------------------------------------------
 
@@ -277,26 +279,26 @@ class Fleet:
     def follow_name(self, flag: WorkerFlag) -> None:
         """Keep to the addresses that the host of `flag` resolves to, one worker each."""
         origin = f"dns {urlsplit(flag.url).hostname}"
-        tell = partial(self._update_origin, origin)
-        self._spawn(self._watch_forever(lambda: watch_name(flag, self._config.names_s, tell)))
+        update = partial(self._update_origin, origin)
+        self._spawn(self._watch_forever(lambda: watch_name(flag, self._config.names_s, update)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Keep to the endpoints of a Service or of an InferencePool. Those that are not ready get nothing new."""
         origin = f"{source.kind} {source.name}"
-        drained: set[str] = set()
+        drained_ids: set[str] = set()
 
-        def tell(addresses: Mapping[str, bool]) -> None:
+        def apply_readiness(addresses: Mapping[str, bool]) -> None:
             flags = {address: parse_worker_flag(f"http://{address}") for address in addresses}
-            known = self._core.workers
-            self._update_origin(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in known])
+            workers = self._core.workers
+            self._update_origin(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in workers])
             for address, flag in flags.items():
-                worker_id, takes = flag.worker_id, addresses[address]
-                if worker_id in known and takes == (worker_id in drained):
-                    (drained.discard if takes else drained.add)(worker_id)
-                    self._perform(self._core.set_draining(worker_id, self._now(), on=not takes))
-            drained.intersection_update(flag.worker_id for flag in flags.values())
+                worker_id, is_ready = flag.worker_id, addresses[address]
+                if worker_id in workers and is_ready == (worker_id in drained_ids):
+                    (drained_ids.discard if is_ready else drained_ids.add)(worker_id)
+                    self._perform(self._core.set_draining(worker_id, self._now(), on=not is_ready))
+            drained_ids.intersection_update(flag.worker_id for flag in flags.values())
 
-        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, tell)))
+        self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_readiness)))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Follow a list for as long as the router runs."""
@@ -311,9 +313,9 @@ class Fleet:
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
         """What came from `origin` before and is not among `flags` leaves."""
-        wanted = {flag.worker_id for flag in flags}
+        listed_ids = {flag.worker_id for flag in flags}
         for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
-            if worker_id not in wanted:
+            if worker_id not in listed_ids:
                 log.info("worker %s left %s", worker_id, origin)
                 self._spawn(self.remove(worker_id))
         for flag in flags:
@@ -333,20 +335,20 @@ class Fleet:
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
-        looked_s = self._now()
+        sources_polled_s = self._now()
         while True:
             worker = self._core.workers.get(member.flag.worker_id)
             was_down = worker is not None and worker.is_down
-            suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
+            is_suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
             problem = await self._prober.check_health(member.flag)
             if problem is not None:
-                self._record_failed_check(member, problem, suspected=suspected)
+                self._record_failed_check(member, problem, is_suspected=is_suspected)
                 continue
             member.failures, member.problem = 0, ""
             if not was_down:
                 await self._poll_models(member)
-            if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
-                looked_s = self._now()
+            if was_down or is_suspected or self._now() - sources_polled_s >= self._config.sources_s:
+                sources_polled_s = self._now()
                 await self._poll_sources(member, was_down=was_down)
             await self._fetch_missing_snapshots(member)
             if self._now() >= member.loads_from_s:
@@ -363,30 +365,30 @@ class Fleet:
         ):
             return
         worker_id = member.flag.worker_id
-        lacking = self._feed.incomplete_ranks(worker_id)
-        if not lacking:
+        missing_from = self._feed.incomplete_ranks(worker_id)
+        if not missing_from:
             member.peers_pause_s = 0.0
             return
-        found = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=lacking)
-        for rank, snapshot in found.items():
+        snapshots = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=missing_from)
+        for rank, snapshot in snapshots.items():
             self._feed.resume(worker_id, rank, snapshot)
         member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
         member.peers_from_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
         """What does the worker itself say that it has to do?"""
-        worker_id, silent = member.flag.worker_id, True
-        sent = self._core.in_flight_by_rank(worker_id)
+        worker_id, is_silent = member.flag.worker_id, True
+        in_flight = self._core.in_flight_by_rank(worker_id)
         try:
-            loads = await self._prober.loads(member.flag, len(sent))
-            self._core.record_engine_load(worker_id, loads, sent, self._now())
-            asleep = is_asleep(loads)
-            silent = asleep is None
-            if asleep is not None:
-                self._set_asleep(worker_id, asleep=asleep)
+            loads = await self._prober.loads(member.flag, len(in_flight))
+            self._core.record_engine_load(worker_id, loads, in_flight, self._now())
+            is_engine_asleep = is_asleep(loads)
+            is_silent = is_engine_asleep is None
+            if is_engine_asleep is not None:
+                self._set_asleep(worker_id, asleep=is_engine_asleep)
         finally:
             member.loads_pause_s = (
-                _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
+                _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if is_silent else 0.0
             )
             member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
@@ -400,13 +402,13 @@ class Fleet:
     async def _poll_all_models(self) -> None:
         """Ask all workers which models they serve."""
         try:
-            turns = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
+            slots = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
 
-            async def look(member: _Member) -> None:
-                async with turns:
+            async def poll(member: _Member) -> None:
+                async with slots:
                     await self._poll_models(member)
 
-            await asyncio.gather(*(look(member) for member in list(self._members.values()) if member.facts is not None))
+            await asyncio.gather(*(poll(member) for member in list(self._members.values()) if member.facts is not None))
         finally:
             self._discovered_s = self._now()
 
@@ -446,12 +448,12 @@ class Fleet:
         )
         if self._members.get(member.flag.worker_id) is not member:
             return False  # it was removed meanwhile
-        room = self._feed.room_for(member.flag.worker_id)
-        if len(facts.sources) > room:
+        stream_room = self._feed.room_for(member.flag.worker_id)
+        if len(facts.sources) > stream_room:
             if not member.lacks_room:
                 log.warning(
                     "worker %s has %d event streams, and there is room for %d: it is routed by history",
-                    member.flag.worker_id, len(facts.sources), room,
+                    member.flag.worker_id, len(facts.sources), stream_room,
                 )  # fmt: skip
             facts = replace(facts, sources=())
             member.lacks_room = True
@@ -496,22 +498,22 @@ class Fleet:
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
             await self._join(member)
 
-    def _record_failed_check(self, member: _Member, problem: str, *, suspected: bool) -> None:
+    def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:
         """A check failed. After a failure seen by traffic, one is enough."""
         member.problem = problem[:REASON_CHARS_MAX]
         member.failures += 1
         self.failed_checks[member.flag.worker_id] += 1
-        if suspected or member.failures >= self._config.failures_to_down:
+        if is_suspected or member.failures >= self._config.failures_to_down:
             self._perform(self._core.mark_worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
         await _run_with_timeout(seconds, member.wake.wait())
-        woken = member.wake.is_set()
-        if woken:
+        is_woken = member.wake.is_set()
+        if is_woken:
             await asyncio.sleep(0.05)  # a burst of failures asks once
             member.wake.clear()
-        return woken
+        return is_woken
 
 
 def blocks_max(spec: WorkerSpec) -> int:

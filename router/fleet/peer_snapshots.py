@@ -77,18 +77,18 @@ class PeerRoutes:
         if not worker or parse_number(rank) is None:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
         async with self._lock:
-            found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
-        if found is not None and sum(map(len, found.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
-            found = None  # nobody would read it
-        self._outcomes["snapshot_refused" if found is None else "snapshot_served"] += 1
-        if found is None:
+            snapshot = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
+        if snapshot is not None and sum(map(len, snapshot.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
+            snapshot = None  # nobody would read it
+        self._outcomes["snapshot_refused" if snapshot is None else "snapshot_served"] += 1
+        if snapshot is None:
             raise RequestError(
                 f"no snapshot of {argument}: unknown, or not in step with it",
                 param=None,
                 code="no_snapshot",
                 status=404,
             )
-        return Answer(msgspec.msgpack.encode(found), content_type=MSGPACK)
+        return Answer(msgspec.msgpack.encode(snapshot), content_type=MSGPACK)
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
@@ -97,20 +97,20 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
 
     (None, []) where nobody answers. Waits up to SEED_S_MAX for each.
     """
-    found: int | None = None
-    same: list[str] = []
+    seed: int | None = None
+    matching_urls: list[str] = []
     for url in urls:
         try:
             request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_key_header(key))
             with _OPENER.open(request, timeout=SEED_S_MAX) as response:
-                told = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
+                answer = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_SeedBody)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             log.info("peer router %s does not tell its seed: %s", url, error)
             continue
-        if told.version == SNAPSHOT_VERSION and found in (None, told.seed):
-            found = told.seed
-            same.append(url.rstrip("/"))
-    return found, same
+        if answer.version == SNAPSHOT_VERSION and seed in (None, answer.seed):
+            seed = answer.seed
+            matching_urls.append(url.rstrip("/"))
+    return seed, matching_urls
 
 
 def _key_header(key: str | None) -> dict[str, str]:
@@ -138,7 +138,7 @@ class PeerClient:
 
         `below`: only these ranks, and only what goes back further than the batch given for each.
         """
-        found: dict[int, PeerSnapshot] = {}
+        snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
             if (
                 source.snapshot
@@ -149,24 +149,24 @@ class PeerClient:
             for url in self._urls:
                 body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
                 try:
-                    told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
+                    snapshot = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     log.warning("peer router %s: %s", url, error)
                     self.outcomes["snapshot_malformed"] += 1
                     continue
-                if told is None:
+                if snapshot is None:
                     self.outcomes["snapshot_unanswered"] += 1
                     continue
-                if told.version != SNAPSHOT_VERSION or (
-                    only_before is not None and told.complete_from >= only_before[rank]
+                if snapshot.version != SNAPSHOT_VERSION or (
+                    only_before is not None and snapshot.complete_from >= only_before[rank]
                 ):
                     self.outcomes["snapshot_older"] += 1
                 else:
-                    found[rank] = told
+                    snapshots[rank] = snapshot
                     self.outcomes["snapshot_taken"] += 1
-                    log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, told.seq)
+                    log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, snapshot.seq)
                     break
-        return found
+        return snapshots
 
     async def _get(self, url: str) -> bytes | None:
         try:

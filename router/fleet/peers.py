@@ -130,19 +130,19 @@ class PeerLoads:
     def next_message(self, now: float) -> bytes | None:
         """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
         tracker = self._tracker
-        full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
-        if not full and not tracker.changed_targets:
+        is_full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
+        if not is_full and not tracker.changed_targets:
             return None
         tracker.advance(now)
-        names = list(tracker.targets) if full else sorted(tracker.changed_targets)
+        names = list(tracker.targets) if is_full else sorted(tracker.changed_targets)
         tracker.changed_targets.clear()
         loads = [self._load(name, now) for name in names if name in tracker.targets]
-        if full:
+        if is_full:
             self._last_full_s = now
             loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
         self._seq += 1
         self.stats.sent += 1
-        return _ENCODER.encode(LoadMessage(VERSION, self._router, self._epoch, self._seq, full, loads))
+        return _ENCODER.encode(LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads))
 
     def apply_message(self, payload: bytes, now: float) -> None:
         """A peer's message. What cannot be read is counted and logged once."""
@@ -156,23 +156,23 @@ class PeerLoads:
             return
         if message.router == self._router:
             return  # our own, by way of a proxy
-        known = self._peers.get(message.router)
-        if known is None and len(self._peers) >= PEERS_MAX:
+        peer = self._peers.get(message.router)
+        if peer is None and len(self._peers) >= PEERS_MAX:
             self._record_malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
             return
-        if known is not None and known.epoch == message.epoch and message.seq <= known.seq:
+        if peer is not None and peer.epoch == message.epoch and message.seq <= peer.seq:
             self.stats.late += 1
             return
-        restarted = known is None or known.epoch != message.epoch
+        is_restarted = peer is None or peer.epoch != message.epoch
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _peer_load(load, now) for load in message.loads}
-        self._tracker.set_peer_loads(message.router, loads, full=message.full or restarted)
+        self._tracker.set_peer_loads(message.router, loads, full=message.full or is_restarted)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
-        gone = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
-        for name in gone:
+        silent_peers = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
+        for name in silent_peers:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
             self.stats.expired += 1
@@ -241,9 +241,9 @@ class PeerSockets:
     def bind(self, endpoint: str) -> None:
         """Publish our messages there. Raises zmq.ZMQError."""
         self._pub.bind(endpoint)
-        bound = self._pub.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        self.address = bound.rstrip(b"\0").decode()
+        bound_endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound_endpoint, bytes)
+        self.address = bound_endpoint.rstrip(b"\0").decode()
 
     def connect(self, endpoint: str) -> None:
         """Hear a peer's messages from there. Raises zmq.ZMQError."""
@@ -254,30 +254,30 @@ class PeerSockets:
     def follow(self, body: bytes) -> list[str]:
         """The body of `PUT /peers`: from now on these alone. Raises RequestError, and nobody is left out."""
         try:
-            wanted = set(msgspec.json.decode(body, type=PeersBody).peers)
+            endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"the body: {error}", param="peers") from None
-        for endpoint in wanted - self._endpoints:
+        for endpoint in endpoints - self._endpoints:
             try:
                 self.connect(endpoint)
             except zmq.ZMQError as error:
                 raise RequestError(f"peers: {endpoint!r}: {error}", param="peers") from None
-        for endpoint in self._endpoints - wanted:
+        for endpoint in self._endpoints - endpoints:
             self._sub.disconnect(endpoint)
-        self._endpoints = wanted
-        return sorted(wanted)
+        self._endpoints = endpoints
+        return sorted(endpoints)
 
     def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
         """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""
-        taken = 0
+        received_bytes = 0
         for _ in range(messages_max):
             try:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._loads.apply_message(frames[-1], now)
-            taken += len(frames[-1])
-            if taken > POLL_BYTES_MAX:
+            received_bytes += len(frames[-1])
+            if received_bytes > POLL_BYTES_MAX:
                 break
         self._loads.expire(now)
         message = self._loads.next_message(now)

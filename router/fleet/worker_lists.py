@@ -43,17 +43,17 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
     return flags
 
 
-async def watch_file(path: Path, tell: WorkerListCallback) -> None:
+async def watch_file(path: Path, update: WorkerListCallback) -> None:
     """Tell the list whenever the file has changed; one that cannot be read changes nothing."""
-    stamp = _file_signature(path)
+    signature = _file_signature(path)
     while True:
         await asyncio.sleep(FILE_POLL_S)
         latest = _file_signature(path)
-        if latest == stamp:
+        if latest == signature:
             continue
-        stamp = latest
+        signature = latest
         try:
-            tell(read_workers_file(path))
+            update(read_workers_file(path))
         except ConfigError as error:
             log.error("workers file not applied: %s", error)
 
@@ -61,26 +61,26 @@ async def watch_file(path: Path, tell: WorkerListCallback) -> None:
 def _file_signature(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file does; None while it is not there."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-async def watch_name(flag: WorkerFlag, every_s: float, tell: WorkerListCallback) -> None:
+async def watch_name(flag: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:
     """Tell the addresses that the host of `flag` resolves to, one worker each; a failed look-up changes nothing."""
     parts = urlsplit(flag.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     while True:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            address_infos = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
         else:
-            hosts = sorted({str(info[4][0]) for info in found})
+            hosts = sorted({str(info[4][0]) for info in address_infos})
             if len(hosts) > NAME_HOSTS_MAX:
                 log.warning("%s has %d addresses; the first %d are taken", parts.hostname, len(hosts), NAME_HOSTS_MAX)
                 del hosts[NAME_HOSTS_MAX:]
             urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
-            tell([replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls])
+            update([replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls])
         await asyncio.sleep(every_s)

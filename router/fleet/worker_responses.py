@@ -67,23 +67,23 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     without a parent count as the first of them.
     """
     base: str | None = None
-    plain: list[ServedModel] = []
-    tuned: list[ServedModel] = []
+    models: list[ServedModel] = []
+    adapters: list[ServedModel] = []
     for card in _model_cards(body):
         name, limit, parent = card.get("id"), _token_count(card.get("max_model_len")), card.get("parent")
         if not _is_name(name):
             continue
         if _is_name(parent):
-            tuned.append(ServedModel(name, parent, lora=name, max_model_len=limit))
+            adapters.append(ServedModel(name, parent, lora=name, max_model_len=limit))
         else:
             base = base or name
-            plain.append(ServedModel(name, base, max_model_len=limit))
-    bases = {model.name: model.base for model in plain}
-    limits = {model.name: model.max_model_len for model in plain}
-    for model in tuned:
+            models.append(ServedModel(name, base, max_model_len=limit))
+    bases = {model.name: model.base for model in models}
+    limits = {model.name: model.max_model_len for model in models}
+    for model in adapters:
         length = model.max_model_len or limits.get(model.base)
-        plain.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
-    return tuple(plain)
+        models.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
+    return tuple(models)
 
 
 def read_roots(body: bytes) -> dict[str, str]:
@@ -119,8 +119,8 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
 def _invalid_source_reason(source: EventSource) -> str | None:
     """Why a stream cannot be followed."""
     for endpoint in filter(None, (source.endpoint, source.replay_endpoint, source.snapshot_endpoint)):
-        found = _PORT.fullmatch(endpoint)
-        if found is None or not 0 < int(found[1] or 1) < 65536:
+        match = _PORT.fullmatch(endpoint)
+        if match is None or not 0 < int(match[1] or 1) < 65536:
             return f"{endpoint[:80]!r} is no address"
     if any(len(text or "") > NAME_CHARS_MAX for text in (source.topic, source.epoch, source.model)):
         return f"a name of more than {NAME_CHARS_MAX} characters"
@@ -175,34 +175,34 @@ def read_block_size(metrics: str) -> int | None:
 
 def select_metric_lines(page: bytes) -> Iterator[bytes]:
     """The lines of a metrics page that anything here reads, for each SLICE_BYTES of it, so that others have turns."""
-    at = kept = 0
-    while at < len(page) and kept < METRIC_LINES_BYTES_MAX:
-        end = len(page) if at + SLICE_BYTES >= len(page) else page.rfind(b"\n", at, at + SLICE_BYTES) + 1
+    start = size = 0
+    while start < len(page) and size < METRIC_LINES_BYTES_MAX:
+        end = len(page) if start + SLICE_BYTES >= len(page) else page.rfind(b"\n", start, start + SLICE_BYTES) + 1
         lines = b""
         if not end:  # one line, which nothing here reads
-            end = page.find(b"\n", at) + 1 or len(page)
+            end = page.find(b"\n", start) + 1 or len(page)
         else:
-            lines = b"\n".join(_READ_LINES.findall(page, at, end))
-            if len(lines) > METRIC_LINES_BYTES_MAX - kept:
-                end, lines = len(page), lines[: METRIC_LINES_BYTES_MAX - kept].rpartition(b"\n")[0]
-        at, kept = end, kept + len(lines) + 1
+            lines = b"\n".join(_READ_LINES.findall(page, start, end))
+            if len(lines) > METRIC_LINES_BYTES_MAX - size:
+                end, lines = len(page), lines[: METRIC_LINES_BYTES_MAX - size].rpartition(b"\n")[0]
+        start, size = end, size + len(lines) + 1
         yield lines
 
 
 def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
     """The labels of each `cache_config_info`, one a rank at most."""
-    found = 0
+    count = 0
     for line in metrics.splitlines():
         name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
-        if brace and name.endswith("cache_config_info") and not name.startswith("#") and found < RANKS_MAX:
-            found += 1
+        if brace and name.endswith("cache_config_info") and not name.startswith("#") and count < RANKS_MAX:
+            count += 1
             yield dict(_LABEL.findall(labels))
 
 
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     """What an engine says of its load, for each rank; None where it says nothing that can be true. vLLM's names (ours
     are the same) or SGLang's; series of one rank, one a model, are added up."""
-    found: dict[tuple[int, str], list[float]] = {}
+    values_by_rank: dict[tuple[int, str], list[float]] = {}
     for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
         labels = dict(_LABEL.findall(line[2] or ""))
         engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
@@ -211,26 +211,30 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
             continue  # the other series of that gauge say how deep it sleeps
         value = _float(line[3])
         if engine is not None and engine < ranks:
-            possible = value is not None and 0.0 <= value <= (REQUESTS_MAX if kind in ("running", "waiting") else 1.0)
-            found.setdefault((engine, kind), []).append(value if value is not None and possible else math.nan)
+            is_possible = value is not None and 0.0 <= value <= (
+                REQUESTS_MAX if kind in ("running", "waiting") else 1.0
+            )
+            values_by_rank.setdefault((engine, kind), []).append(
+                value if value is not None and is_possible else math.nan
+            )
     loads: list[EngineLoad | None] = []
     for rank in range(ranks):
-        running, waiting = (sum(found.get((rank, kind), [math.nan])) for kind in ("running", "waiting"))
-        shares = found.get((rank, "usage"), [math.nan])
+        running, waiting = (sum(values_by_rank.get((rank, kind), [math.nan])) for kind in ("running", "waiting"))
+        shares = values_by_rank.get((rank, "usage"), [math.nan])
         usage = sum(shares) / len(shares)
-        told = not math.isnan(running) and not math.isnan(waiting)
-        asleep = sum(found.get((rank, "awake"), [math.nan])) == 0
-        if told:
-            loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage, asleep))
+        has_counts = not math.isnan(running) and not math.isnan(waiting)
+        is_rank_asleep = sum(values_by_rank.get((rank, "awake"), [math.nan])) == 0
+        if has_counts:
+            loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage, is_rank_asleep))
         else:
-            loads.append(EngineLoad(0, 0, None, asleep) if asleep else None)
+            loads.append(EngineLoad(0, 0, None, is_rank_asleep) if is_rank_asleep else None)
     return loads
 
 
 def is_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
     """Whether a worker sleeps, by what its ranks say; None where they say nothing."""
-    told = [load.is_asleep for load in loads if load is not None]
-    return all(told) if told else None
+    rank_states = [load.is_asleep for load in loads if load is not None]
+    return all(rank_states) if rank_states else None
 
 
 def _float(text: str) -> float | None:
@@ -249,21 +253,21 @@ def _model_cards(body: bytes) -> list[dict[str, Any]]:
     return [card for card in cards if isinstance(card, dict)]
 
 
-def _decode_object(body: bytes, what: str) -> dict[str, Any]:
-    _check_object_count(body, what)
+def _decode_object(body: bytes, path: str) -> dict[str, Any]:
+    _check_object_count(body, path)
     try:
         value = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
-        raise DecodeError(f"{what}: not JSON: {error}") from error
+        raise DecodeError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
+        raise DecodeError(f"{path}: got {type(value).__name__}, expected an object")
     return value
 
 
-def _check_object_count(body: bytes, what: str) -> None:
+def _check_object_count(body: bytes, path: str) -> None:
     """A megabyte of empty lists takes a tenth of a second to build, and every client waits for it."""
     if (count := body.count(b"[") + body.count(b"{")) > OBJECTS_MAX:
-        raise DecodeError(f"{what}: {count} lists and objects, more than {OBJECTS_MAX}")
+        raise DecodeError(f"{path}: {count} lists and objects, more than {OBJECTS_MAX}")
 
 
 def _is_name(value: Any) -> TypeGuard[str]:

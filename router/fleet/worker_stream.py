@@ -148,11 +148,11 @@ class WorkerStream:
         """Whether this batch shows that the worker that died came back as another process."""
         if self.position_before_restart is None:
             return False
-        last, former = self.position_before_restart
-        another = digest != former if seq == last else seq < last and origin is Origin.LIVE
-        if another or seq >= last:
+        last_seq, last_digest = self.position_before_restart
+        is_other = digest != last_digest if seq == last_seq else seq < last_seq and origin is Origin.LIVE
+        if is_other or seq >= last_seq:
             self.position_before_restart = None
-        return another
+        return is_other
 
     def record_skipped(self, reasons: Iterable[str]) -> None:
         """Why something of it was skipped."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from prompts.errors import RequestError
-from router.counters import Metrics
 from router.http.config import HttpLimits
+from router.metrics import Metrics
 
 SMALL_BYTES: Final = 16 * 1024
 """What a connection keeps up to this is not counted: connections are, and small requests pass while big ones wait."""

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from options import ConfigError, Flag
 
-Renamed = Annotated[str, Meta(pattern=r"^[^=]+=[^=]+$", title="NAME=MODEL", examples=["gpt-4=llama-70b"])]
-Aliased = Annotated[
+FallbackRule = Annotated[str, Meta(pattern=r"^[^=]+=[^=]+$", title="NAME=MODEL", examples=["gpt-4=llama-70b"])]
+AliasRule = Annotated[
     str,
     Meta(
         pattern=r"^([^=*]+|[^=*]*\*[^=*]*)=[^=*]+$",
@@ -18,55 +18,55 @@ Aliased = Annotated[
         examples=["gpt-4=llama-70b", "claude-*=llama-70b"],
     ),
 ]
-Parted = Annotated[
+CanaryRule = Annotated[
     str, Meta(pattern=r"^[^=]+=[^=]+:(0(\.\d+)?|1(\.0+)?|\.\d+)$", title="MODEL=NEW:SHARE", examples=["m=m-v2:0.05"])
 ]
 
 
 # fmt: off
 @dataclass(frozen=True, slots=True)
-class SharingConfig:
+class TenancyConfig:
     """docs/sharing.md."""
 
-    model_aliases: Annotated[tuple[Aliased, ...], Flag("--model-alias", metavar="NAME=MODEL"),
+    model_aliases: Annotated[tuple[AliasRule, ...], Flag("--model-alias", metavar="NAME=MODEL"),
         "Requests for NAME are for MODEL. One * in NAME stands for any text, in names that no worker serves. May be "
         "repeated."] = ()
-    model_fallbacks: Annotated[tuple[Renamed, ...], Flag("--model-fallback", metavar="MODEL=OTHER"),
+    model_fallbacks: Annotated[tuple[FallbackRule, ...], Flag("--model-fallback", metavar="MODEL=OTHER"),
         "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
-    model_canaries: Annotated[tuple[Parted, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
+    model_canaries: Annotated[tuple[CanaryRule, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
         "NEW answers this share of the conversations that ask for MODEL, each of them whole. May be repeated."] = ()
 
     def __post_init__(self) -> None:
         for flag, texts in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
             names = [text.partition("=")[0] for text in texts]
-            double = next((name for name in names if names.count(name) > 1), None)
-            if double is not None:
-                raise ConfigError(f"{flag}: {double} is given twice")
-        aliases, fallbacks = pairs(self.model_aliases), pairs(self.model_fallbacks)
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            if duplicate is not None:
+                raise ConfigError(f"{flag}: {duplicate} is given twice")
+        aliases, fallbacks = parse_pairs(self.model_aliases), parse_pairs(self.model_fallbacks)
         for name, model in aliases.items():
             if model in aliases:
                 raise ConfigError(f"--model-alias: {name} is {model}, which is an alias itself")
         for start in fallbacks:
-            seen, name = [start], start
-            while (name := fallbacks.get(name, "")) and name not in seen:
-                seen.append(name)
+            chain, name = [start], start
+            while (name := fallbacks.get(name, "")) and name not in chain:
+                chain.append(name)
             if name:
-                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*seen, name])}")
-        for model, parts in shares(self.model_canaries).items():
-            if sum(share for _, share in parts) > 1.0:
+                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*chain, name])}")
+        for model, canaries in parse_canaries(self.model_canaries).items():
+            if sum(share for _, share in canaries) > 1.0:
                 raise ConfigError(f"--model-canary: the shares of {model} are more than 1 together")
 
 
-def pairs(texts: tuple[str, ...]) -> dict[str, str]:
+def parse_pairs(texts: tuple[str, ...]) -> dict[str, str]:
     """NAME=MODEL each."""
     return {name: model for name, _, model in (text.partition("=") for text in texts)}
 
 
-def shares(texts: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
+def parse_canaries(texts: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
     """MODEL=NEW:SHARE each; in their order."""
-    found: dict[str, list[tuple[str, float]]] = {}
+    canaries: dict[str, list[tuple[str, float]]] = {}
     for text in texts:
-        model, _, rest = text.partition("=")
-        new, _, share = rest.rpartition(":")
-        found.setdefault(model, []).append((new, float(share)))
-    return found
+        model, _, rule = text.partition("=")
+        canary, _, share = rule.rpartition(":")
+        canaries.setdefault(model, []).append((canary, float(share)))
+    return canaries

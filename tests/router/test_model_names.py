@@ -6,15 +6,15 @@ import pytest
 
 from options import ConfigError, load
 from router.app.config import SCHEMA
-from router.tenancy.config import SharingConfig
-from router.tenancy.names import ModelNames
+from router.tenancy.config import TenancyConfig
+from router.tenancy.model_names import ModelNames
 
 SERVED = {"llama", "qwen", "claude-local"}
 
 
 def resolve(asked: str, *aliases: str, served: set[str] = SERVED) -> str:
-    names = ModelNames(SharingConfig(model_aliases=aliases))
-    assert names.renames
+    names = ModelNames(TenancyConfig(model_aliases=aliases))
+    assert names.has_renames
     return names.resolve(asked, lambda: "conversation", served.__contains__)
 
 
@@ -50,7 +50,7 @@ def test_beginning_and_end_of_a_pattern_do_not_share_letters() -> None:
 
 
 def test_a_pattern_is_listed_nowhere() -> None:
-    names = ModelNames(SharingConfig(model_aliases=("claude-*=llama", "gpt=llama")))
+    names = ModelNames(TenancyConfig(model_aliases=("claude-*=llama", "gpt=llama")))
     assert names.aliases == {"gpt": "llama"}
 
 

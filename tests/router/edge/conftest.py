@@ -19,7 +19,6 @@ from router.app.guard import Guard, allow_all
 from router.app.request_reader import RequestReader
 from router.app.server import RouterApp
 from router.app.tenant_limits import TenantLimits
-from router.counters import Metrics
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.workers import ServedModel, WorkerSpec
@@ -31,6 +30,7 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index import make_index
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+from router.metrics import Metrics
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
@@ -324,7 +324,7 @@ class Edge:
             try:
                 step(self._now_s)
             except Exception as error:  # noqa: BLE001  as `router run` does: one keeps nothing from the others
-                self.metrics.crashed("timer", error)
+                self.metrics.record_crash("timer", error)
         self.core.check_invariants()
         self.tenants.check_invariants()
 

@@ -15,7 +15,6 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.edge.exchange import Exchange
 from router.edge.progress import Progress
@@ -26,6 +25,7 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
 from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
 from router.http.request import PIECE_BYTES
+from router.metrics import Metrics
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.errors import RequestError
-from router.counters import Metrics
 from router.http import headers as headers_module
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
@@ -24,6 +23,7 @@ from router.http.connection import WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
 from router.http.request import BadRequest, RequestParser
 from router.http.routes import Answer
+from router.metrics import Metrics
 
 MIB = 1 << 20
 KEY = b"Authorization: Bearer k1\r\n"

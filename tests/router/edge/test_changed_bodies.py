@@ -14,8 +14,8 @@ from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from router.prompting.encode import read_routing_fields
 from router.prompting.fields import find_fields, splice
-from router.tenancy.config import SharingConfig
-from router.tenancy.names import ModelNames
+from router.tenancy.config import TenancyConfig
+from router.tenancy.model_names import ModelNames
 
 LONG = {"text": "x" * 100_000}
 """Makes a body one that a helper process reads."""
@@ -69,7 +69,7 @@ def test_no_field_is_said_twice_to_workers(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start(policy="kv", tenant_salts=True, api_keys=("one",), key_priorities=("one=5",))
         worker = await edge.worker(edge.reply())
-        names = ModelNames(SharingConfig(model_aliases=("gpt=tiny",), model_fallbacks=("gone=tiny",)))
+        names = ModelNames(TenancyConfig(model_aliases=("gpt=tiny",), model_fallbacks=("gone=tiny",)))
         edge.app._request_reader.model_names = names
         for more in ({}, LONG):
             for sent in ({}, {"cache_salt": "x"}, {"priority": 0}, {"priority": "2"}, {"priority": None}):

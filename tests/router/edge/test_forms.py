@@ -12,8 +12,8 @@ from prompts.errors import RequestError
 from router.http.request import PIECE_BYTES
 from router.prompting.fields import splice
 from router.prompting.forms import PARTS_MAX, VALUE_BYTES_MAX, read_form
-from router.tenancy.config import SharingConfig
-from router.tenancy.names import ModelNames
+from router.tenancy.config import TenancyConfig
+from router.tenancy.model_names import ModelNames
 
 AUDIO = b"RIFF--XyZ\r\n--XyZ0\r\n\r\n--Xy"
 """Looks like a boundary, and is none."""
@@ -82,7 +82,7 @@ def test_uploads_go_to_the_workers_of_their_model(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start(policy="kv", pass_routes=("/v1/images/edits",), priority_min=0)
         workers = {name: await edge.worker(edge.reply(), model=name) for name in ("m-a", "m-b")}
-        edge.app._request_reader.model_names = ModelNames(SharingConfig(model_aliases=("whisper=m-b",)))
+        edge.app._request_reader.model_names = ModelNames(TenancyConfig(model_aliases=("whisper=m-b",)))
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"):
             for model in ("m-a", "m-b", "whisper"):
                 for content in (AUDIO, AUDIO * (PIECE_BYTES // len(AUDIO) + 9)):

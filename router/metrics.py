@@ -34,12 +34,12 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count) pairs, the last bound infinite."""
-        out: list[tuple[str, float]] = []
+        buckets: list[tuple[str, float]] = []
         running = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts):
             running += count
-            out.append((bound, float(running)))
-        return out
+            buckets.append((bound, float(running)))
+        return buckets
 
 
 class Histograms:
@@ -49,14 +49,14 @@ class Histograms:
         self._bounds = bounds
         self.by_labels: dict[tuple[str, ...], Histogram] = {}
 
-    def of(self, labels: tuple[str, ...]) -> Histogram:
-        found = self.by_labels.get(labels)
-        if found is None:
-            found = self.by_labels[labels] = Histogram(self._bounds)
-        return found
+    def get(self, labels: tuple[str, ...]) -> Histogram:
+        histogram = self.by_labels.get(labels)
+        if histogram is None:
+            histogram = self.by_labels[labels] = Histogram(self._bounds)
+        return histogram
 
 
-class Ends:
+class EndedRequests:
     """Requests that ended alike. The sums over them are made where somebody reads them."""
 
     def __init__(self, request_s: Histogram, ttft_s: Histogram) -> None:
@@ -102,47 +102,47 @@ class Metrics:
     routing_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     tokenize_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     _crash_logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    _ends: dict[tuple[str, str, str, str, str], Ends] = field(default_factory=dict)
+    _ended: dict[tuple[str, str, str, str, str], EndedRequests] = field(default_factory=dict)
     """(route, model, outcome, worker, is it a stream?) of those that `requests` and `decisions` do not have yet."""
 
-    def ends(self, path: str, model: str, outcome: str, worker: str, stream: str) -> Ends:
+    def get_ended(self, path: str, model: str, outcome: str, worker: str, stream: str) -> EndedRequests:
         """Where a request counts that ended so; the worker is "" where none was chosen."""
         key = path, model, outcome, worker, stream
-        found = self._ends.get(key)
-        if found is None:
+        ended = self._ended.get(key)
+        if ended is None:
             labels = worker, model, stream
-            found = self._ends[key] = Ends(self.request_s.of(labels), self.ttft_s.of(labels))
-        return found
+            ended = self._ended[key] = EndedRequests(self.request_s.get(labels), self.ttft_s.get(labels))
+        return ended
 
-    def fold(self) -> None:
+    def flush_ended(self) -> None:
         """Bring `requests` and `decisions` up to date."""
-        for (path, model, outcome, worker, _), ends in self._ends.items():
+        for (path, model, outcome, worker, _), ends in self._ended.items():
             self.requests[path, model, outcome] += ends.count
             if worker:
                 self.decisions[worker] += ends.count
             ends.count = 0
 
-    def keep_workers(self, known: Container[str]) -> None:
+    def retain_workers(self, worker_ids: Container[str]) -> None:
         """Drop the counts of workers that are known no more: addresses come and go for as long as the router runs."""
-        self.fold()
-        for ended in [key for key in self._ends if key[3] and key[3] not in known]:
-            del self._ends[ended]
-        for worker_id in [worker_id for worker_id in self.decisions if worker_id not in known]:
+        self.flush_ended()
+        for ended_key in [key for key in self._ended if key[3] and key[3] not in worker_ids]:
+            del self._ended[ended_key]
+        for worker_id in [worker_id for worker_id in self.decisions if worker_id not in worker_ids]:
             del self.decisions[worker_id]
-        for key in [key for key in self.failures if key[0] and key[0] not in known]:
+        for key in [key for key in self.failures if key[0] and key[0] not in worker_ids]:
             del self.failures[key]
         for histograms in (self.request_s, self.ttft_s):
-            for labels in [labels for labels in histograms.by_labels if labels[0] and labels[0] not in known]:
+            for labels in [labels for labels in histograms.by_labels if labels[0] and labels[0] not in worker_ids]:
                 del histograms.by_labels[labels]
 
-    def crashed(self, where: str, error: Exception) -> None:
+    def record_crash(self, boundary: str, error: Exception) -> None:
         """Something raised at a boundary; what it was about has been ended, the rest goes on."""
-        key = where, type(error).__name__
+        key = boundary, type(error).__name__
         self.crashes[key] += 1
         now = time.monotonic()
         if now - self._crash_logged_s.get(key, -CRASH_LOG_S) >= CRASH_LOG_S:
             self._crash_logged_s[key] = now
-            log.error("%s: %s (%d so far)", where, error, self.crashes[key], exc_info=error)
+            log.error("%s: %s (%d so far)", boundary, error, self.crashes[key], exc_info=error)
 
-    def attempt_failed(self, worker: str, kind: str) -> None:
+    def record_attempt_failure(self, worker: str, kind: str) -> None:
         self.failures[worker, kind] += 1

@@ -13,50 +13,50 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-LINES_MAX: Final = 4096
+QUEUES_MAX: Final = 4096
 """Remembered though nobody of them waits."""
 Line = TypeVar("Line")
 
 
-class FairTurns:
+class DeficitRoundRobin:
     """All lines of one queue."""
 
     def __init__(self) -> None:
-        self._given: dict[str, float] = {}
-        self._turn_s = 0.0
+        self._served_s: dict[str, float] = {}
+        self._round_s = 0.0
         """What the line that went last had been given before."""
 
-    def at(self, line: str) -> float:
+    def served_s(self, queue: str) -> float:
         """Seconds that a line counts as given; the least goes next."""
-        return max(self._given.get(line, 0.0), self._turn_s)
+        return max(self._served_s.get(queue, 0.0), self._round_s)
 
-    def charge(self, line: str, seconds: float, waiting: Iterable[str]) -> None:
+    def charge(self, queue: str, seconds: float, waiting: Iterable[str]) -> None:
         """A request of it was sent. `waiting`: the lines in which somebody waits."""
-        at_s = self.at(line)
-        self._turn_s = max(self._turn_s, min([at_s, *map(self.at, waiting)]))
-        self._given[line] = at_s + seconds
-        if len(self._given) > LINES_MAX:
-            self._given = {name: given for name, given in self._given.items() if given > self._turn_s}
+        at_s = self.served_s(queue)
+        self._round_s = max(self._round_s, min([at_s, *map(self.served_s, waiting)]))
+        self._served_s[queue] = at_s + seconds
+        if len(self._served_s) > QUEUES_MAX:
+            self._served_s = {name: served_s for name, served_s in self._served_s.items() if served_s > self._round_s}
 
-    def over(self) -> None:
+    def reset(self) -> None:
         """Nobody waits any more."""
-        self._given.clear()
-        self._turn_s = 0.0
+        self._served_s.clear()
+        self._round_s = 0.0
 
-    def merged(self, lines: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
+    def merge(self, queues: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
         """Requests in their order, of lines of (request, seconds)."""
         heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
-        for number, (name, line) in enumerate(lines.items()):
-            rest = iter(line)
-            for request_id, seconds in rest:
-                heads.append((self.at(name), number, request_id, seconds, rest))
+        for number, (name, queue) in enumerate(queues.items()):
+            remaining = iter(queue)
+            for request_id, seconds in remaining:
+                heads.append((self.served_s(name), number, request_id, seconds, remaining))
                 break
         heapq.heapify(heads)
         while heads:
-            at_s, number, request_id, seconds, rest = heads[0]
+            at_s, number, request_id, seconds, remaining = heads[0]
             yield request_id
-            following = next(rest, None)
+            following = next(remaining, None)
             if following is None:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, (at_s + seconds, number, *following, rest))
+                heapq.heapreplace(heads, (at_s + seconds, number, *following, remaining))
