@@ -359,10 +359,10 @@ def test_long_names_are_cut() -> None:
 HEAP = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from router.app.system import Heap, TRIM_S, resident_bytes
+from router.app.system import TRIM_S, HeapTrimmer, resident_bytes
 before = resident_bytes()
 with ThreadPoolExecutor(1) as threads:
-    heap = Heap(threads)
+    heap = HeapTrimmer(threads)
     pieces = [bytes(5000) for _ in range(20_000)]
     last = bytes(5000)
     heap.tick(100.0)
