@@ -26,7 +26,7 @@ from prompts import Tokenizer
 
 
 @dataclass(slots=True)
-class Assembled:
+class AssembledEngine:
     """An engine ready to step, and what loading found out."""
 
     core: EngineCore
@@ -56,7 +56,7 @@ def model_files(config: EngineConfig) -> tuple[str, Path]:
     return tokenizer_folder(config.model)
 
 
-def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assembled:
+def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> AssembledEngine:
     """Load the model, or what simulates one, and build everything. `tokenizer`: the model's, where it is loaded.
 
     Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
@@ -76,8 +76,8 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     grammars = None
     try:
         eos_token_ids = tokenizer.eos_token_ids
-        unconstrained = unsupported_reason(tokenizer)
-        if unconstrained is None:
+        no_constraint_reason = unsupported_reason(tokenizer)
+        if no_constraint_reason is None:
             grammars = Grammars(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
         spec = executor.spec
         cache = KVCache(
@@ -128,12 +128,12 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
-        unconstrained=unconstrained,
+        no_constraint_reason=no_constraint_reason,
         script=executor.script,
     )
     publish = _discard if publisher is None else publisher.publish
     core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars, copy_s=executor.copy_s)
-    return Assembled(core, info, publisher, executor, grammars)
+    return AssembledEngine(core, info, publisher, executor, grammars)
 
 
 def group_infos(spec: CacheSpec) -> list[GroupInfo]:

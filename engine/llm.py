@@ -25,7 +25,7 @@ from engine.api.generation import make_sample_requests
 from engine.api.lark import build_constraint
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.api.schemas.constraint_check import check_constraint
-from engine.assembly import Assembled, assemble, model_files
+from engine.assembly import AssembledEngine, assemble, model_files
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
@@ -109,14 +109,14 @@ class LLM:
         _, folder = model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
         self._factory = DetokenizerFactory(self._tokenizer.hf)
-        self._assembled: Assembled | None = assemble(config, self._tokenizer)
+        self._assembled: AssembledEngine | None = assemble(config, self._tokenizer)
         self._core = self._assembled.core
         self.info = self._assembled.info
         self._limits = ModelLimits(
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             default_sampling=self.info.default_sampling,
-            constraint_refusal=self.info.unconstrained,
+            constraint_refusal=self.info.no_constraint_reason,
         )
         self._numbers = itertools.count()
 

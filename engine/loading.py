@@ -75,7 +75,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     agree = None
     if leader is not None:
         leader.await_loaded(device)
-        agree = leader.smallest
+        agree = leader.all_reduce_min
     host_units = count_host_units(config, spec)
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
     made: list[ModelRunner] = []
@@ -85,7 +85,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
             config, model, spec, unit_count, dtype=dtype, device=device, max_model_len=max_model_len,
             eos_token_ids=eos_token_ids, grammars=grammars,
         )  # fmt: skip
-        leading: Runner = own if leader is None else leader.lead(own, unit_count, max_model_len)
+        leading: Runner = own if leader is None else leader.make_leading_runner(own, unit_count, max_model_len)
         own.record_decode_steps(sequences_max(config))
         made.append(own)
         return leading

@@ -43,18 +43,18 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whose prompt is computed first (`engine.prefill_queue`)."""
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
-    unconstrained: str | None = None
+    no_constraint_reason: str | None = None
     """Why no answer can be made to match anything; None: it can."""
     script: tuple[ScriptTurn, ...] = ()
     """What is said turn by turn, where steps are simulated; empty: whatever comes."""
 
 
 # HTTP -> core
-class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+class AddRequests(msgspec.Struct, tag="add", array_like=True, frozen=True):
     requests: list[Request]
 
 
-class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     request_ids: list[str]
 
 
@@ -66,7 +66,7 @@ class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
     """To be done while nothing runs."""
 
     call_id: int
-    what: Literal["sleep", "wake", "reload"]
+    operation: Literal["sleep", "wake", "reload"]
     level: int = 1
     """Of sleep: 1 keeps the weights, 2 drops them too."""
     path: str | None = None
@@ -79,28 +79,28 @@ class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     call_id: int
 
 
-Command = Add | Abort | ResetPrefixCache | ChangeWeights | Ping
+Command = AddRequests | AbortRequests | ResetPrefixCache | ChangeWeights | Ping
 
 
 # core -> HTTP
-class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+class CoreReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     info: CoreInfo
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+class CoreFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The core cannot start or go on; it ends after this message."""
 
     message: str
 
 
-class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     outputs: list[SequenceOutput]
     stats: EngineStats | None = None
-    events: PublisherStats | None = None
+    publisher_stats: PublisherStats | None = None
     """With `stats`, where events are published."""
-    lateness: SimulationLag | None = None
+    simulation_lag: SimulationLag | None = None
     """With `stats`, where steps are simulated."""
-    decoded: DecodedTokens | None = None
+    decoded_tokens: DecodedTokens | None = None
     """More outputs, behind the others."""
 
 
@@ -110,24 +110,27 @@ PROMPT_LOGPROBS_MAX = 1024
 
 def split_output(output: SequenceOutput) -> list[SequenceOutput]:
     """Several outputs which, merged, are `output`, and of which none has the logprobs of many prompt tokens."""
-    scores = output.prompt_logprobs
-    if scores is None or len(scores) <= PROMPT_LOGPROBS_MAX:
+    prompt_logprobs = output.prompt_logprobs
+    if prompt_logprobs is None or len(prompt_logprobs) <= PROMPT_LOGPROBS_MAX:
         return [output]
-    parts = [scores[at : at + PROMPT_LOGPROBS_MAX] for at in range(0, len(scores), PROMPT_LOGPROBS_MAX)]
+    parts = [
+        prompt_logprobs[start : start + PROMPT_LOGPROBS_MAX]
+        for start in range(0, len(prompt_logprobs), PROMPT_LOGPROBS_MAX)
+    ]
     first = [SequenceOutput(request_id=output.request_id, token_ids=[], prompt_logprobs=part) for part in parts[:-1]]
     return [*first, msgspec.structs.replace(output, prompt_logprobs=parts[-1])]
 
 
-class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):
+class CommandDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
     call_id: int
     error: str | None = None
     """Why nothing was done."""
 
 
-Report = Ready | Failed | Outputs | Done
+Report = CoreReady | CoreFailed | StepOutputs | CommandDone
 
 
-def frame(payload: bytes) -> bytes:
+def encode_frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 

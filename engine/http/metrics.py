@@ -114,8 +114,8 @@ class CoreReport(Protocol):
     """What the core told last; None before, and of what it does not have."""
 
     stats: EngineStats | None
-    events: PublisherStats | None
-    lateness: SimulationLag | None
+    publisher_stats: PublisherStats | None
+    simulation_lag: SimulationLag | None
 
 
 class MetricsPage:
@@ -142,10 +142,10 @@ class MetricsPage:
         core_report = self._core_report
         if core_report.stats is not None:  # else the core has not said anything yet
             yield from self._core_metrics(core_report.stats)
-            if core_report.events is not None:
-                yield from self._event_metrics(core_report.events)
-            if core_report.lateness is not None:
-                yield from self._lag_metrics(core_report.lateness)
+            if core_report.publisher_stats is not None:
+                yield from self._event_metrics(core_report.publisher_stats)
+            if core_report.simulation_lag is not None:
+                yield from self._lag_metrics(core_report.simulation_lag)
         yield from self._request_metrics()
 
     def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:

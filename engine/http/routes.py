@@ -62,13 +62,13 @@ async def delete_response(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 while new requests are taken. `x-core-silent-seconds`: since when the step loop owes an answer."""
     state = request.app[STATE]
-    if state.client.dead is not None:
-        raise not_running(state.client.dead)
+    if state.client.death_reason is not None:
+        raise not_running(state.client.death_reason)
     if state.is_draining:
         raise unavailable("the server is shutting down")
     if state.is_asleep:
         raise unavailable(ASLEEP_MESSAGE)
-    return web.Response(headers={"x-core-silent-seconds": f"{state.client.silent_s():.1f}"})
+    return web.Response(headers={"x-core-silent-seconds": f"{state.client.unanswered_ping_s():.1f}"})
 
 
 def served_paths(app: web.Application) -> list[str]:
@@ -103,8 +103,8 @@ async def kv_cache_groups(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes and announce it. Running sequences keep what they hold."""
     state = request.app[STATE]
-    if state.client.dead is not None:
-        raise not_running(state.client.dead)
+    if state.client.death_reason is not None:
+        raise not_running(state.client.death_reason)
     await state.client.reset_prefix_cache()
     return web.Response()
 

@@ -54,7 +54,7 @@ class ServerState:
             default_sampling=info.default_sampling,
             call_format=call_format,
             reasoning_format=reasoning_format,
-            constraint_refusal=info.unconstrained,
+            constraint_refusal=info.no_constraint_reason,
             script=info.script,
         )
         self.response_store = ResponseStore()
@@ -133,13 +133,13 @@ class ServerState:
         return self.client.submit(requests)
 
     def _check_capacity(self, additional_sequences: int) -> None:
-        if self.client.dead is not None:
-            raise not_running(self.client.dead)
+        if self.client.death_reason is not None:
+            raise not_running(self.client.death_reason)
         if self.is_draining:
             raise unavailable("the server is shutting down")
         if self.is_asleep:
             raise unavailable(ASLEEP_MESSAGE)
-        limit, current_sequences = self.config.max_queue, self.client.in_flight + self._reading_requests
+        limit, current_sequences = self.config.max_queue, self.client.in_flight_count + self._reading_requests
         if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
                 f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",

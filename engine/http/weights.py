@@ -89,7 +89,7 @@ async def _change(
         asleep_before, state.is_asleep = state.is_asleep, True
         try:
             await state.wait_until_idle()
-            await state.client.change(action, **options)
+            await state.client.change_weights(action, **options)
             asleep_before = asleep_after
         except ValueError as error:
             raise RequestError(str(error), param=None, code="conflict", status=409) from None

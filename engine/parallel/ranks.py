@@ -32,9 +32,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.config import EngineConfig
 from engine.core import Runner
-from engine.messages import FrameReader, frame
+from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
-from engine.parallel.orders import Planned, PlanWriter
+from engine.parallel.plan_messages import PlanEncoder, PlanMessage
 from engine.types import RunnerLostError, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
@@ -52,21 +52,21 @@ log = logging.getLogger("engine.ranks")
 
 
 # leader -> follower
-class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
+class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
     """Load the model; answered by `RankLoaded` or `LoadFailed`."""
 
     config: EngineConfig
     folder: str
 
 
-class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """Make the cache: plans follow."""
 
     unit_count: int
     max_model_len: int
 
 
-Order = Load | Start | Planned
+LeaderMessage = LoadModel | StartRunner | PlanMessage
 
 
 # follower -> leader
@@ -78,10 +78,10 @@ class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-Reply = RankLoaded | LoadFailed
+FollowerReply = RankLoaded | LoadFailed
 
 
-def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
+def join_process_group(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
     """Meet the other ranks; blocks until all are there."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -95,14 +95,14 @@ def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
     )
 
 
-def add_up(x: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks, on every rank; x is consumed."""
     x = x.contiguous()
     dist.all_reduce(x)
     return x
 
 
-def gather(x: torch.Tensor) -> torch.Tensor | None:
+def gather_columns(x: torch.Tensor) -> torch.Tensor | None:
     """On rank 0: the [rows, n] of all ranks side by side, [rows, ranks * n]; elsewhere None."""
     x = x.contiguous()
     if dist.get_rank():
@@ -113,26 +113,26 @@ def gather(x: torch.Tensor) -> torch.Tensor | None:
     return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
 
-def smallest(count: int, device: torch.device) -> int:
+def all_reduce_min(count: int, device: torch.device) -> int:
     """The smallest of the ranks' numbers, on every rank; each waits for the others."""
-    there = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(there, op=dist.ReduceOp.MIN)
-    return int(there.item())
+    minimum = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
+    return int(minimum.item())
 
 
-class _Follower:
+class _FollowerHandle:
     """The leader's side of one follower."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank = rank
-        self._sock, theirs = socket.socketpair()
+        self._sock, follower_sock = socket.socketpair()
         self._reader = FrameReader()
-        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-        with theirs:
-            arguments = [str(number) for number in (theirs.fileno(), rank, size, port)]
+        self._decoder: msgspec.msgpack.Decoder[FollowerReply] = msgspec.msgpack.Decoder(FollowerReply)
+        with follower_sock:
+            arguments = [str(number) for number in (follower_sock.fileno(), rank, size, port)]
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[follower_sock.fileno()],
                 stdin=subprocess.DEVNULL,
             )
 
@@ -140,7 +140,7 @@ class _Follower:
         """Raises OSError if the follower is gone."""
         self._sock.sendall(data)
 
-    def receive(self) -> Reply:
+    def receive(self) -> FollowerReply:
         """Wait for its answer. Raises RunnerLostError if it ends instead."""
         while True:
             try:
@@ -150,21 +150,21 @@ class _Follower:
             if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(GRACE_S)
-                raise RunnerLostError(self.epitaph())
+                raise RunnerLostError(self.exit_reason())
             replies = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
             if replies:
                 assert len(replies) == 1, replies
                 return replies[0]
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         status = self.process.poll()
         if status is None:
-            how = "closed its socket"
+            event = "closed its socket"
         elif status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
+            event = f"was killed by {signal.Signals(-status).name}"
         else:
-            how = f"ended with exit status {status}"
-        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {how}"
+            event = f"ended with exit status {status}"
+        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {event}"
 
     def close(self) -> None:
         self._sock.close()
@@ -182,23 +182,23 @@ class Leader:
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._encoder = msgspec.msgpack.Encoder()
-        self._plans = PlanWriter()
-        self._stepping = threading.Lock()
-        self._joined = False
+        self._plans = PlanEncoder()
+        self._step_lock = threading.Lock()
+        self._is_joined = False
         self._closing = False
-        self._lost: str | None = None
-        self._followers: list[_Follower] = []
+        self._lost_reason: str | None = None
+        self._followers: list[_FollowerHandle] = []
         for rank in range(1, size):
-            self._followers.append(_Follower(rank, size, port))
+            self._followers.append(_FollowerHandle(rank, size, port))
 
     @property
     def shard(self) -> Shard:
         """Rank 0's part of a model."""
-        return Shard(0, self._size, add_up, gather)
+        return Shard(0, self._size, all_reduce_sum, gather_columns)
 
     def load(self, config: EngineConfig, folder: Path) -> None:
         """Have the followers load a model, while the caller loads its own part."""
-        self.tell(Load(config, str(folder)))
+        self.broadcast(LoadModel(config, str(folder)))
 
     def await_loaded(self, device: torch.device) -> None:
         """Wait for the followers and meet them. Raises RunnerLostError, or ValueError with a follower's reason."""
@@ -206,67 +206,67 @@ class Leader:
             reply = follower.receive()
             if isinstance(reply, LoadFailed):
                 raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
-        if not self._joined:
-            join(0, self._size, self._store, device)
-            self._joined = True
+        if not self._is_joined:
+            join_process_group(0, self._size, self._store, device)
+            self._is_joined = True
 
-    def smallest(self, count: int, device: torch.device) -> int:
+    def all_reduce_min(self, count: int, device: torch.device) -> int:
         """The smallest of the ranks' numbers. Raises RunnerLostError if one of them ends instead."""
         try:
-            return smallest(count, device)
+            return all_reduce_min(count, device)
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.make_lost_error(error) from error
 
-    def lead(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
+    def make_leading_runner(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
         """A runner of all ranks, from that of rank 0; the followers make theirs."""
-        self.tell(Start(unit_count, max_model_len))
-        self._plans = PlanWriter()
+        self.broadcast(StartRunner(unit_count, max_model_len))
+        self._plans = PlanEncoder()
         return LeadingRunner(self, runner)
 
-    def tell(self, order: Order) -> None:
+    def broadcast(self, message: LeaderMessage) -> None:
         """Send it to every follower. Raises RunnerLostError."""
-        data = frame(self._encoder.encode(order))
+        data = encode_frame(self._encoder.encode(message))
         for follower in self._followers:
             try:
                 follower.send(data)
             except OSError as error:
-                raise self.lost(error) from error
+                raise self.make_lost_error(error) from error
 
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan; the result of rank 0. Raises RunnerLostError if any of them fails."""
-        with self._stepping:
-            self.tell(self._plans.write(plan))
+        with self._step_lock:
+            self.broadcast(self._plans.encode(plan))
             try:
                 return runner.execute(plan)
             except Exception as error:  # whatever it is, the ranks may now be at different places
-                raise self.lost(error) from error
+                raise self.make_lost_error(error) from error
 
-    def lost(self, error: Exception) -> RunnerLostError:
+    def make_lost_error(self, error: Exception) -> RunnerLostError:
         """Why the ranks cannot go on: the end of one of them if that is what `error` comes from."""
         end_s = time.monotonic() + GRACE_S / 2
-        while self._lost is None and time.monotonic() < end_s:
-            self._lost = self._epitaph()
-            if self._lost is None:
+        while self._lost_reason is None and time.monotonic() < end_s:
+            self._lost_reason = self._find_exit_reason()
+            if self._lost_reason is None:
                 time.sleep(0.02)
-        if self._lost is None:
-            self._lost = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
-        return RunnerLostError(self._lost)
+        if self._lost_reason is None:
+            self._lost_reason = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
+        return RunnerLostError(self._lost_reason)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost`, from a thread, if a follower ends while no step notices it: idle, or blocked for good."""
         for follower in self._followers:
-            threading.Thread(target=self._await_end, args=(follower, on_lost), daemon=True).start()
+            threading.Thread(target=self._watch_follower, args=(follower, on_lost), daemon=True).start()
 
     def close(self) -> None:
         """End the followers; by force where they do not obey. Idempotent."""
         self._closing = True
         for follower in self._followers:
             follower.close()
-        parting = None
-        if self._joined and self._lost is None:
+        destroy_thread = None
+        if self._is_joined and self._lost_reason is None:
             # Communicators of NCCL may end only together; should a rank be gone after all, nobody waits for long.
-            parting = threading.Thread(target=dist.destroy_process_group, daemon=True)
-            parting.start()
+            destroy_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            destroy_thread.start()
         for follower in self._followers:
             try:
                 follower.process.wait(GRACE_S)
@@ -274,25 +274,25 @@ class Leader:
                 log.warning("tensor-parallel rank %d does not end and is killed", follower.rank)
                 follower.process.kill()
                 follower.process.wait()
-        if parting is not None:
-            parting.join(GRACE_S)
-        elif self._joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost
+        if destroy_thread is not None:
+            destroy_thread.join(GRACE_S)
+        elif self._is_joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost
             dist.destroy_process_group()
-        self._joined = False
+        self._is_joined = False
 
-    def _await_end(self, follower: _Follower, on_lost: Callable[[str], None]) -> None:
+    def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
         follower.process.wait()
-        acquired = self._stepping.acquire(timeout=GRACE_S)  # a step that fails says so itself
-        if self._lost is None and not self._closing:
-            self._lost = self._epitaph() or follower.epitaph()
-            on_lost(self._lost)
-        if acquired:
-            self._stepping.release()
+        has_step_lock = self._step_lock.acquire(timeout=GRACE_S)  # a step that fails says so itself
+        if self._lost_reason is None and not self._closing:
+            self._lost_reason = self._find_exit_reason() or follower.exit_reason()
+            on_lost(self._lost_reason)
+        if has_step_lock:
+            self._step_lock.release()
 
-    def _epitaph(self) -> str | None:
+    def _find_exit_reason(self) -> str | None:
         """Of the follower that is gone; one that was killed before one that then failed."""
-        gone = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
-        return min(gone, key=lambda entry: entry[0])[1].epitaph() if gone else None
+        exited = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
+        return min(exited, key=lambda status_and_follower: status_and_follower[0])[1].exit_reason() if exited else None
 
 
 class LeadingRunner:

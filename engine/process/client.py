@@ -1,6 +1,6 @@
 """The HTTP process's side of the core: send requests, receive their outputs as they come, abort, reset.
 
-Owns the socket to the core process and the streams of the requests in flight. Outputs that a slow reader has not
+Owns the socket to the core process and the streams of the requests in flight. StepOutputs that a slow reader has not
 taken yet are merged, so what is buffered for a request is bounded by the tokens it may generate. Knows nothing of HTTP.
 """
 
@@ -22,19 +22,19 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core import EngineStats, SimulationLag
 from engine.messages import (
-    Abort,
-    Add,
+    AbortRequests,
+    AddRequests,
     ChangeWeights,
     Command,
+    CommandDone,
     CoreInfo,
-    Done,
+    CoreReady,
     FrameReader,
-    Outputs,
     Ping,
-    Ready,
     Report,
     ResetPrefixCache,
-    frame,
+    StepOutputs,
+    encode_frame,
 )
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.types import Request, SequenceOutput, count_logprobs
@@ -62,7 +62,7 @@ class OutputStream:
         self.logprobs = logprobs
         """Whoever takes outputs releases the logprobs that need no memory any more."""
         self._client = client
-        self._open = set(request_ids)
+        self._open_request_ids = set(request_ids)
         self._pending: dict[str, SequenceOutput] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
@@ -75,7 +75,7 @@ class OutputStream:
         while not self._pending:
             if self._error is not None:
                 raise self._error
-            if not self._open:
+            if not self._open_request_ids:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -86,31 +86,31 @@ class OutputStream:
         self._pending.clear()
         for output in outputs:
             if output.finish_reason is not None:
-                self._open.discard(output.request_id)
+                self._open_request_ids.discard(output.request_id)
         return outputs
 
     def close(self, request_id: str | None = None) -> None:
         """Want no more of one sequence, or of any: what still runs is aborted. Idempotent."""
         if request_id is None:
             self.logprobs.close()
-        leaving = [request_id] if request_id is not None else list(self._open)
-        leaving = [name for name in leaving if name in self._open]
-        self._open.difference_update(leaving)
-        for name in leaving:
+        closed_ids = [request_id] if request_id is not None else list(self._open_request_ids)
+        closed_ids = [name for name in closed_ids if name in self._open_request_ids]
+        self._open_request_ids.difference_update(closed_ids)
+        for name in closed_ids:
             self._pending.pop(name, None)
-        self._client.abort(leaving)
+        self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
         if output.logprobs or output.prompt_logprobs:
             count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
             try:
-                self.logprobs.take(count)
+                self.logprobs.acquire(count)
             except RequestError as error:
                 self.fail(error)
                 self.close()
                 return
         earlier = self._pending.get(output.request_id)
-        self._pending[output.request_id] = output if earlier is None else merge(earlier, output)
+        self._pending[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -123,13 +123,13 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
-def _prompt_logprobs(request: Request) -> int:
+def _count_prompt_logprobs(request: Request) -> int:
     """How many logprobs of its prompt a request asks for."""
-    wanted = request.params.prompt_logprobs
-    return 0 if wanted is None else (wanted + 1) * len(request.token_ids)
+    top_count = request.params.prompt_logprobs
+    return 0 if top_count is None else (top_count + 1) * len(request.token_ids)
 
 
-def merge(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
+def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
     """Two consecutive outputs of one sequence as one; changes and returns `first`."""
     first.token_ids.extend(second.token_ids)
     if second.logprobs:
@@ -157,33 +157,35 @@ class EngineClient(asyncio.Protocol):
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._calls_out: dict[int, asyncio.Future[str | None]] = {}
-        self._calls = 0
+        self._pending_calls: dict[int, asyncio.Future[str | None]] = {}
+        self._call_count = 0
         self.logprobs = LogprobBudget()
-        self._pinged: tuple[int, float] | None = None
+        self._open_ping: tuple[int, float] | None = None
         """The ping that is not answered yet, and when it was sent."""
         self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._closing = False
         self.stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
-        self.events: PublisherStats | None = None
-        self.lateness: SimulationLag | None = None
-        self.dead: str | None = None
+        self.publisher_stats: PublisherStats | None = None
+        self.simulation_lag: SimulationLag | None = None
+        self.death_reason: str | None = None
         """Why the core is gone, once it is."""
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
         """`on_death` is called once, with the reason, if the core ends without having been told to."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        client_sock, core_sock = socket.socketpair()
+        with core_sock:
             child = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(core_sock.fileno())],
+                pass_fds=[core_sock.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        ours.sendall(frame(msgspec.msgpack.encode(config)))
-        ours.setblocking(False)
-        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(child, on_death), sock=ours)
+        client_sock.sendall(encode_frame(msgspec.msgpack.encode(config)))
+        client_sock.setblocking(False)
+        _, client = await asyncio.get_running_loop().create_unix_connection(
+            lambda: cls(child, on_death), sock=client_sock
+        )
         return client
 
     async def ready(self) -> CoreInfo:
@@ -191,16 +193,18 @@ class EngineClient(asyncio.Protocol):
         return await asyncio.shield(self._ready)
 
     @property
-    def in_flight(self) -> int:
+    def in_flight_count(self) -> int:
         """Sequences the core has not finished."""
         return len(self._streams)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Raises EngineDeadError, or RequestError where the prompts' logprobs are too many."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        self.logprobs.check_prompts(sum(map(_prompt_logprobs, requests)))
-        payload = self._encoder.encode(Add(list(requests)))  # may refuse, so it comes before anything is registered
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        self.logprobs.check_prompts(sum(map(_count_prompt_logprobs, requests)))
+        payload = self._encoder.encode(
+            AddRequests(list(requests))
+        )  # may refuse, so it comes before anything is registered
         stream = OutputStream(self, [request.request_id for request in requests], LogprobShare(self.logprobs))
         for request in requests:
             assert request.request_id not in self._streams, request.request_id
@@ -211,43 +215,43 @@ class EngineClient(asyncio.Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sequences and free what they hold; those that are already done are ignored."""
         running = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
-        if running and self.dead is None:
-            self._send(Abort(running))
+        if running and self.death_reason is None:
+            self._send(AbortRequests(running))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running sequences keep what they hold."""
         await self._call(ResetPrefixCache)
 
-    async def change(
-        self, what: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
+    async def change_weights(
+        self, operation: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
     ) -> None:
         """Sleep, wake up or load other weights. Raises ValueError with the reason where that cannot be."""
-        error = await self._call(lambda call_id: ChangeWeights(call_id, what, level, path))
+        error = await self._call(lambda call_id: ChangeWeights(call_id, operation, level, path))
         if error is not None:
             raise ValueError(error)
 
-    def silent_s(self) -> float:
+    def unanswered_ping_s(self) -> float:
         """For how many seconds the core has not answered a ping; sends one where none is under way. A core that changes
         its weights takes its time."""
         now = time.monotonic()
-        if self._pinged is None and self.dead is None:
-            self._calls += 1
-            self._pinged = self._calls, now
-            self._send(Ping(self._calls))
-        return 0.0 if self._pinged is None or self._calls_out else now - self._pinged[1]
+        if self._open_ping is None and self.death_reason is None:
+            self._call_count += 1
+            self._open_ping = self._call_count, now
+            self._send(Ping(self._call_count))
+        return 0.0 if self._open_ping is None or self._pending_calls else now - self._open_ping[1]
 
     async def _call(self, command: Callable[[int], Command]) -> str | None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        self._calls += 1
-        call_id = self._calls
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        self._call_count += 1
+        call_id = self._call_count
         future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._calls_out[call_id] = future
+        self._pending_calls[call_id] = future
         self._send(command(call_id))
         try:
             return await future
         finally:
-            self._calls_out.pop(call_id, None)
+            self._pending_calls.pop(call_id, None)
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """End the core process; after `timeout_s` by force."""
@@ -269,28 +273,32 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for payload in self._reader.feed(data):
             report = self._decoder.decode(payload)
-            if isinstance(report, Outputs):
-                self._take_outputs(report)
-            elif isinstance(report, Ready):
+            if isinstance(report, StepOutputs):
+                self._deliver_outputs(report)
+            elif isinstance(report, CoreReady):
                 self._ready.set_result(report.info)
-            elif isinstance(report, Done):
-                if self._pinged is not None and report.call_id == self._pinged[0]:
-                    self._pinged = None
-                future = self._calls_out.get(report.call_id)
+            elif isinstance(report, CommandDone):
+                if self._open_ping is not None and report.call_id == self._open_ping[0]:
+                    self._open_ping = None
+                future = self._pending_calls.get(report.call_id)
                 if future is not None and not future.done():
                     future.set_result(report.error)
             else:
-                self._die(report.message)
+                self._mark_dead(report.message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._closing:
-            self._die("the core process ended without a word" + (f": {exc}" if exc else ""))
+            self._mark_dead("the core process ended without a word" + (f": {exc}" if exc else ""))
 
-    def _take_outputs(self, report: Outputs) -> None:
+    def _deliver_outputs(self, report: StepOutputs) -> None:
         if report.stats is not None:
-            self.stats, self.events, self.lateness = report.stats, report.events, report.lateness
+            self.stats, self.publisher_stats, self.simulation_lag = (
+                report.stats,
+                report.publisher_stats,
+                report.simulation_lag,
+            )
         streams = self._streams
-        for output in chain(report.outputs, report.decoded or ()):
+        for output in chain(report.outputs, report.decoded_tokens or ()):
             stream = streams.get(output.request_id)
             if stream is None:
                 continue  # aborted here while the step that produced this was running
@@ -303,20 +311,20 @@ class EngineClient(asyncio.Protocol):
 
     def _write(self, payload: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(frame(payload))
+        self._transport.write(encode_frame(payload))
 
-    def _die(self, reason: str) -> None:
-        if self.dead is not None:
+    def _mark_dead(self, reason: str) -> None:
+        if self.death_reason is not None:
             return
         status = self._child.poll()
-        self.dead = reason if status is None else f"{reason} (exit status {status})"
-        error = EngineDeadError(self.dead)
+        self.death_reason = reason if status is None else f"{reason} (exit status {status})"
+        error = EngineDeadError(self.death_reason)
         if not self._ready.done():
             self._ready.set_exception(error)
         for stream in set(self._streams.values()):
             stream.fail(error)
         self._streams.clear()
-        for future in self._calls_out.values():
+        for future in self._pending_calls.values():
             if not future.done():
                 future.set_exception(error)
-        self._on_death(self.dead)
+        self._on_death(self.death_reason)

@@ -25,28 +25,28 @@ from collections.abc import Collection
 import msgspec
 from msgspec.structs import replace
 
-from engine.assembly import Assembled, assemble
+from engine.assembly import AssembledEngine, assemble
 from engine.config import EngineConfig
 from engine.messages import (
-    Abort,
-    Add,
+    AbortRequests,
+    AddRequests,
     ChangeWeights,
     Command,
-    Done,
-    Failed,
+    CommandDone,
+    CoreFailed,
+    CoreReady,
     FrameReader,
-    Outputs,
-    Ready,
     Report,
     ResetPrefixCache,
-    frame,
+    StepOutputs,
+    encode_frame,
     split_output,
 )
 from engine.types import DecodedTokens, FinishReason, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
-LAST_WORDS_S = 5.0
+SEND_FATAL_TIMEOUT_S = 5.0
 
 log = logging.getLogger("engine.process")
 
@@ -61,14 +61,14 @@ class CoreSocket:
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent = bytearray()
-        self.closed = False
+        self.is_closed = False
 
     def receive(self, wait: bool) -> list[Command]:
         """The commands that have arrived; with `wait`, sleep until there is one (or the socket closes)."""
         if wait:
-            self._wait()
+            self._wait_readable()
         commands: list[Command] = []
-        while not self.closed:
+        while not self.is_closed:
             try:
                 data = self._sock.recv(1 << 20)
             except (BlockingIOError, InterruptedError):
@@ -76,36 +76,36 @@ class CoreSocket:
             except ConnectionError:
                 data = b""
             if not data:
-                self.closed = True
+                self.is_closed = True
                 break
             commands.extend(self._decoder.decode(payload) for payload in self._reader.feed(data))
         return commands
 
     def send(self, report: Report) -> None:
-        self._unsent += frame(self._encoder.encode(report))
+        self._unsent += encode_frame(self._encoder.encode(report))
         self.flush()
 
     def flush(self) -> None:
-        while self._unsent and not self.closed:
+        while self._unsent and not self.is_closed:
             try:
-                sent = self._sock.send(self._unsent)
+                sent_bytes = self._sock.send(self._unsent)
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:
-                self.closed = True
+                self.is_closed = True
                 return
-            del self._unsent[:sent]
+            del self._unsent[:sent_bytes]
 
-    def last_words(self, message: str) -> None:
+    def send_fatal(self, message: str) -> None:
         """Tell the other side why the core ends, and wait until it is sent."""
-        self.send(Failed(message))
-        end_s = time.monotonic() + LAST_WORDS_S
-        while self._unsent and not self.closed and time.monotonic() < end_s:
+        self.send(CoreFailed(message))
+        end_s = time.monotonic() + SEND_FATAL_TIMEOUT_S
+        while self._unsent and not self.is_closed and time.monotonic() < end_s:
             select.select([], [self._sock], [], 0.1)
             self.flush()
 
-    def _wait(self) -> None:
-        while not self.closed:
+    def _wait_readable(self) -> None:
+        while not self.is_closed:
             readable, _, _ = select.select([self._sock], [self._sock] if self._unsent else [], [])
             self.flush()
             if readable:
@@ -115,45 +115,45 @@ class CoreSocket:
 class CoreLoop:
     """Take commands, make a step, send what it produced; until the socket closes."""
 
-    def __init__(self, assembled: Assembled, link: CoreSocket, *, check_invariants: bool = False) -> None:
-        self._core = assembled.core
-        self._executor = assembled.executor
-        self._asleep: int | None = None
+    def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
+        self._core = engine.core
+        self._executor = engine.executor
+        self._sleep_level: int | None = None
         """How deeply."""
-        self._lateness = assembled.executor.simulation_lag
-        self._publisher = assembled.publisher
-        self._link = link
-        self._checks = check_invariants
-        self._refused: list[SequenceOutput] = []
+        self._simulation_lag = engine.executor.simulation_lag
+        self._publisher = engine.publisher
+        self._core_socket = core_socket
+        self._checks_invariants = check_invariants
+        self._rejected_outputs: list[SequenceOutput] = []
 
     def run(self) -> None:
-        core, link = self._core, self._link
+        core, core_socket = self._core, self._core_socket
         stats_due_s = 0.0
-        idle_told = False
-        while not link.closed:
-            busy = core.has_work
-            if not busy and not idle_told:
-                link.send(self._report([], (), with_stats=True))
-            idle_told = not busy
-            for command in link.receive(wait=not busy):
-                self._obey(command)
-            refused, self._refused = self._refused, []
+        is_idle_reported = False
+        while not core_socket.is_closed:
+            is_busy = core.has_work
+            if not is_busy and not is_idle_reported:
+                core_socket.send(self._make_report([], (), with_stats=True))
+            is_idle_reported = not is_busy
+            for command in core_socket.receive(wait=not is_busy):
+                self._execute(command)
+            rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
             outputs: Collection[SequenceOutput] = ()
             if core.has_work:
                 outputs = core.step(time.monotonic())
-                if self._checks:
+                if self._checks_invariants:
                     core.check_invariants()
             now_s = time.monotonic()
-            stats_due = now_s >= stats_due_s
-            if stats_due:
+            is_stats_due = now_s >= stats_due_s
+            if is_stats_due:
                 stats_due_s = now_s + STATS_PERIOD_S
-            if refused or outputs or stats_due:
-                self._send_long(outputs)
-                link.send(self._report(refused, outputs, with_stats=stats_due))
+            if rejected_outputs or outputs or is_stats_due:
+                self._send_long_outputs(outputs)
+                core_socket.send(self._make_report(rejected_outputs, outputs, with_stats=is_stats_due))
             else:
-                link.flush()
+                core_socket.flush()
 
-    def _send_long(self, outputs: Collection[SequenceOutput]) -> None:
+    def _send_long_outputs(self, outputs: Collection[SequenceOutput]) -> None:
         """Send what of long outputs comes before their last part, a message each, and leave the last part."""
         if isinstance(outputs, DecodedTokens):
             return
@@ -161,21 +161,25 @@ class CoreLoop:
             if output.prompt_logprobs is not None:
                 *parts, last = split_output(output)
                 for part in parts:
-                    self._link.send(Outputs([part]))
+                    self._core_socket.send(StepOutputs([part]))
                 output.prompt_logprobs = last.prompt_logprobs
 
-    def _report(
-        self, refused: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool
-    ) -> Outputs:
-        decoded = outputs if isinstance(outputs, DecodedTokens) else None
-        report = Outputs([*refused, *(outputs if decoded is None else ())], decoded=decoded)
+    def _make_report(
+        self, rejected_outputs: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool
+    ) -> StepOutputs:
+        decoded_tokens = outputs if isinstance(outputs, DecodedTokens) else None
+        report = StepOutputs(
+            [*rejected_outputs, *(outputs if decoded_tokens is None else ())], decoded_tokens=decoded_tokens
+        )
         if not with_stats:
             return report
-        events = None if self._publisher is None else self._publisher.stats
-        return replace(report, stats=self._core.stats(), events=events, lateness=self._lateness())
+        publisher_stats = None if self._publisher is None else self._publisher.stats
+        return replace(
+            report, stats=self._core.stats(), publisher_stats=publisher_stats, simulation_lag=self._simulation_lag()
+        )
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Add):
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, AddRequests):
             for request in command.requests:
                 try:
                     self._core.add(request, time.monotonic())
@@ -184,33 +188,33 @@ class CoreLoop:
                         request_id=request.request_id, token_ids=[], error=str(error), is_client_error=True
                     )
                     refusal.finish_reason = FinishReason.ERROR
-                    self._refused.append(refusal)
-        elif isinstance(command, Abort):
+                    self._rejected_outputs.append(refusal)
+        elif isinstance(command, AbortRequests):
             self._core.abort(command.request_ids)
         elif isinstance(command, ChangeWeights):
-            self._link.send(Done(command.call_id, self._change(command)))
+            self._core_socket.send(CommandDone(command.call_id, self._change_weights(command)))
         else:
             if isinstance(command, ResetPrefixCache):
                 self._core.reset_prefix_cache()
-            self._link.send(Done(command.call_id))
+            self._core_socket.send(CommandDone(command.call_id))
 
-    def _change(self, change: ChangeWeights) -> str | None:
+    def _change_weights(self, change: ChangeWeights) -> str | None:
         """Why it was not done, or None."""
         if self._core.has_work:
-            return f"{change.what}: sequences are running"
-        if (self._asleep is None) == (change.what == "wake"):
-            return f"{change.what}: the engine is {'awake' if self._asleep is None else 'asleep'}"
+            return f"{change.operation}: sequences are running"
+        if (self._sleep_level is None) == (change.operation == "wake"):
+            return f"{change.operation}: the engine is {'awake' if self._sleep_level is None else 'asleep'}"
         try:
-            if change.what == "sleep":
+            if change.operation == "sleep":
                 self._executor.sleep(change.level)
-                self._asleep = change.level
-            elif change.what == "wake":
+                self._sleep_level = change.level
+            elif change.operation == "wake":
                 self._executor.wake()
-                self._asleep = None
+                self._sleep_level = None
             else:
                 self._executor.reload(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
-            return f"{change.what}: {error}"
+            return f"{change.operation}: {error}"
         self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
         return None
 
@@ -226,37 +230,37 @@ def main(fd: int) -> int:
     if config is None:
         return 0
     configure_logging(config.log_level, as_json=config.log_json)
-    link = CoreSocket(sock)
+    core_socket = CoreSocket(sock)
     try:
-        assembled = assemble(config)
+        engine = assemble(config)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
         if not isinstance(
             error, (ValueError, OSError, RunnerLostError)
         ):  # those say what to change; others are mistakes
             traceback.print_exc()
-        link.last_words(f"cannot start: {error}")
+        core_socket.send_fatal(f"cannot start: {error}")
         return 1
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
-        assembled.executor.watch(lambda reason: _end(link, reason))
-        link.send(Ready(assembled.info))
-        CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
+        engine.executor.watch(lambda reason: _exit_with_reason(core_socket, reason))
+        core_socket.send(CoreReady(engine.info))
+        CoreLoop(engine, core_socket, check_invariants=config.check_invariants).run()
     except RunnerLostError as error:
-        link.last_words(str(error))
+        core_socket.send_fatal(str(error))
         return 1
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
         traceback.print_exc()
-        link.last_words(f"the step loop failed: {type(error).__name__}: {error}")
+        core_socket.send_fatal(f"the step loop failed: {type(error).__name__}: {error}")
         return 1
     finally:
-        assembled.close()
+        engine.close()
     return 0
 
 
-def _end(link: CoreSocket, reason: str) -> None:
+def _exit_with_reason(core_socket: CoreSocket, reason: str) -> None:
     """End the process from a thread, its loop being idle or blocked for good."""
-    link.last_words(reason)
+    core_socket.send_fatal(reason)
     os._exit(1)
 
 

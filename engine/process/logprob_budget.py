@@ -19,7 +19,7 @@ class LogprobBudget:
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
         self.request_max = request_max
         self.total_max = total_max
-        self.held = 0
+        self.held_count = 0
 
     def check_prompts(self, count: int) -> None:
         """Raises RequestError 400 where the `count` logprobs of a request's prompts are more than it may hold."""
@@ -36,32 +36,32 @@ class LogprobShare:
 
     def __init__(self, budget: LogprobBudget) -> None:
         self._budget = budget
-        self._held = 0
+        self._held_count = 0
 
-    def take(self, count: int) -> None:
+    def acquire(self, count: int) -> None:
         """Raises RequestError: 400 where the request would hold too many, 503 where all would."""
         budget = self._budget
-        if self._held + count > budget.request_max:
+        if self._held_count + count > budget.request_max:
             raise RequestError(
                 f"top_logprobs: the answer has more than {budget.request_max} logprobs that are not sent yet: ask for "
                 "fewer samples, tokens or top_logprobs, or stream the answer and read it faster",
                 param="top_logprobs",
             )
-        if budget.held + count > budget.total_max:
+        if budget.held_count + count > budget.total_max:
             raise RequestError(
                 f"{budget.total_max} logprobs of answers are not sent yet, expected no more of them at a time",
                 param=None,
                 code="unavailable",
                 status=503,
             )
-        self._held += count
-        budget.held += count
+        self._held_count += count
+        budget.held_count += count
 
     def release(self, count: int) -> None:
         """So many were sent; of a share that was closed meanwhile, none are left to release."""
-        count = min(count, self._held)
-        self._held -= count
-        self._budget.held -= count
+        count = min(count, self._held_count)
+        self._held_count -= count
+        self._budget.held_count -= count
 
     def close(self) -> None:
-        self.release(self._held)
+        self.release(self._held_count)

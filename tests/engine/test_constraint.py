@@ -536,7 +536,7 @@ def test_an_engine_that_can_constrain_nothing_says_why() -> None:
     assert build_constraint(chat(), TOKENIZER, limits) is None
     assembly = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=8))
     try:
-        assert assembly.info.unconstrained is None
+        assert assembly.info.no_constraint_reason is None
         assert assembly.grammars is not None
     finally:
         assembly.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.decode_batch import DecodeBatch, RequestEntry
-from engine.messages import Outputs
+from engine.messages import StepOutputs
 from engine.types import Chunk, DecodedTokens, LazyDecodeChunks, Request, SamplingParams, Sequence, SequenceOutput
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6)
@@ -51,7 +51,9 @@ def test_who_is_looked_at(lengths: list[tuple[int, int]], block_size: int, fed: 
 
 def test_what_is_decoded_together_is_told_whole() -> None:
     decoded = DecodedTokens(["a", "b"], [3, 4])
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(Outputs([], decoded=decoded)), type=Outputs).decoded
+    again = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(StepOutputs([], decoded_tokens=decoded)), type=StepOutputs
+    ).decoded_tokens
     assert again is not None
     assert [(o.request_id, o.token_ids, o.finish_reason) for o in again] == [("a", [3], None), ("b", [4], None)]
     assert len(again) == 2

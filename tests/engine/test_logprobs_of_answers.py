@@ -19,7 +19,7 @@ from engine.api.params import ModelLimits
 from engine.api.response_formatters import ChatFormatter, CompletionFormatter
 from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream
 from engine.messages import PROMPT_LOGPROBS_MAX, split_output
-from engine.process.client import EngineClient, OutputStream, merge
+from engine.process.client import EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.tiny.tokenizer import build_tokenizer
 from engine.types import FinishReason, SequenceOutput, TokenLogprobs
@@ -174,7 +174,7 @@ def test_the_logprobs_of_a_long_prompt_come_in_parts(count: int) -> None:
     assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *later_parts))
     assert [part.token_ids for part in (first, *later_parts)] == [[]] * len(later_parts) + [[4]]
     for part in later_parts:
-        first = merge(first, part)
+        first = merge_outputs(first, part)
     assert (first.token_ids, first.prompt_logprobs, first.cached_tokens) == ([4], scores, 0)
 
 
@@ -207,7 +207,7 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
         with pytest.raises(RequestError, match="logprobs") as error_info:
             await anext(stream)
         assert error_info.value.status == status
-        assert budget.held == 0
+        assert budget.held_count == 0
 
     asyncio.run(main())
 
@@ -215,7 +215,7 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
 def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> None:
     generation, _ = completion(prompt_logprobs=2, n=4)
     client = object.__new__(EngineClient)
-    client.dead, client.logprobs = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
+    client.death_reason, client.logprobs = None, LogprobBudget(request_max=len(PROMPT) * 3 * 4 - 1)
     with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as error_info:
         client.submit(generation.requests)
     assert (error_info.value.param, error_info.value.status) == ("prompt_logprobs", 400)

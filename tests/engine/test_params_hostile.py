@@ -17,7 +17,7 @@ from engine import LLM, SamplingParams
 from engine.api.generation import make_sample_requests
 from engine.api.params import ModelLimits, check_params, sampling_params
 from engine.execution.sampler import Sampler
-from engine.messages import Add, Command
+from engine.messages import AddRequests, Command
 from engine.types import Request, Sequence
 from prompts import RequestError, parse_completion
 
@@ -53,7 +53,7 @@ ASKED = st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUE
 
 def arrives(params: SamplingParams, salt: str | None = None, priority: int = 0) -> None:
     """What the check let through is read by the core as it was sent."""
-    message = Add(make_sample_requests("r", 0, [1], params, salt, priority))
+    message = AddRequests(make_sample_requests("r", 0, [1], params, salt, priority))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Command) == message
 
 

@@ -21,14 +21,14 @@ from prompts import RequestError
 
 
 class Client:
-    dead: str | None = None
-    stats = events = None
+    death_reason: str | None = None
+    stats = publisher_stats = None
 
     def __init__(self) -> None:
-        self.in_flight = 0
+        self.in_flight_count = 0
 
     def submit(self, requests: list[Any]) -> None:
-        self.in_flight += len(requests)
+        self.in_flight_count += len(requests)
 
 
 def make_state(limit: int, client: Any) -> ServerState:
@@ -51,12 +51,12 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple
                 place.enter_context(state.reserve_admission())
             except RequestError as error:
                 refusal_status = error.status
-                assert (refusal_status, client.in_flight + state._reading_requests) == (429, limit)
+                assert (refusal_status, client.in_flight_count + state._reading_requests) == (429, limit)
                 continue
             inside.append((reading.enter_context(place), count, submits))
         for place, count, submits in inside:
             if submits:
-                before = client.in_flight + state._reading_requests
+                before = client.in_flight_count + state._reading_requests
                 try:
                     state.submit([SimpleNamespace()] * count)
                     refusal_status = 200
@@ -65,7 +65,7 @@ def test_no_more_than_the_limit_are_ever_inside(limit: int, arrivals: list[tuple
                 fits = before + count - 1 <= limit
                 assert refusal_status == (200 if fits else 400 if count > limit else 429)
             place.close()
-            assert client.in_flight + state._reading_requests <= limit
+            assert client.in_flight_count + state._reading_requests <= limit
     assert state._reading_requests == 0
 
 

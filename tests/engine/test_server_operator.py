@@ -29,7 +29,7 @@ from prompts import RequestError, parse_completion
 
 
 class Client:
-    dead = None
+    death_reason = None
     logprobs = None
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Client:
     async def reset_prefix_cache(self) -> None:
         self.calls["reset"] += 1
 
-    async def change(self, action: str, **options: Any) -> None:
+    async def change_weights(self, action: str, **options: Any) -> None:
         self.calls[action] += 1
 
 

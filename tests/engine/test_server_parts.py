@@ -26,8 +26,8 @@ from engine.config import EngineConfig, default_kv_events, is_loopback
 from engine.http import server
 from engine.http.metrics import Histogram
 from engine.http.server import RequestLog
-from engine.messages import FrameReader, frame
-from engine.process.client import merge
+from engine.messages import FrameReader, encode_frame
+from engine.process.client import merge_outputs
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from options import ConfigError
 from options.entry import shadowed
@@ -55,7 +55,7 @@ FACTORY = make_factory()
 
 @given(payloads=st.lists(st.binary(max_size=30)), cuts=st.lists(st.integers(1, 20)))
 def test_frames_survive_any_cutting(payloads: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(frame(payload) for payload in payloads)
+    stream = b"".join(encode_frame(payload) for payload in payloads)
     reader, frames = FrameReader(), []
     for cut in [*cuts, len(stream)]:
         piece, stream = stream[:cut], stream[cut:]
@@ -83,7 +83,7 @@ def test_merged_outputs_say_the_same(ids: list[int], cuts: list[int]) -> None:
     outputs = split_outputs(ids, cuts, FinishReason.LENGTH)
     merged_output = outputs[0]
     for output in outputs[1:]:
-        merged_output = merge(merged_output, output)
+        merged_output = merge_outputs(merged_output, output)
     assert merged_output.token_ids == ids
     assert [entry.token_id for entry in merged_output.logprobs or []] == ids
     assert (merged_output.cached_tokens, merged_output.finish_reason) == (3, FinishReason.LENGTH)

@@ -27,7 +27,7 @@ from engine.execution.sizing import make_runner, size_cache
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
 from engine.models.shard import Cut
-from engine.parallel.orders import Planned, PlanReader, PlanWriter
+from engine.parallel.plan_messages import PlanDecoder, PlanEncoder, PlanMessage
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
@@ -98,8 +98,8 @@ def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     spec = model.cache_spec(BLOCK_SIZE, dtype)
     leader.await_loaded(CPU)
-    assert size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.smallest) == UNITS
-    return make_core(model, spec, leader.lead(runner_of(model, spec, config, dtype), UNITS, 256))
+    assert size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.all_reduce_min) == UNITS
+    return make_core(model, spec, leader.make_leading_runner(runner_of(model, spec, config, dtype), UNITS, 256))
 
 
 def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: torch.dtype) -> Runner:
@@ -238,7 +238,7 @@ def shared_size(leader: Leader) -> int:
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     leader.await_loaded(CPU)
     spec = model.cache_spec(BLOCK_SIZE, dtype)
-    return size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.smallest)
+    return size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.all_reduce_min)
 
 
 def test_a_model_that_a_follower_cannot_load(leader: Leader, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_plans_survive_their_messages() -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    writer, reader = PlanWriter(), PlanReader()
+    encoder, decoder = PlanEncoder(), PlanDecoder()
     sequences = [random_sequence(rng) for _ in range(5)]
     for _ in range(200):
         sequences = [random_sequence(rng) if rng.random() < 0.05 else seq for seq in sequences]
@@ -297,7 +297,7 @@ def test_plans_survive_their_messages() -> None:
                 BlockCopy(0, BlockId(2), BlockId(3), CopyDirection.TO_HOST),
             ],
         )
-        again = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(plan)), type=Planned))
+        again = decoder.decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encoder.encode(plan)), type=PlanMessage))
         for found, chunk in zip(again.chunks, chunks, strict=True):
             assert (found.start, found.end, found.should_sample) == (chunk.start, chunk.end, chunk.should_sample)
             assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]

@@ -1,0 +1,113 @@
+"""A step's plan as a message from the leader to its followers, and back: what a rank that samples nothing must know.
+
+Of a sequence that was in the plan before, only what is new is sent: a decode step costs a few numbers a sequence,
+however long its context. Both ends remember exactly the sequences of the last plan, so they never disagree about what
+the other end knows; a sequence that sat out a step is sent whole again. Pure: no sockets here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+
+
+class TableChange(msgspec.Struct, array_like=True, frozen=True):
+    """A block table: the first `kept` blocks as before, then these."""
+
+    kept_blocks: int
+    new_blocks: list[BlockId]
+
+
+class ChunkMessage(msgspec.Struct, array_like=True, frozen=True):
+    previous_index: int | None
+    """Which chunk of the plan before was of this sequence."""
+    start: int
+    token_ids: list[int]
+    """Those of the chunk, not those before it."""
+    tables: list[TableChange]
+    state_unit: UnitId | None
+    should_sample: bool
+    logprob_prompt_len: int | None
+    """The prompt's length, where logprobs of its tokens are wanted."""
+
+
+class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    chunks: list[ChunkMessage]
+    state_restores: list[tuple[UnitId, UnitId]]
+    state_resets: list[UnitId]
+    state_checkpoints: list[tuple[UnitId, UnitId]]
+    block_copies: list[BlockCopy]
+
+
+class PlanEncoder:
+    """The leader's end."""
+
+    def __init__(self) -> None:
+        self._last_sent: dict[Sequence, tuple[int, int, list[int]]] = {}
+        """Sequence -> its chunk in the last plan, its `table_version` then, and the lengths of its block tables."""
+
+    def encode(self, plan: StepPlan) -> PlanMessage:
+        """The message of the next plan."""
+        last_sent, self._last_sent = self._last_sent, {}
+        chunks = []
+        for index, chunk in enumerate(plan.chunks):
+            seq = chunk.seq
+            previous_index, sent_version, lengths = last_sent.get(seq) or (None, None, [])
+            if sent_version != seq.table_version:
+                lengths = [0] * len(seq.block_tables)
+            changes = [
+                TableChange(kept_blocks, table[kept_blocks:])
+                for kept_blocks, table in zip(lengths, seq.block_tables, strict=True)
+            ]
+            self._last_sent[seq] = (index, seq.table_version, [len(table) for table in seq.block_tables])
+            tokens = seq.token_ids[chunk.start : chunk.end]
+            logprob_prompt_len = None if seq.request.params.prompt_logprobs is None else seq.prompt_len
+            chunks.append(
+                ChunkMessage(
+                    previous_index,
+                    chunk.start,
+                    tokens,
+                    changes,
+                    seq.state_unit,
+                    chunk.should_sample,
+                    logprob_prompt_len,
+                )
+            )
+        return PlanMessage(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies)
+
+
+class PlanDecoder:
+    """A follower's end."""
+
+    def __init__(self) -> None:
+        self._last_sequences: list[Sequence] = []
+
+    def decode(self, message: PlanMessage) -> StepPlan:
+        """The plan, for a runner that samples nothing. Tokens before a chunk may be zeros: nobody reads them."""
+        chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
+        self._last_sequences = [chunk.seq for chunk in chunks]
+        return StepPlan(
+            chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_copies
+        )
+
+    def _decode_chunk(self, chunk: ChunkMessage) -> Chunk:
+        if chunk.previous_index is None:
+            request = _REQUEST if chunk.logprob_prompt_len is None else _LOGPROBS_REQUEST
+            seq = Sequence(
+                request, [0] * chunk.start, chunk.logprob_prompt_len or 0, 0.0, block_tables=[[] for _ in chunk.tables]
+            )
+        else:
+            seq = self._last_sequences[chunk.previous_index]
+        tokens = seq.token_ids
+        tokens += [0] * (chunk.start - len(tokens))
+        tokens[chunk.start :] = chunk.token_ids
+        for table, change in zip(seq.block_tables, chunk.tables, strict=True):
+            seq.table_version += change.kept_blocks < len(table)
+            table[change.kept_blocks :] = change.new_blocks
+        seq.state_unit = chunk.state_unit
+        return Chunk(seq, chunk.start, len(tokens), should_sample=chunk.should_sample)
+
+
+_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
+_LOGPROBS_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams(prompt_logprobs=0))
