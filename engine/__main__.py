@@ -7,10 +7,10 @@ import sys
 
 def main() -> None:
     try:
-        from options.entry import enter
+        from options.entry import run_program
     except ImportError as error:
         sys.exit(f"engine: the package `options` is missing or another's: {error}; install blockcast[engine] by itself")
-    enter("engine", "engine.cli", ("options", "events", "prompts", "kernels", "simulation"))
+    run_program("engine", "engine.cli", ("options", "events", "prompts", "kernels", "simulation"))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import msgspec
 
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from engine.model_files import refuse_missing
-from options import Loaded
-from options.command import config_command, load_given, with_flags
+from options import LoadedConfig
+from options.command import config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
 
 NEEDED_TO_SIMULATE = ("aiohttp", "tokenizers", "jinja2")
@@ -86,10 +86,10 @@ def describe(config: EngineConfig) -> str:
 
 def parse(given: dict[str, Any]) -> ServeConfig:
     """The parameters of `serve` as a configuration."""
-    return finish(load_given(SCHEMA, given))
+    return finish(load_from_command_line(SCHEMA, given))
 
 
-def finish(loaded: Loaded) -> ServeConfig:
+def finish(loaded: LoadedConfig) -> ServeConfig:
     """Events are on where nothing was said of them."""
     config: ServeConfig = loaded.config
     if any(path.startswith("kv_events") for path in loaded.origins):

@@ -7,10 +7,10 @@ import sys
 
 def main() -> None:
     try:
-        from options.entry import enter
+        from options.entry import run_program
     except ImportError as error:
         sys.exit(f"fleet: the package `options` is missing or another's: {error}; install blockcast[ray] by itself")
-    enter("fleet", "fleet.cli", ("options",))
+    run_program("fleet", "fleet.cli", ("options",))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ flags and docs.
 """
 
 from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check
-from options.load import Loaded, load
+from options.load import LoadedConfig, load
 from options.values import ConfigError, Size
 
 DISTRIBUTION = "blockcast"
@@ -18,7 +18,7 @@ __all__ = [
     "ConfigError",
     "Flag",
     "Key",
-    "Loaded",
+    "LoadedConfig",
     "Option",
     "Schema",
     "Seconds",

@@ -13,12 +13,12 @@ import click
 import msgspec
 
 from options.fields import SECRET, Option, Schema
-from options.load import Loaded, load, read_file
-from options.values import ConfigError, parts
+from options.load import LoadedConfig, load, read_file
+from options.values import ConfigError, split_annotated
 
 
 def with_flags(schema: Schema) -> Callable[[Any], Any]:
-    """Decorates a command that takes all of the program's settings: `load_given` reads its parameters."""
+    """Decorates a command that takes all of the program's settings: `load_from_command_line` reads its parameters."""
     flags = [_click_option(option) for option in schema.options.values() if option.member.flag is not None]
     config = click.option(
         "--config",
@@ -44,25 +44,25 @@ def with_flags(schema: Schema) -> Callable[[Any], Any]:
     return decorate
 
 
-def load_given(schema: Schema, parameters: dict[str, Any]) -> Loaded:
+def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
     """From a command's parameters, the environment and the file they name. Raises click.UsageError."""
     flags = {path: parameters[_parameter(path)] for path in schema.options if _parameter(path) in parameters}
-    given = {path: value for path, value in flags.items() if value is not None and value != ()}
+    set_flags = {path: value for path, value in flags.items() if value is not None and value != ()}
     file = parameters["config_file"]
     try:
         return load(
             schema,
             table=None if file is None else read_file(file),
-            where=str(file),
+            file_name=str(file),
             environment=os.environ,
             settings=parameters["settings"],
-            flags=given,
+            flags=set_flags,
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
 
-def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Command:
+def config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> click.Command:
     """`config`: all settings as a list, or with --check those that the file, the environment and flags give.
 
     `finish`: what a start makes of them; it may raise ConfigError.
@@ -77,12 +77,12 @@ def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Com
         if not check:
             click.echo(listing(schema), nl=False)
             return
-        loaded = load_given(schema, parameters)
+        effective = load_from_command_line(schema, parameters)
         try:
-            loaded.config = finish(loaded)
+            effective.config = finish(effective)
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
-        click.echo(as_toml(schema, loaded), nl=False)
+        click.echo(as_toml(schema, effective), nl=False)
 
     return command
 
@@ -97,7 +97,7 @@ _SHORTER = re.compile(
 def listing(schema: Schema) -> str:
     """Markdown with one line for each setting: what docs/configuration.md holds."""
     lines = []
-    for option in _shown(schema):
+    for option in _visible_options(schema):
         names = [option.path, *(option.names if option.member.flag is not None else ())]
         expected = _SHORTER.sub("", option.expected)
         details = [] if isinstance(option.default, bool) else [expected]
@@ -108,17 +108,17 @@ def listing(schema: Schema) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_toml(schema: Schema, loaded: Loaded) -> str:
+def as_toml(schema: Schema, effective: LoadedConfig) -> str:
     """A file that says the same, each line with its origin. Secrets are counted, not shown."""
     lines: list[str] = []
-    section, values = "", schema.values(loaded.config)
-    shown = [option for option in _shown(schema) if not option.member.is_section]
-    for option in sorted(shown, key=lambda one: one.path.rpartition(".")[0]):
+    section, values = "", schema.values(effective.config)
+    visible_options = [option for option in _visible_options(schema) if not option.member.is_section]
+    for option in sorted(visible_options, key=lambda setting: setting.path.rpartition(".")[0]):
         head, _, name = option.path.rpartition(".")
         if head != section:
             lines.append(f"\n[{head}]")
             section = head
-        origin = loaded.origins.get(option.path, "default")
+        origin = effective.origins.get(option.path, "default")
         value = values[option.path]
         if SECRET in option.member.marks and value:
             lines.append(f"# {name} is set, and not shown  # {origin}")
@@ -129,8 +129,8 @@ def as_toml(schema: Schema, loaded: Loaded) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(schema: Schema) -> list[Option]:
-    return [option for option in schema.options.values() if not (option.member.flag and option.member.flag.hidden)]
+def _visible_options(schema: Schema) -> list[Option]:
+    return [option for option in schema.options.values() if not (option.member.flag and option.member.flag.is_hidden)]
 
 
 def _toml(value: Any) -> str:
@@ -148,7 +148,7 @@ def _parameter(path: str) -> str:
 def _click_option(option: Option) -> Any:
     flag, member = option.member.flag, option.member
     assert flag is not None
-    bare, marks = parts(member.kind)
+    bare, marks = split_annotated(member.kind)
     default = option.default
     text = member.help
     if default is not None and default != () and not member.is_section:
@@ -156,15 +156,15 @@ def _click_option(option: Option) -> Any:
         text += f" [default: {(on if default else off)[2:] if bare is bool else default}]"
     names = (*option.names, _parameter(option.path))
     if bare is bool:
-        return click.option(*names, default=None, help=text, hidden=flag.hidden)
+        return click.option(*names, default=None, help=text, hidden=flag.is_hidden)
     titles = [mark.title for mark in marks if isinstance(mark, msgspec.Meta) and mark.title]
     metavar = flag.metavar or (titles[-1] if titles else _metavar(member.kind))
-    many = get_origin(bare) is tuple
-    return click.option(*names, multiple=many, metavar=metavar, help=text, hidden=flag.hidden)
+    is_repeatable = get_origin(bare) is tuple
+    return click.option(*names, multiple=is_repeatable, metavar=metavar, help=text, hidden=flag.is_hidden)
 
 
 def _metavar(kind: Any) -> str:
-    bare, _ = parts(kind)
+    bare, _ = split_annotated(kind)
     if get_origin(bare) is Literal:
         return f"[{'|'.join(get_args(bare))}]"
     return {int: "N", float: "NUMBER"}.get(bare, "TEXT")

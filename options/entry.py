@@ -7,31 +7,31 @@ import importlib.util
 import sys
 from pathlib import Path
 
-MARK = b'DISTRIBUTION = "blockcast"'
+DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 """Line in the `__init__.py` of each of our packages. A package of another distribution has no such line."""
 
 
-def shadowed(names: tuple[str, ...]) -> str | None:
+def import_problem(names: tuple[str, ...]) -> str | None:
     """What is wrong with the import path, in one line; None where all `names`, packages that stand beside this one, are
     ours. Other distributions have packages of these names."""
-    home = Path(__file__).resolve().parent.parent
+    packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
-        expected = home / name / "__init__.py"
+        expected_path = packages_folder / name / "__init__.py"
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError) as error:
-            return f"the package `{name}` cannot be imported: {error}; expected {expected}"
-        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-        if found is None:
-            return f"the package `{name}` is missing: expected {expected}; reinstall blockcast"
-        if found != expected:
+            return f"the package `{name}` cannot be imported: {error}; expected {expected_path}"
+        actual_path = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if actual_path is None:
+            return f"the package `{name}` is missing: expected {expected_path}; reinstall blockcast"
+        if actual_path != expected_path:
             return (
-                f"the package `{name}` is shadowed: {found} is imported instead of {expected}; "
+                f"the package `{name}` is shadowed: {actual_path} is imported instead of {expected_path}; "
                 "install blockcast into an environment of its own"
             )
-        if MARK not in expected.read_bytes().splitlines():
+        if DISTRIBUTION_LINE not in expected_path.read_bytes().splitlines():
             return (
-                f"the package `{name}` was overwritten: {expected} is another distribution's; "
+                f"the package `{name}` was overwritten: {expected_path} is another distribution's; "
                 "install blockcast into an environment of its own"
             )
     return None
@@ -39,19 +39,19 @@ def shadowed(names: tuple[str, ...]) -> str | None:
 
 def kv_subscriber() -> None:
     """Console script. It needs no extra."""
-    enter("kv_subscriber", "events.kv_subscriber", ("options", "events"), "blockcast")
+    run_program("kv_subscriber", "events.kv_subscriber", ("options", "events"), "blockcast")
 
 
-def enter(program: str, module: str, beside: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of `module`, which needs the packages `beside` it. Ends with a line where something is missing.
+def run_program(program: str, module: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
+    """Run `main` of `module`, which needs `packages` beside its own. Ends with a line where something is missing.
     `distribution`: what to install then, where it is not the extra of this name."""
-    problem = shadowed(beside)
+    problem = import_problem(packages)
     if problem is not None:
         sys.exit(f"{program}: {problem}")
     try:
         run = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in (*beside, program):
+        if error.name is None or error.name.partition(".")[0] in (*packages, program):
             raise
         sys.exit(f"{program}: the package `{error.name}` is missing: install {distribution or f'blockcast[{program}]'}")
     run(sys.argv[1:])

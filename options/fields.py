@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from options.values import ConfigError, expected, parts, read_or_refuse
+from options.values import ConfigError, describe_type, read_value, split_annotated
 
 ROOT = "<root>"
 """A section without a name of its own."""
@@ -37,7 +37,7 @@ class Flag:
     """The field has a flag: `names`, or --its-name. `env`: an older variable that also sets it."""
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
-        self.names, self.metavar, self.env, self.hidden = names, metavar, env, hidden
+        self.names, self.metavar, self.env, self.is_hidden = names, metavar, env, hidden
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Option:
         if self.member.is_section:
             return "a JSON object"
         place = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
-        return f"a {place}" if place is not None else expected(self.member.kind)
+        return f"a {place}" if place is not None else describe_type(self.member.kind)
 
-    def read(self, where: str, value: Any) -> Any:
+    def read(self, label: str, value: Any) -> Any:
         """Raises ConfigError."""
-        return read_or_refuse(where, value, self.member.kind, secret=SECRET in self.member.marks)
+        return read_value(label, value, self.member.kind, secret=SECRET in self.member.marks)
 
 
 class Schema:
@@ -116,13 +116,15 @@ class Schema:
     def variable(self, path: str) -> str:
         return self.prefix + path.upper().replace(".", "_")
 
-    def unknown(self, where: str, key: str, known: list[str] | None = None) -> ConfigError:
+    def unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
         """The error for a name that is not there, with the nearest one that is."""
-        known = [*self.options] if known is None else known
-        tails = {name.rpartition(".")[2]: name for name in reversed(known)}
-        near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.rpartition(".")[2], tails, 1)
-        hint = f", the nearest is {tails.get(near[0], near[0])}" if near else ""
-        return ConfigError(f"{where}: no such setting{hint} (`{self.program} config` lists all)")
+        setting_names = [*self.options] if setting_names is None else setting_names
+        paths_by_name = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
+        closest = difflib.get_close_matches(key, setting_names, 1) or difflib.get_close_matches(
+            key.rpartition(".")[2], paths_by_name, 1
+        )
+        hint = f", the nearest is {paths_by_name.get(closest[0], closest[0])}" if closest else ""
+        return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
     def values(self, config: Any) -> dict[str, Any]:
         """path -> what a configuration has there."""
@@ -134,25 +136,25 @@ class Schema:
 
 
 def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for member in members(kind):
         path = prefix + member.name
         if member.is_section:
-            given[member.name] = _build(member.kind, values, prefix if ROOT in member.marks else f"{path}.")
+            arguments[member.name] = _build(member.kind, values, prefix if ROOT in member.marks else f"{path}.")
         elif path in values:
-            given[member.name] = values[path]
-    return kind(**given)
+            arguments[member.name] = values[path]
+    return kind(**arguments)
 
 
 def _values(config: Any, prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for member in members(type(config)):
         value, path = getattr(config, member.name), prefix + member.name
         if member.is_section:
-            found |= _values(value, prefix if ROOT in member.marks else f"{path}.")
+            values |= _values(value, prefix if ROOT in member.marks else f"{path}.")
         else:
-            found[path] = value
-    return found
+            values[path] = value
+    return values
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -179,8 +181,8 @@ _MEMBERS: dict[type, tuple[Member, ...]] = {}
 
 
 def _member(name: str, hint: Any) -> Member:
-    bare, notes = parts(hint)
-    kind = bare
+    base_type, notes = split_annotated(hint)
+    kind = base_type
     texts = [note for note in notes if isinstance(note, str) and note not in _MARKS]
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (one for one in get_args(kind) if one is not type(None))
@@ -193,5 +195,5 @@ def _member(name: str, hint: Any) -> Member:
         marks=tuple(note for note in notes if isinstance(note, str) and note in _MARKS),
         help=texts[0] if texts else "",
         flag=next((note for note in notes if isinstance(note, Flag)), None),
-        is_section=isinstance(bare, type) and (is_dataclass(bare) or issubclass(bare, msgspec.Struct)),
+        is_section=isinstance(base_type, type) and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
     )

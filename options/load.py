@@ -19,7 +19,7 @@ _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_
 
 
 @dataclass
-class Loaded:
+class LoadedConfig:
     """A configuration and where its values came from; paths that are not in `origins` have their defaults."""
 
     config: Any
@@ -27,22 +27,22 @@ class Loaded:
 
 
 @dataclass
-class _Layers:
+class _ConfigLayers:
     schema: Schema
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
-    def give(self, path: str, value: Any, where: str, origin: str) -> None:
-        """One value, or a whole section. `where`: what an error calls it. Raises ConfigError."""
+    def set(self, path: str, value: Any, label: str, origin: str) -> None:
+        """One value, or a whole section. `label`: what an error calls it. Raises ConfigError."""
         option = self.schema.options.get(path)
         if path in self.schema.sections:
             self.origins[path] = origin
-            for key, item in _object(where, value).items():
-                self.give(f"{path}.{key}", item, f"{where}.{key}", origin)
+            for key, item in parse_section(label, value).items():
+                self.set(f"{path}.{key}", item, f"{label}.{key}", origin)
             return
         if option is None:
-            raise self.schema.unknown(where, path)
-        self.values[path] = _existing(where, option, option.read(where, value))
+            raise self.schema.unknown_setting_error(label, path)
+        self.values[path] = check_path_exists(label, option, option.read(label, value))
         self.origins[path] = origin
 
 
@@ -50,29 +50,30 @@ def load(
     schema: Schema,
     *,
     table: Mapping[str, Any] | None = None,
-    where: str = "",
+    file_name: str = "",
     environment: Mapping[str, str] | None = None,
     settings: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
-) -> Loaded:
-    """`table`: nested, of the file `where`; `settings`: KEY=VALUE of `--set`; `flags`: path -> text, texts, or bool.
+) -> LoadedConfig:
+    """`table`: nested, of the file `file_name`; `settings`: KEY=VALUE of `--set`.
+    `flags`: path -> text, texts, or bool.
 
     Raises ConfigError.
     """
-    layers = _Layers(schema)
-    for path, value in _flat(schema, table or {}):
-        layers.give(path, value, f"{where}: {path}" if where else path, where)
-    for name, path in _variables(schema, environment or {}):
-        layers.give(path, UntypedText((environment or {})[name]), name, name)
+    layers = _ConfigLayers(schema)
+    for path, value in flatten(schema, table or {}):
+        layers.set(path, value, f"{file_name}: {path}" if file_name else path, file_name)
+    for name, path in read_variables(schema, environment or {}):
+        layers.set(path, UntypedText((environment or {})[name]), name, name)
     for text in settings:
         path, separator, word = text.partition("=")
         if not separator:
             raise ConfigError(f"--set {text}: expected KEY=VALUE")
-        layers.give(path, UntypedText(word), f"--set {path}", "--set")
+        layers.set(path, UntypedText(word), f"--set {path}", "--set")
     for path, value in (flags or {}).items():
         label = schema.options[path].label
-        layers.give(path, UntypedText(value) if isinstance(value, str) else value, label, label)
-    return Loaded(schema.build(layers.values), layers.origins)
+        layers.set(path, UntypedText(value) if isinstance(value, str) else value, label, label)
+    return LoadedConfig(schema.build(layers.values), layers.origins)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -83,47 +84,47 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _flat(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Its leaves by path: an unknown table is told by its first key."""
     for key, value in table.items():
         path = prefix + key
         if isinstance(value, dict) and value and path not in schema.sections and path not in schema.options:
-            yield from _flat(schema, value, f"{path}.")
+            yield from flatten(schema, value, f"{path}.")
         else:
             yield path, value
 
 
-def _variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def read_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(name, path) of what is set and not empty, older names first.
 
     Raises ConfigError for a name that looks like ours and is not.
     """
     for name, text in sorted(environment.items(), key=lambda item: item[0].startswith(schema.prefix)):
-        own = name.startswith(schema.prefix) and name != f"{schema.prefix}CONFIG"
-        if not text or not (own or name in schema.variables):
+        has_prefix = name.startswith(schema.prefix) and name != f"{schema.prefix}CONFIG"
+        if not text or not (has_prefix or name in schema.variables):
             continue
         if name in schema.variables:
             if text.startswith("tcp://") and name == schema.variable("port"):
                 raise ConfigError(f"{name}: got {text!r}, which Kubernetes sets: use enableServiceLinks: false")
             yield name, schema.variables[name]
         elif _KUBERNETES.fullmatch(name[len(schema.prefix) :]) is None:
-            raise schema.unknown(name, name, [*schema.variables])
+            raise schema.unknown_setting_error(name, name, [*schema.variables])
 
 
-def _object(where: str, value: Any) -> dict[str, Any]:
+def parse_section(label: str, value: Any) -> dict[str, Any]:
     """A section as a table of a file or as JSON text."""
     if isinstance(value, UntypedText):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: got {str(value)[:200]!r}, expected a JSON object: {error}") from None
+            raise ConfigError(f"{label}: got {str(value)[:200]!r}, expected a JSON object: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: got {value!r}, expected a table")
+        raise ConfigError(f"{label}: got {value!r}, expected a table")
     return value
 
 
-def _existing(where: str, option: Option, value: Any) -> Any:
+def check_path_exists(label: str, option: Option, value: Any) -> Any:
     for mark, holds in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
         if mark in option.member.marks and not holds(Path(value)):
-            raise ConfigError(f"{where}: got {value!r}, expected a {mark[1:-1]} that exists")
+            raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")
     return value

@@ -22,7 +22,7 @@ class ConfigError(ValueError):
 class Size:
     """Marks a number of bytes that may come with a unit: 512MiB, 4GB, 4g."""
 
-    base: int = 1
+    unit_bytes: int = 1
     """What a plain number counts: 1 << 20 where the setting is in MiB."""
 
 
@@ -30,7 +30,7 @@ _UNITS = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
 
 
-def parts(kind: Any) -> tuple[Any, list[Any]]:
+def split_annotated(kind: Any) -> tuple[Any, list[Any]]:
     """A type without `Annotated`, and what it was annotated with."""
     return (kind.__origin__, list(kind.__metadata__)) if get_origin(kind) is Annotated else (kind, [])
 
@@ -43,70 +43,72 @@ def parse_size(text: str, base: int) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None
-    number, letter, rest = match.groups()
+    number, letter, suffix = match.groups()
     if letter is None:
         if not number.isdigit() and not text.strip()[-1].isalpha():
             return None
         count = math.ceil(float(number)) if "." in number else int(number)
         return count if text.strip()[-1].isdigit() else -(-count // base)
-    binary = len(rest) == 2 if rest else letter.isupper()
+    binary = len(suffix) == 2 if suffix else letter.isupper()
     scale: int = (1024 if binary else 1000) ** (_UNITS.index(letter.lower()) + 1)
     return math.ceil(float(number) * scale / base)
 
 
-def read_text(text: str, kind: Any) -> Any:
+def convert_text(text: str, kind: Any) -> Any:
     """A value from text. Raises ValueError or MsgspecError without words for a person."""
-    bare, marks = parts(kind)
+    bare, marks = split_annotated(kind)
     if get_origin(bare) is tuple:
         item = get_args(bare)[0]
-        return read(
-            json.loads(text) if text.startswith("[") else [read_text(word, item) for word in text.split()], kind
+        return convert_value(
+            json.loads(text) if text.startswith("[") else [convert_text(word, item) for word in text.split()], kind
         )
     if bare is str or get_origin(bare) is Literal:
-        return read(text, kind)
-    return read(text if _size(marks) else msgspec.convert(text, kind, strict=False), kind)
+        return convert_value(text, kind)
+    return convert_value(text if _size(marks) else msgspec.convert(text, kind, strict=False), kind)
 
 
-def read(value: Any, kind: Any) -> Any:
+def convert_value(value: Any, kind: Any) -> Any:
     """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
-    size = _size(parts(kind)[1])
+    size = _size(split_annotated(kind)[1])
     if size is not None and isinstance(value, str):
-        value = parse_size(value, size.base)
-    made = msgspec.convert(value, kind)
-    for item in made if isinstance(made, tuple) else (made,):
+        value = parse_size(value, size.unit_bytes)
+    value_of_kind = msgspec.convert(value, kind)
+    for item in value_of_kind if isinstance(value_of_kind, tuple) else (value_of_kind,):
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("not finite")
         if isinstance(item, str):
             item.encode()  # bytes of a variable that are no UTF-8
-    return made
+    return value_of_kind
 
 
 def _size(marks: list[Any]) -> Size | None:
     return next((mark for mark in marks if isinstance(mark, Size)), None)
 
 
-def expected(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """What a value must be, in words: "a whole number from 0 to 65535"."""
-    bare, marks = parts(kind)
-    if bare is bool:
+    base_type, marks = split_annotated(kind)
+    if base_type is bool:
         return "true or false"
-    if get_origin(bare) is Literal:
-        return "one of " + ", ".join(get_args(bare))
-    if get_origin(bare) is tuple:
-        item, *more = get_args(bare)
+    if get_origin(base_type) is Literal:
+        return "one of " + ", ".join(get_args(base_type))
+    if get_origin(base_type) is tuple:
+        item, *other_items = get_args(base_type)
         return (
-            f"a list, each {expected(item)}" if more == [...] else f"a list of {len(more) + 1}, each {expected(item)}"
+            f"a list, each {describe_type(item)}"
+            if other_items == [...]
+            else f"a list of {len(other_items) + 1}, each {describe_type(item)}"
         )
-    if bare is str:
+    if base_type is str:
         metas = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
         examples = [example for meta in metas for example in meta.examples or ()]
         if not examples and any(meta.min_length for meta in metas):
             return "text that is not empty"
         return "text" + (f" such as {' or '.join(examples)}" if examples else "")
     size = _size(marks)
-    noun = "a whole number" if bare is int else "a number"
+    noun = "a whole number" if base_type is int else "a number"
     if size is not None:
-        noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.base > 1 else 'bytes'},"
+        noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.unit_bytes > 1 else 'bytes'},"
     return f"{noun} {_range(marks)}".strip().removesuffix(",")
 
 
@@ -124,18 +126,21 @@ def _number(value: float) -> str:
     return f"{value:g}".replace("e+0", "e").replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
 
 
-def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -> Any:
-    """`read`, or `read_text` where it is an `UntypedText`. Raises ConfigError in full words; no secret is repeated."""
-    text = isinstance(value, UntypedText)
+def read_value(label: str, value: Any, kind: Any, *, secret: bool = False) -> Any:
+    """`convert_value`, or `convert_text` where it is an `UntypedText`.
+
+    Raises ConfigError in full words; no secret is repeated.
+    """
+    is_text = isinstance(value, UntypedText)
     try:
-        return read_text(str(value), kind) if text else read(value, kind)
+        return convert_text(str(value), kind) if is_text else convert_value(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
-        bare = parts(kind)[0]
+        bare = split_annotated(kind)[0]
         if isinstance(value, tuple) and get_origin(bare) is tuple:  # of a flag that may be repeated
             for item in value:  # the one that is wrong is shown by itself
-                read_or_refuse(where, item, get_args(bare)[0], secret=secret)
-        shown = "a value that is not shown here" if secret else _shown(str(value) if text else value)
-        raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
+                read_value(label, item, get_args(bare)[0], secret=secret)
+        shown_value = "a value that is not shown here" if secret else shorten(str(value) if is_text else value)
+        raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(kind)}") from None
 
 
 class UntypedText(str):
@@ -144,6 +149,6 @@ class UntypedText(str):
     __slots__ = ()
 
 
-def _shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -7,10 +7,10 @@ import sys
 
 def main() -> None:
     try:
-        from options.entry import enter
+        from options.entry import run_program
     except ImportError as error:
         sys.exit(f"router: the package `options` is missing or another's: {error}; install blockcast[router] by itself")
-    enter("router", "router.app.cli", ("options", "events", "prompts", "simulation"))
+    run_program("router", "router.app.cli", ("options", "events", "prompts", "simulation"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from options import ConfigError
-from options.command import config_command, load_given, with_flags
+from options.command import config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
 from options.tls import client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
@@ -56,7 +56,7 @@ def cli() -> None:
 @with_flags(SCHEMA)
 def run(urls: tuple[str, ...], **flags: Any) -> None:
     flags["workers"] = (*urls, *flags["workers"])
-    config: ProcessConfig = load_given(SCHEMA, flags).config
+    config: ProcessConfig = load_from_command_line(SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
     has_workers = config.workers or config.worker_dns or config.workers_file or config.kubernetes
     if not (has_workers or config.admin):
@@ -95,7 +95,7 @@ def epp(urls: tuple[str, ...], **flags: Any) -> None:
     except ImportError as error:
         raise click.ClickException(f"router epp needs more: pip install 'blockcast[epp]' ({error})") from None
     flags["workers"] = (*urls, *flags["workers"])
-    config: EppConfig = load_given(EPP_SCHEMA, flags).config
+    config: EppConfig = load_from_command_line(EPP_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
     _run_or_exit(lambda: run_process(config, installed_version()))
 
@@ -120,7 +120,7 @@ def shadow(urls: tuple[str, ...], **flags: Any) -> None:
     from router.app.shadow import run_shadow
 
     flags["workers"] = (*urls, *flags["workers"])
-    config: ShadowProcessConfig = load_given(SHADOW_SCHEMA, flags).config
+    config: ShadowProcessConfig = load_from_command_line(SHADOW_SCHEMA, flags).config
     configure_logging(config.log_level, as_json=config.log_json)
     _run_or_exit(lambda: run_shadow(config, installed_version()))
 
@@ -146,7 +146,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> No
     from router.commands.check import Finding, check_all
 
     options["workers"] = (*urls, *options["workers"])
-    config: ProcessConfig = load_given(SCHEMA, options).config
+    config: ProcessConfig = load_from_command_line(SCHEMA, options).config
     configure_logging("error", as_json=config.log_json)
     try:
         flags = config.worker_flags

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Loaded, Schema, Size
+from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedConfig, Schema, Size
 from prompts.segments import CACHE_BYTES_DEFAULT
 from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
@@ -160,7 +160,7 @@ class ProcessConfig:
         return self.port
 
     @staticmethod
-    def verify(loaded: Loaded) -> ProcessConfig:
+    def verify(loaded: LoadedConfig) -> ProcessConfig:
         """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
         config: ProcessConfig = loaded.config
         if config.workers_file is not None:

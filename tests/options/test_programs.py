@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
 from options import SECRET, ConfigError, Option, Schema, load
-from options.command import _shown, listing
+from options.command import _visible_options, listing
 from options.load import read_file
-from options.values import UntypedText, parts
+from options.values import UntypedText, split_annotated
 from router.app.cli import cli as router_cli
 from router.app.config import EPP_SCHEMA as EPP
 from router.app.config import SCHEMA as ROUTER
@@ -41,7 +41,7 @@ LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # typ
 
 def wrong(kind: Any) -> Iterator[Any]:
     """Values of a wrong type or out of range, as a file has them."""
-    bare, marks = parts(kind)
+    bare, marks = split_annotated(kind)
     yield {"a": 1}
     if get_origin(bare) is tuple:
         yield "no list"
@@ -104,9 +104,9 @@ def ask(program: str, *args: str, **environment: str) -> Result:
 def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, option: Option) -> None:
     assert option.member.help
     assert "\n" not in option.member.help
-    bare, marks = parts(option.member.kind)
+    bare, marks = split_annotated(option.member.kind)
     for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
-        item, item_marks = parts(kind)
+        item, item_marks = split_annotated(kind)
         if item in (int, float):
             limits = [mark for mark in (*marks, *item_marks) if isinstance(mark, msgspec.Meta)]
             assert any(meta.ge is not None or meta.gt is not None for meta in limits), "no smallest value"
@@ -117,7 +117,7 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, opt
 def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
     for value in wrong(option.member.kind):
         with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as caught:
-            load(schema, table=nested(option.path, value), where="f.toml")
+            load(schema, table=nested(option.path, value), file_name="f.toml")
         if SECRET not in option.member.marks and not isinstance(value, dict):
             assert repr(value)[:50] in str(caught.value)
 
@@ -136,7 +136,7 @@ def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, 
 
 @pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].member.flag is not None])  # type: ignore[union-attr]
 def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
-    kind, _ = parts(option.member.kind)
+    kind, _ = split_annotated(option.member.kind)
     if kind is bool:
         return  # there is nothing that could be wrong
     if schema in (EPP, SHADOW):
@@ -190,13 +190,13 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 
 
 def _example(option: Option) -> Any:
-    bare, marks = parts(option.member.kind)
+    bare, marks = split_annotated(option.member.kind)
     if option.member.marks and option.member.marks != (SECRET,):
         return None
     if option.path.startswith("tls"):
         return None
     if get_origin(bare) is tuple:
-        item = parts(get_args(bare)[0])
+        item = split_annotated(get_args(bare)[0])
         return (next((example for mark in item[1] for example in mark.examples or ()), "http://a:1"),)
     if get_origin(bare) is Literal:
         return get_args(bare)[0]
@@ -331,7 +331,7 @@ def test_the_page_holds_the_list(schema: Schema) -> None:
     text = PAGE.read_text()
     assert text == with_listing(text, schema)
     held = listing(schema)
-    assert all(f"`{option.path}`" in held for option in _shown(schema))
+    assert all(f"`{option.path}`" in held for option in _visible_options(schema))
 
 
 def test_the_page_s_file_is_one(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, MsgspecError
 
-from options.values import ConfigError, Size, UntypedText, expected, parse_size, read, read_or_refuse, read_text
+from options.values import (
+    ConfigError,
+    Size,
+    UntypedText,
+    convert_text,
+    convert_value,
+    describe_type,
+    parse_size,
+    read_value,
+)
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -60,7 +69,7 @@ def test_sizes_grow_with_their_number(number: int, unit: str) -> None:
     ],
 )
 def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
-    assert read_text(text, kind) == value
+    assert convert_text(text, kind) == value
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
 )  # fmt: skip
 def test_text_that_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: got .*, expected "):
-        read_or_refuse("x", UntypedText(text), kind)
+        read_value("x", UntypedText(text), kind)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +100,20 @@ def test_text_that_does_not_fit_is_refused_in_words(text: str, kind: Any) -> Non
 )
 def test_values_of_a_file_keep_their_type(value: Any, kind: Any) -> None:
     with pytest.raises((ValueError, MsgspecError)):
-        read(value, kind)
+        convert_value(value, kind)
 
 
 def test_what_is_expected_is_said_in_words() -> None:
-    assert expected(Port) == "a whole number from 0 to 65535"
-    assert expected(Annotated[float, Meta(gt=0)]) == "a number above 0"
-    assert expected(Annotated[int, Meta(ge=1)]) == "a whole number of at least 1"
-    assert expected(Literal["a", "b"]) == "one of a, b"
-    assert expected(tuple[float, float]) == "a list of 2, each a number"
+    assert describe_type(Port) == "a whole number from 0 to 65535"
+    assert describe_type(Annotated[float, Meta(gt=0)]) == "a number above 0"
+    assert describe_type(Annotated[int, Meta(ge=1)]) == "a whole number of at least 1"
+    assert describe_type(Literal["a", "b"]) == "one of a, b"
+    assert describe_type(tuple[float, float]) == "a list of 2, each a number"
 
 
 def test_a_secret_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_or_refuse("api_keys", ["hush", 5], tuple[str, ...], secret=True)
+        read_value("api_keys", ["hush", 5], tuple[str, ...], secret=True)
     assert "hush" not in str(caught.value)
 
 
@@ -112,7 +121,7 @@ def test_a_secret_is_not_repeated() -> None:
 def test_of_a_repeated_flag_the_wrong_text_is_shown(given: Any) -> None:
     kind = tuple[Annotated[str, Meta(pattern="=", examples=["a=b"])], ...]
     with pytest.raises(ConfigError) as refused:
-        read_or_refuse("--pair", given, kind)
+        read_value("--pair", given, kind)
     assert str(refused.value) == "--pair: got 'foo', expected text such as a=b"
     with pytest.raises(ConfigError, match="a value that is not shown here"):
-        read_or_refuse("--pair", given, kind, secret=True)
+        read_value("--pair", given, kind, secret=True)

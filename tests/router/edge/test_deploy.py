@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from engine.cli import cli as engine
-from options.command import load_given
+from options.command import load_from_command_line
 from router.app.accounting import count_end
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
@@ -128,7 +128,7 @@ def test_commands_in_pods_are_understood() -> None:
         program, command = container["command"]
         assert program == "router"
         context = router.commands[command].make_context(command, list(container["args"]))  # type: ignore[attr-defined]
-        config = load_given(schemas[command], {**context.params, "workers": ()}).config
+        config = load_from_command_line(schemas[command], {**context.params, "workers": ()}).config
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports.get("grpc", ports.get("http")) == config.port
         assert str(ports["load"]) in config.peer_bind
@@ -215,7 +215,7 @@ def test_helm_renders_what_kubernetes_and_the_programs_take(values: dict[str, An
     named = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     (container,) = named["StatefulSet", "llm-router"]["spec"]["template"]["spec"]["containers"]
     context = router.commands["run"].make_context("run", list(container["args"]))  # type: ignore[attr-defined]
-    config = load_given(SCHEMA, {**context.params, "workers": ()}).config
+    config = load_from_command_line(SCHEMA, {**context.params, "workers": ()}).config
     assert len(config.peers) == named["StatefulSet", "llm-router"]["spec"]["replicas"]
     engines = values.get("engines")
     assert config.kubernetes == ("service/llm-engines" if engines else "service/vllm",)
