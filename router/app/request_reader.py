@@ -37,12 +37,12 @@ from router.prompting.encode import (
     measure_prompts,
     truncate_prompt,
 )
-from router.prompting.fields import FieldSpans, find_fields, splice
+from router.prompting.fields import FieldSpans, locate_fields, splice
 from router.prompting.forms import is_form, read_form
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, TokenizedPrompt
-from router.prompting.sessions import Names, Session, SessionNames
+from router.prompting.sessions import NamesByMeaning, Session, SessionNames
 from router.tenancy.model_names import ModelNames
 
 TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
@@ -91,7 +91,7 @@ class RoutingHeaders:
         self.worker = _decode_header(request.header(b"x-blockcast-worker"))
         self.role = _decode_header(request.header(b"x-blockcast-role"))
         self.wants_explanation = _integer_header(request, b"x-blockcast-explain", 0, 1) == 1
-        self.session: Names = names.told(request.headers)
+        self.session: NamesByMeaning = names.read_headers(request.headers)
 
 
 class RequestIntent(ConversationTurn):
@@ -120,7 +120,7 @@ class RequestIntent(ConversationTurn):
         model: str, base: str, lora: str | None, tokens_max: int | None,
     ) -> None:  # fmt: skip
         """`holding_worker`: the worker that alone can answer."""
-        super().__init__(body_request, SessionNames.of(headers.session, body_request))
+        super().__init__(body_request, SessionNames.session_of(headers.session, body_request))
         self.wants_explanation = headers.wants_explanation
         self.similar_prompt: PromptMemory | None = None
         """The index's memory of an earlier prompt with the same cached prefix."""
@@ -202,12 +202,12 @@ class RequestReader:
         if intent.field_spans is None:
             if not (fields or intent.body_request.has_worker_fields) or _IS_JSON.match(request.pieces[0]) is None:
                 return
-            intent.field_spans = find_fields(request.body)
+            intent.field_spans = locate_fields(request.body)
         spans, allowed = intent.field_spans, self.allowed_fields
-        removed = [name for name in spans.values if is_worker_field(name) and name not in allowed]
+        removed = [name for name in spans.spans if is_worker_field(name) and name not in allowed]
         for name in CONTAINER_FIELDS:
-            if name in spans.values and name not in allowed:
-                stripped = _strip_worker_fields(request.body[slice(*spans.values[name])], allowed)
+            if name in spans.spans and name not in allowed:
+                stripped = _strip_worker_fields(request.body[slice(*spans.spans[name])], allowed)
                 if stripped is not None:
                     fields[name] = stripped
         if fields or removed:
@@ -232,7 +232,7 @@ class RequestReader:
     ) -> str:
         worker, registry = holding_worker or headers.worker, self._core.registry
         return names.resolve(
-            name, lambda: conversation_name(SessionNames.of(headers.session, body_request), body_request),
+            name, lambda: conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
             lambda model: registry.is_served(model, worker),
         )  # fmt: skip
 
@@ -290,7 +290,7 @@ class RequestReader:
         ids: Sequence[int] | None
         if isinstance(result.result, bytes):
             remote = self._prompts.remote
-            ids = None if remote is None else (await remote.put(result.result, intent.base_model))[0]
+            ids = None if remote is None else (await remote.tokenize(result.result, intent.base_model))[0]
             size = measure_prompts(ids, body_request, intent.tokens_max, result.further_tokens)
             ids = truncate_prompt(ids, body_request, intent.tokens_max)
         else:
@@ -418,7 +418,7 @@ class RequestReader:
             size = PromptSize(estimate, estimate)
         media_conversation = None
         if intent.media is not None:
-            media_conversation = intent.media.conversation
+            media_conversation = intent.media.conversation_digest
             counted_tokens = 0 if token_ids is None else size.tokens
             size = _size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
         output_room = (
@@ -445,7 +445,7 @@ class RequestReader:
             worker=intent.worker,
             session=intent.session.name,
             parent=intent.session.parent,
-            is_final=intent.session.final,
+            is_final=intent.session.is_final,
             role=intent.role,
             deadline_s=None if intent.deadline_ms is None else started_s + intent.deadline_ms / 1000.0,
             ttft_s_max=None if intent.ttft_ms is None else intent.ttft_ms / 1000.0,

@@ -34,7 +34,7 @@ from router.miss_reasons.watched_conversations import WatchedConversations
 from router.prompting.conversation_turn import ConversationTurn, digest_name
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
-from router.prompting.sessions import bounded
+from router.prompting.sessions import shorten_name
 
 log = logging.getLogger("router")
 
@@ -74,7 +74,7 @@ class Reasons:
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""
-        self._by_operator.add(digest_name(bounded(session)))
+        self._by_operator.add(digest_name(shorten_name(session)))
 
     @property
     def watched(self) -> int:

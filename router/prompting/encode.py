@@ -265,10 +265,10 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
         values["max_tokens"] = output_max
     request = read_values("other", RoutedBody(**values))
     return {name: getattr(request, name) for name in _ROUTING_FIELDS} | {
-        "stored": previous
+        "stored_response_id": previous
         if isinstance(previous := _decode_small_value(fields.previous_response_id), str)
         else _find_referenced_response(body),
-        "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
+        "has_messages": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
 
 

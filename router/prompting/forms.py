@@ -11,7 +11,7 @@ from email.message import Message
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, read_form_fields
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
-from router.prompting.fields import FormSpans, field_twice
+from router.prompting.fields import FormSpans, duplicate_field_error
 
 PARTS_MAX = 1000
 HEAD_BYTES_MAX = 8192
@@ -28,13 +28,13 @@ def is_form(content_type: bytes | None) -> bool:
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
     """Read what a form says of where it should go. Raises RequestError where it is no form, or holds a field twice."""
-    boundary = _parameters(content_type).get("boundary", "").encode("latin-1", "replace")
+    boundary = _header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
     if not 0 < len(boundary) <= BOUNDARY_BYTES_MAX:
         raise RequestError("content-type: a form needs a boundary", param=None)
     values: dict[str, str] = {}
     spans: dict[str, tuple[int, int]] = {}
-    for start, end in _parts(pieces, b"--" + boundary):
-        head, separator, _ = _cut(pieces, start, min(end, start + HEAD_BYTES_MAX)).partition(b"\r\n\r\n")
+    for start, end in _part_spans(pieces, b"--" + boundary):
+        head, separator, _ = _slice_pieces(pieces, start, min(end, start + HEAD_BYTES_MAX)).partition(b"\r\n\r\n")
         if not separator:
             raise RequestError(
                 f"the form has a part without an end of its headers in {HEAD_BYTES_MAX} bytes", param=None
@@ -43,54 +43,54 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
         if name is None or not (name in FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
             continue
         if name in spans:
-            raise field_twice(name)
+            raise duplicate_field_error(name)
         spans[name] = start + len(head) + 4, end
         if end - spans[name][0] > VALUE_BYTES_MAX:
             raise RequestError(f"{name}: the form's value has more than {VALUE_BYTES_MAX} bytes", param=name)
-        values[name] = _cut(pieces, *spans[name]).decode("utf-8", "replace")
+        values[name] = _slice_pieces(pieces, *spans[name]).decode("utf-8", "replace")
     return read_form_fields(values), FormSpans(spans, 0)
 
 
-def _parts(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
+def _part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
     """(start, end) of each part, headers and content, up to the closing delimiter."""
-    begin, count = None, 0
-    for at in _find(pieces, delimiter):
-        before, after = _cut(pieces, max(at - 2, 0), at), at + len(delimiter)
-        behind = _cut(pieces, after, after + 2)
-        if (at and before != b"\r\n") or behind not in (b"\r\n", b"--"):
+    part_start, count = None, 0
+    for offset in _find_offsets(pieces, delimiter):
+        before, after = _slice_pieces(pieces, max(offset - 2, 0), offset), offset + len(delimiter)
+        following = _slice_pieces(pieces, after, after + 2)
+        if (offset and before != b"\r\n") or following not in (b"\r\n", b"--"):
             continue
-        if begin is not None:
-            yield begin, at - 2
-        begin, count = after + 2, count + 1
-        if behind == b"--":
+        if part_start is not None:
+            yield part_start, offset - 2
+        part_start, count = after + 2, count + 1
+        if following == b"--":
             return
         if count > PARTS_MAX:
             raise RequestError(f"the form has more than {PARTS_MAX} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)
 
 
-def _find(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
+def _find_offsets(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
     """Offsets of the pattern, also across the edges of pieces."""
-    offset, kept = 0, b""
+    offset, overlap = 0, b""
     for piece in pieces:
-        text = kept + piece
-        at = text.find(pattern)
-        while at >= 0:
-            yield offset - len(kept) + at
-            at = text.find(pattern, at + 1)
+        text = overlap + piece
+        position = text.find(pattern)
+        while position >= 0:
+            yield offset - len(overlap) + position
+            position = text.find(pattern, position + 1)
         offset += len(piece)
-        kept = text[-(len(pattern) - 1) :]
+        overlap = text[-(len(pattern) - 1) :]
 
 
-def _cut(pieces: Sequence[bytes], start: int, end: int) -> bytes:
-    found = []
+def _slice_pieces(pieces: Sequence[bytes], start: int, end: int) -> bytes:
+    parts = []
     for piece in pieces:
         if start < len(piece) and end > 0:
-            found.append(piece[max(start, 0) : end])
+            parts.append(piece[max(start, 0) : end])
         start, end = start - len(piece), end - len(piece)
         if end <= 0:
             break
-    return b"".join(found)
+    return b"".join(parts)
 
 
 def _field_name(head: bytes) -> str | None:
@@ -98,12 +98,12 @@ def _field_name(head: bytes) -> str | None:
     for line in head.split(b"\r\n"):
         key, _, value = line.partition(b":")
         if key.strip().lower() == b"content-disposition":
-            told = _parameters(value)
-            return None if "filename" in told else told.get("name")
+            parameters = _header_parameters(value)
+            return None if "filename" in parameters else parameters.get("name")
     return None
 
 
-def _parameters(value: bytes) -> dict[str, str]:
+def _header_parameters(value: bytes) -> dict[str, str]:
     """Of a header such as `form-data; name="model"`."""
     message = Message()
     message["content-type"] = " ".join(value.decode("latin-1").split())

@@ -17,23 +17,23 @@ from router.prompting.encode import CHARS_PER_TOKEN
 MEDIA_TOKENS = 1000
 """Taken for an image's, or another medium's, share of a prompt. An estimate, for prices only."""
 _KINDS = MEDIA_PARTS | {"document"}
-_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
-_IGNORED = frozenset(("cache_control", "id", "status"))
+_MEDIA_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
+_VOLATILE_FIELDS = frozenset(("cache_control", "id", "status"))
 """Of a part: what clients change from turn to turn."""
 
 
 class MediaPrompt(NamedTuple):
     """A chat with media."""
 
-    conversation: int
+    conversation_digest: int
     """Digest of its first messages, up to the first of its user: the same in all turns of it."""
     tokens: int
     """That the whole prompt may have."""
 
 
-def read_media(parsed: RoutingRequest, body: bytes) -> MediaPrompt | None:
+def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     """Read a chat's media; None where it has none."""
-    messages = _messages(parsed, body)
+    messages = _messages(request, body)
     chars, count = 0, 0
     for part in _parts(messages):
         if isinstance(part, str):
@@ -44,25 +44,25 @@ def read_media(parsed: RoutingRequest, body: bytes) -> MediaPrompt | None:
             chars += sum(len(text) for text in part.values() if isinstance(text, str))
     if not count:
         return None
-    return MediaPrompt(_digest(messages), chars // CHARS_PER_TOKEN + MEDIA_TOKENS * count)
+    return MediaPrompt(_digest_opening(messages), chars // CHARS_PER_TOKEN + MEDIA_TOKENS * count)
 
 
-def _messages(parsed: RoutingRequest, body: bytes) -> list[Any]:
+def _messages(request: RoutingRequest, body: bytes) -> list[Any]:
     """As JSON has them, the system's first; none where there can be no media."""
-    source = parsed.source
+    source = request.source
     if source is None:
-        return list(parsed.messages or ()) if parsed.has_media else []
-    if not any(marker in body for marker in _MARKERS):
+        return list(request.messages or ()) if request.has_media else []
+    if not any(marker in body for marker in _MEDIA_MARKERS):
         return []
     first: Any
-    rest: Any
+    messages: Any
     if isinstance(source, ResponsesRequest):
-        first, rest = source.instructions, source.input if isinstance(source.input, list) else []
+        first, messages = source.instructions, source.input if isinstance(source.input, list) else []
     else:
         assert isinstance(source, CountRequest)
-        first, rest = source.system, source.messages
-    found: list[Any] = msgspec.to_builtins([{"role": "system", "content": first}, *rest])
-    return found
+        first, messages = source.system, source.messages
+    result: list[Any] = msgspec.to_builtins([{"role": "system", "content": first}, *messages])
+    return result
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -79,14 +79,18 @@ def _parts(value: Any) -> Iterator[Any]:
                     yield part
 
 
-def _digest(messages: list[Any]) -> int:
-    users = (i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user")
+def _digest_opening(messages: list[Any]) -> int:
+    users = (i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user")
     first = messages[: next(users, 0) + 1]
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(_plain(first)))
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(_without_volatile_fields(first)))
 
 
-def _plain(value: Any) -> Any:
+def _without_volatile_fields(value: Any) -> Any:
     """A value without what clients change from turn to turn."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items() if name not in _IGNORED and item is not None}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {
+            name: _without_volatile_fields(item)
+            for name, item in value.items()
+            if name not in _VOLATILE_FIELDS and item is not None
+        }
+    return [_without_volatile_fields(item) for item in value] if isinstance(value, list) else value

@@ -38,7 +38,7 @@ from router.prompting.encode import (
     read_routing_fields,
     truncate_prompt,
 )
-from router.prompting.fields import FieldSpans, find_fields
+from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
 
@@ -175,8 +175,8 @@ class PromptWorkerPool:
         except RequestError:
             self.counts["refused"] += 1
             raise
-        chats = fields.pop("chats")
-        return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields), spans
+        has_messages = fields.pop("has_messages")
+        return RoutingRequest(kind=kind or ("chat" if has_messages else "completion"), **fields), spans
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
@@ -211,7 +211,7 @@ class WorkerState:
 def _inspect_body(state: WorkerState, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
     """Return the fields of a body that routing needs, and the spans of all its fields."""
     body = b"".join(pieces)
-    fields, spans = read_routing_fields(body), find_fields(body)
+    fields, spans = read_routing_fields(body), locate_fields(body)
     state.body = body
     return fields, spans
 

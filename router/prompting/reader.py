@@ -143,7 +143,7 @@ class PromptReader:
         if (
             self.remote is not None
             and worker.url
-            and await self.remote.learn(model, worker.url, keyed=worker.sends_api_key)
+            and await self.remote.probe(model, worker.url, sends_api_key=worker.sends_api_key)
         ):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
@@ -164,7 +164,7 @@ class PromptReader:
             ids_by_mode[mode] = ids
         if ids_by_mode[True] == ids_by_mode[False]:
             return
-        worker_ids = await self.remote.of(worker.url, tokenize_request, keyed=worker.sends_api_key)
+        worker_ids = await self.remote.tokenize_at(worker.url, tokenize_request, sends_api_key=worker.sends_api_key)
         as_sent = next((mode for mode, ids in ids_by_mode.items() if list(ids) == worker_ids), None)
         if worker_ids is None or as_sent == template.keeps_messages_as_sent:
             return
@@ -233,14 +233,14 @@ class PromptReader:
 
     def uses_remote_tokenizer(self, model: str) -> bool:
         """Whether prompts of this base model are read by an engine (`read_remotely`) and not here."""
-        return self.remote is not None and model not in self._tokenizers and self.remote.knows(model)
+        return self.remote is not None and model not in self._tokenizers and self.remote.has_worker(model)
 
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
         """Have an engine tokenise a prompt. Ids that the request brings itself are taken as they are."""
         read = self.read(request, None, tokens_max)
         if read.token_ids is not None or self.remote is None:
             return read
-        ids, took_s = await self.remote.put(build_tokenize_request(request, model), model)
+        ids, took_s = await self.remote.tokenize(build_tokenize_request(request, model), model)
         size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
         return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), took_s, size=size)
 

@@ -1,4 +1,4 @@
-"""Token ids asked of a worker: `POST /tokenize`, as vLLM and our engine answer it, for models whose files are not here.
+"""Token ids from a worker: `POST /tokenize`, as vLLM and our engine answer it, for models whose files are not here.
 
 A round trip with the whole prompt, and the worker tokenises it twice: the last resort before routing by load alone.
 Bounded in time; a worker's fault never raises.
@@ -46,44 +46,46 @@ class RemoteTokenizer:
         self._session = session
         self._headers = headers or {}
         self._urls: dict[str, list[str]] = {}
-        self._unkeyed: set[str] = set()
-        self._turn = 0
+        self._urls_without_key: set[str] = set()
+        self._requests = 0
 
-    def knows(self, model: str) -> bool:
-        """Some worker tokenises for this base model."""
+    def has_worker(self, model: str) -> bool:
+        """Whether some worker tokenises for this base model."""
         return bool(self._urls.get(model))
 
-    async def learn(self, model: str, url: str, *, keyed: bool) -> bool:
-        """Find out whether a worker tokenises; True where it does. `keyed`: it may be sent the workers' API key."""
-        ids = await self.of(url, msgspec.json.encode({"model": model, "prompt": "a"}), keyed=keyed)
-        known = self._urls.setdefault(model, [])
-        if ids and url not in known:
-            known.append(url)
+    async def probe(self, model: str, url: str, *, sends_api_key: bool) -> bool:
+        """Find out whether a worker tokenises. `sends_api_key`: it may be sent the workers' API key."""
+        ids = await self.tokenize_at(
+            url, msgspec.json.encode({"model": model, "prompt": "a"}), sends_api_key=sends_api_key
+        )
+        urls = self._urls.setdefault(model, [])
+        if ids and url not in urls:
+            urls.append(url)
         return bool(ids)
 
-    async def of(self, url: str, question: bytes, *, keyed: bool) -> list[int] | None:
-        """What one worker answers; None where it does not."""
-        (self._unkeyed.discard if keyed else self._unkeyed.add)(url)
-        return (await self._ask(url, question))[0]
+    async def tokenize_at(self, url: str, question: bytes, *, sends_api_key: bool) -> list[int] | None:
+        """Return the token ids that one worker answers; None where it does not."""
+        (self._urls_without_key.discard if sends_api_key else self._urls_without_key.add)(url)
+        return (await self._post(url, question))[0]
 
     def forget(self, url: str) -> None:
         """The worker is gone."""
-        self._unkeyed.discard(url)
+        self._urls_without_key.discard(url)
         for urls in self._urls.values():
             if url in urls:
                 urls.remove(url)
 
-    async def put(self, question: bytes | None, model: str) -> tuple[Sequence[int] | None, float]:
-        """(token ids of the prompt or None, seconds it took), for what router/prompting/encode.py would ask."""
+    async def tokenize(self, question: bytes | None, model: str) -> tuple[Sequence[int] | None, float]:
+        """Return the token ids (None: no answer) for a request of `build_tokenize_request`, and the seconds it took."""
         urls = self._urls.get(model)
         if not urls or question is None:
             return None, 0.0
-        self._turn += 1
-        return await self._ask(urls[self._turn % len(urls)], question)
+        self._requests += 1
+        return await self._post(urls[self._requests % len(urls)], question)
 
-    async def _ask(self, url: str, question: bytes) -> tuple[list[int] | None, float]:
-        started = time.perf_counter()
-        headers = {**({} if url in self._unkeyed else self._headers), "Content-Type": "application/json"}
+    async def _post(self, url: str, question: bytes) -> tuple[list[int] | None, float]:
+        started_s = time.perf_counter()
+        headers = {**({} if url in self._urls_without_key else self._headers), "Content-Type": "application/json"}
         ids = None
         try:
             status, answer = await fetch(
@@ -94,4 +96,4 @@ class RemoteTokenizer:
                 ids = msgspec.json.decode(answer, type=_Answer).tokens
         except (FetchError, ValueError, RecursionError) as error:
             log.debug("%s/tokenize: %s", url, error)
-        return ids, time.perf_counter() - started
+        return ids, time.perf_counter() - started_s

@@ -1,4 +1,4 @@
-"""Which session a request belongs to, told by the names that clients send without being asked. Pure.
+"""The session of a request, read from the names that clients send on their own. Pure.
 
 Owns the table of those names. Refuses to know what is done with a session. Invariant: what leaves here is printable and
 at most NAME_CHARS_MAX characters long, whatever came in.
@@ -15,37 +15,39 @@ from prompts.routing import RoutingRequest
 NAME_CHARS_MAX = 64
 """Longer names, and those that cannot be printed, are known by their digest."""
 
-Tells = Literal["session", "agent", "parent", "parent_agent", "final"]
-Names = dict[Tells, str]
+Meaning = Literal["session", "agent", "parent", "parent_agent", "final"]
+NamesByMeaning = dict[Meaning, str]
 
 
-class Name(NamedTuple):
-    """One row: where a client says what."""
+class NameSource(NamedTuple):
+    """A header or body field in which clients name a session, an agent or a parent."""
 
-    where: Literal["header", "body"]
+    source: Literal["header", "body"]
     name: str
-    tells: Tells
-    sent_by: str
+    meaning: Meaning
+    clients: str
 
 
-NAMES = (
-    Name("header", "x-session-id", "session", "OpenCode, and who follows this page"),
-    Name("header", "x-claude-code-session-id", "session", "Claude Code"),
-    Name("header", "x-dynamo-session-id", "session", "clients of Dynamo"),
-    Name("header", "session-id", "session", "Codex"),
-    Name("header", "session_id", "session", "Codex, older"),
-    Name("header", "x-session-affinity", "session", "OpenCode"),
-    Name("header", "x-smg-routing-key", "session", "clients of SMG"),
-    Name("body", "prompt_cache_key", "session", "Codex, OpenAI's clients"),
-    Name("body", "metadata.user_id", "session", "Claude Code, Anthropic's clients"),
-    Name("body", "user", "session", "OpenAI's clients"),
-    Name("header", "x-claude-code-agent-id", "agent", "Claude Code: a sub-agent of the session"),
-    Name("header", "thread-id", "agent", "Codex: a thread of the session; the main thread is called as the session"),
-    Name("header", "x-parent-session-id", "parent", "OpenCode"),
-    Name("header", "x-dynamo-parent-session-id", "parent", "clients of Dynamo"),
-    Name("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: who started the sub-agent"),
-    Name("header", "x-codex-parent-thread-id", "parent_agent", "Codex: the thread that started this one"),
-    Name("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
+NAME_SOURCES = (
+    NameSource("header", "x-session-id", "session", "OpenCode, and who follows this page"),
+    NameSource("header", "x-claude-code-session-id", "session", "Claude Code"),
+    NameSource("header", "x-dynamo-session-id", "session", "clients of Dynamo"),
+    NameSource("header", "session-id", "session", "Codex"),
+    NameSource("header", "session_id", "session", "Codex, older"),
+    NameSource("header", "x-session-affinity", "session", "OpenCode"),
+    NameSource("header", "x-smg-routing-key", "session", "clients of SMG"),
+    NameSource("body", "prompt_cache_key", "session", "Codex, OpenAI's clients"),
+    NameSource("body", "metadata.user_id", "session", "Claude Code, Anthropic's clients"),
+    NameSource("body", "user", "session", "OpenAI's clients"),
+    NameSource("header", "x-claude-code-agent-id", "agent", "Claude Code: a sub-agent of the session"),
+    NameSource(
+        "header", "thread-id", "agent", "Codex: a thread of the session; the main thread is called as the session"
+    ),
+    NameSource("header", "x-parent-session-id", "parent", "OpenCode"),
+    NameSource("header", "x-dynamo-parent-session-id", "parent", "clients of Dynamo"),
+    NameSource("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: who started the sub-agent"),
+    NameSource("header", "x-codex-parent-thread-id", "parent_agent", "Codex: the thread that started this one"),
+    NameSource("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
 )
 """Of several that tell the same, the first that is there counts."""
 
@@ -59,65 +61,68 @@ class Headers(Protocol):
 
 
 class Session(NamedTuple):
-    """What a request says of itself."""
+    """The session of a request, as its client names it."""
 
     name: str | None = None
     parent: str | None = None
     """The session that started this one: both begin alike."""
-    final: bool = False
+    is_final: bool = False
     """No request of the session will follow."""
 
     def of_tenant(self, tenant: str) -> Session:
-        """The same, told apart from sessions that other tenants call so."""
-        name, parent, final = self
-        own = [None if one is None else bounded(f"{tenant}/{one}") for one in (name, parent)]
-        return Session(own[0], own[1], final)
+        """Return this session with the tenant's name in front, apart from equally named ones of other tenants."""
+        name, parent, is_final = self
+        prefixed = [
+            None if session_name is None else shorten_name(f"{tenant}/{session_name}")
+            for session_name in (name, parent)
+        ]
+        return Session(prefixed[0], prefixed[1], is_final)
 
 
 class SessionNames:
     """The table, with what the operator adds in front of it."""
 
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        """`more`: headers, each `NAME` or `TELLS=NAME`."""
-        added = [_row(text) for text in more]
-        rows = [*added, *NAMES]
-        self._headers = [(row.name.lower().encode(), row.tells) for row in rows if row.where == "header"]
+    def __init__(self, extra_headers: Sequence[str] = ()) -> None:
+        """`extra_headers`: each `NAME` or `MEANING=NAME`."""
+        extra_rows = [_row(text) for text in extra_headers]
+        rows = [*extra_rows, *NAME_SOURCES]
+        self._headers = [(row.name.lower().encode(), row.meaning) for row in rows if row.source == "header"]
         self._names = frozenset(name for name, _ in self._headers)
 
-    def told(self, headers: Headers) -> Names:
-        """What headers tell."""
-        found: Names = {}
+    def read_headers(self, headers: Headers) -> NamesByMeaning:
+        """Read the names in headers."""
+        values: NamesByMeaning = {}
         if self._names.isdisjoint(headers):
-            return found
-        for name, tells in self._headers:
-            if tells not in found and (value := headers.get(name)):
-                found[tells] = value.decode("latin-1")
-        return found
+            return values
+        for name, meaning in self._headers:
+            if meaning not in values and (value := headers.get(name)):
+                values[meaning] = value.decode("latin-1")
+        return values
 
     @staticmethod
-    def of(told: Names, parsed: RoutingRequest) -> Session:
-        """The session of a request whose headers told this, and with this body."""
-        name = told.get("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
+    def session_of(names: NamesByMeaning, request: RoutingRequest) -> Session:
+        """Return the session of a request with these names in its headers, and with this body."""
+        name = names.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
         if not name:
-            return _NONE
-        parent, agent = told.get("parent"), told.get("agent")
+            return _NO_SESSION
+        parent, agent = names.get("parent"), names.get("agent")
         if agent is not None and agent != name:
-            above = told.get("parent_agent", name)
-            parent = name if above == name else f"{name}/{above}"
+            parent_agent = names.get("parent_agent", name)
+            parent = name if parent_agent == name else f"{name}/{parent_agent}"
             name = f"{name}/{agent}"
-        name, parent = bounded(name), None if parent is None else bounded(parent)
-        return Session(name, None if parent == name else parent, told.get("final", "").lower() in ("true", "1"))
+        name, parent = shorten_name(name), None if parent is None else shorten_name(parent)
+        return Session(name, None if parent == name else parent, names.get("final", "").lower() in ("true", "1"))
 
 
-_NONE = Session()
+_NO_SESSION = Session()
 
 
-def _row(text: str) -> Name:
-    tells, _, name = text.rpartition("=")
-    return Name("header", name, tells or "session", "")  # type: ignore[arg-type]
+def _row(text: str) -> NameSource:
+    meaning, _, name = text.rpartition("=")
+    return NameSource("header", name, meaning or "session", "")  # type: ignore[arg-type]
 
 
-def bounded(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Shorten a session's name to NAME_CHARS_MAX printable characters."""
     if len(name) <= NAME_CHARS_MAX and name.isprintable():
         return name

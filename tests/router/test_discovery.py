@@ -365,7 +365,7 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, sent: bool) -> Non
             prober, remote = Prober(session, headers=headers), RemoteTokenizer(session, headers)
             await prober.probe(worker)
             await prober.check_health(worker)
-            assert await remote.learn("m", worker.url, keyed=worker.sends_api_key)
+            assert await remote.probe("m", worker.url, sends_api_key=worker.sends_api_key)
         await runner.cleanup()
         return seen
 

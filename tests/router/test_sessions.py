@@ -18,7 +18,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.encode import read_routing_fields
-from router.prompting.sessions import NAME_CHARS_MAX, NAMES, Name, Session, SessionNames
+from router.prompting.sessions import NAME_CHARS_MAX, NAME_SOURCES, NameSource, Session, SessionNames
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
 SCOPE = Scope("m")
@@ -26,7 +26,7 @@ SCOPE = Scope("m")
 
 def read(headers: dict[str, str], body: bytes = b"{}", more: tuple[str, ...] = ()) -> Session:
     sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    return SessionNames.of(SessionNames(more).told(sent), parse_routing("/v1/chat/completions", body))
+    return SessionNames.session_of(SessionNames(more).read_headers(sent), parse_routing("/v1/chat/completions", body))
 
 
 def body_with(path: str, value: str) -> bytes:
@@ -34,13 +34,13 @@ def body_with(path: str, value: str) -> bytes:
     return b'{"%b": %b}' % (outer.encode(), f'{{"{inner}": "{value}"}}'.encode() if inner else f'"{value}"'.encode())
 
 
-@pytest.mark.parametrize("row", NAMES, ids=[f"{row.where}-{row.name}" for row in NAMES])
-def test_every_name_of_the_table_is_recognised(row: Name) -> None:
-    base = {} if row.tells == "session" else {"session-id": "s"}
-    if row.tells == "parent_agent":
+@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.source}-{row.name}" for row in NAME_SOURCES])
+def test_every_name_of_the_table_is_recognised(row: NameSource) -> None:
+    base = {} if row.meaning == "session" else {"session-id": "s"}
+    if row.meaning == "parent_agent":
         base["x-claude-code-agent-id"] = "a"
-    headers = {**base, row.name: "true" if row.tells == "final" else "v"} if row.where == "header" else base
-    found = read(headers, body_with(row.name, "v") if row.where == "body" else b"{}")
+    headers = {**base, row.name: "true" if row.meaning == "final" else "v"} if row.source == "header" else base
+    found = read(headers, body_with(row.name, "v") if row.source == "body" else b"{}")
     expected = {
         "session": Session("v"),
         "agent": Session("s/v", "s"),
@@ -48,20 +48,20 @@ def test_every_name_of_the_table_is_recognised(row: Name) -> None:
         "parent_agent": Session("s/a", "s/v"),
         "final": Session("s", None, True),
     }
-    assert found == expected[row.tells]
+    assert found == expected[row.meaning]
 
 
-@pytest.mark.parametrize("row", NAMES, ids=[f"{row.where}-{row.name}" for row in NAMES])
-def test_every_name_stands_in_the_docs(row: Name) -> None:
-    told = {"parent_agent": "parent agent", "final": "end"}.get(row.tells, row.tells)
-    assert re.search(rf"^\| {row.where} \| `{re.escape(row.name)}` \| {told} \|", DOCS.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.source}-{row.name}" for row in NAME_SOURCES])
+def test_every_name_stands_in_the_docs(row: NameSource) -> None:
+    told = {"parent_agent": "parent agent", "final": "end"}.get(row.meaning, row.meaning)
+    assert re.search(rf"^\| {row.source} \| `{re.escape(row.name)}` \| {told} \|", DOCS.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("row", [row for row in NAMES if row.where == "body"], ids=lambda row: row.name)
-def test_a_large_body_that_a_helper_reads_tells_the_same(row: Name) -> None:
+@pytest.mark.parametrize("row", [row for row in NAME_SOURCES if row.source == "body"], ids=lambda row: row.name)
+def test_a_large_body_that_a_helper_reads_tells_the_same(row: NameSource) -> None:
     fields = read_routing_fields(body_with(row.name, "v"))
-    del fields["chats"]
-    assert SessionNames.of({}, RoutingRequest(kind="chat", **fields)) == Session("v")
+    del fields["has_messages"]
+    assert SessionNames.session_of({}, RoutingRequest(kind="chat", **fields)) == Session("v")
 
 
 def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:
@@ -94,10 +94,13 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
         assert max(len(headers.name), len(headers.parent)) <= NAME_CHARS_MAX
         assert (headers.name + headers.parent).isprintable()
     for field in ("user", "prompt_cache_key", "metadata_user_id"):
-        of: Any = lambda text, field=field: SessionNames.of({}, RoutingRequest(kind="chat", **{field: text})).name  # noqa: E731
-        assert len(of(value)) <= NAME_CHARS_MAX
-        assert of(value).isprintable()
-        assert of(value) == of(value) != of(value + "!")
+        names: list[Any] = [
+            SessionNames.session_of({}, RoutingRequest(kind="chat", **{field: text})).name
+            for text in (value, value, value + "!")
+        ]
+        assert len(names[0]) <= NAME_CHARS_MAX
+        assert names[0].isprintable()
+        assert names[0] == names[1] != names[2]
 
 
 def core_with(**changes: Any) -> RouterCore:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from router.prompting.encode import read_routing_fields
-from router.prompting.fields import find_fields, splice
+from router.prompting.fields import locate_fields, splice
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
 
@@ -51,7 +51,7 @@ def test_given_fields_win_and_the_rest_stays(fields: dict[str, Any], space: str,
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in pairwise(edges)]
     new: dict[str, object] = {"cache_salt": 'x"}', "priority": 3}
-    assert once(b"".join(splice(pieces, find_fields(data).edits(new)))) == {**fields, **new}
+    assert once(b"".join(splice(pieces, locate_fields(data).edits(new)))) == {**fields, **new}
 
 
 @given(st.permutations(["a", "b", "c"]), st.sampled_from(["1", "12", '"1"', '{"a":1,"b":2}', "[1]"]))
@@ -60,9 +60,9 @@ def test_a_field_that_comes_twice_is_found(names: list[str], value: str) -> None
         values = ["0", other, "2", value]
         data = "{" + ",".join(f'"{name}": {one}' for name, one in zip([*names, names[0]], values, strict=True)) + "}"
         with pytest.raises(RequestError, match=f"{names[0]}: the body has this field twice"):
-            find_fields(data.encode())
+            locate_fields(data.encode())
     with pytest.raises(RequestError, match=r"priority: .*twice"):
-        find_fields(rb'{"priority": 1, "x": {}, "\u0070riority": 1}')
+        locate_fields(rb'{"priority": 1, "x": {}, "\u0070riority": 1}')
 
 
 def test_no_field_is_said_twice_to_workers(edge: Any, make_post: Any) -> None:

@@ -51,10 +51,10 @@ def test_turns_have_one_digest_and_conversations_another(kind: str) -> None:
         return read_media(parse_routing(PATHS[kind], data), data)
 
     turns = [read(body(kind, 1, turn)) for turn in range(4)]
-    assert len({one.conversation for one in turns}) == 1
+    assert len({one.conversation_digest for one in turns}) == 1
     assert [one.tokens for one in turns] == sorted(one.tokens for one in turns)
     assert MEDIA_TOKENS <= turns[0].tokens < MEDIA_TOKENS + 100
-    assert read(body(kind, 2, 1)).conversation != turns[0].conversation
+    assert read(body(kind, 2, 1)).conversation_digest != turns[0].conversation_digest
     plain = json.dumps({"model": "m", "messages": [{"role": "user", "content": "an image"}], "input": "image"}).encode()
     assert read(plain) is None
 

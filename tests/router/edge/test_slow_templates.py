@@ -95,7 +95,7 @@ def test_the_first_look_at_a_worker_s_template_ends_too(
     class Remote:
         asked: list[bytes] = []
 
-        async def of(self, url: str, question: bytes, *, keyed: bool) -> list[int]:
+        async def tokenize_at(self, url: str, question: bytes, *, sends_api_key: bool) -> list[int]:
             self.asked.append(question)
             return Tokenizer.load(tmp_path / "b").encode("aabce", add_special_tokens=False)
 
