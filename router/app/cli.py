@@ -162,10 +162,10 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> No
 
     def report(worker: str, finding: Finding) -> None:
         if as_json:
-            line = {"worker": worker, "step": finding.step, "ok": finding.ok, "text": finding.text}
+            line = {"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}
             click.echo(json.dumps(line))
         else:
-            mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.ok]
+            mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
             click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
     engine_options = {

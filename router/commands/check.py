@@ -57,32 +57,32 @@ class Finding:
     """The end of one step."""
 
     step: str
-    ok: bool | None
+    is_ok: bool | None
     """None: nothing could be said."""
     text: str
 
 
 @dataclass(slots=True)
-class Heard:
+class ReceivedEvents:
     """What came from a worker's event sockets."""
 
     messages: list[Message] = field(default_factory=list)
-    dialled: bool = False
+    worker_connects: bool = False
     """It came on an address where we listened: the worker connects."""
 
-    def stored(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
+    def find_stores(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
         """Stores of the beginning of `ids`."""
-        found = []
+        stores = []
         for message in self.messages:
             for event in message.decoded_batch.batch.events:
                 if not isinstance(event, BlockStored) or event.parent_block_hash is not None or not event.token_ids:
                     continue
                 if list(ids[: len(event.token_ids)]) == event.token_ids[: len(ids)]:
-                    found.append((message, event))
-        return found
+                    stores.append((message, event))
+        return stores
 
 
-class Check:
+class WorkerCheck:
     """One worker."""
 
     def __init__(
@@ -93,49 +93,51 @@ class Check:
         self._prober = Prober(session, headers=headers)
         self._facts = WorkerFacts(False)
         self._model = ServedModel("", "")
-        self._heard = Heard()
+        self._received = ReceivedEvents()
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
-    async def findings(self) -> AsyncIterator[Finding]:
+    async def run(self) -> AsyncIterator[Finding]:
         """One step after the other."""
         self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
             why = "is a router, whose events are none of its own: name the workers behind it, one by one"
             yield Finding("address", False, f"{self._flag.url} {why}")
             return
-        yield self._address()
+        yield self._check_address()
         if not self._facts.is_alive:
             return
         self._model = next(model for model in self._facts.models if model.lora is None)
         await self._prompts.discover_tokenizer(self._model.base, self._facts.roots.get(self._model.base), self._flag)
-        yield await self._rendered("tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"})
-        yield await self._rendered("template", "/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
+        yield await self._compare_tokens(
+            "tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"}
+        )
+        yield await self._compare_tokens("template", "/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
         if not self._facts.sources:
-            yield self._no_source()
-        ids = await self._prompt()
+            yield self._report_no_source()
+        ids = await self._make_prompt()
         with ExitStack() as stack:
-            listening = [source for source in self._facts.sources if await self._listens(source)]
-            deaf = [source for source in self._facts.sources if source not in listening]
-            subscriber = stack.enter_context(Subscriber(self._streams(listening, StartMode.LIVE)))
-            bound = _bind(subscriber.feed, deaf)
+            listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
+            silent_sources = [source for source in self._facts.sources if source not in listening_sources]
+            subscriber = stack.enter_context(Subscriber(self._stream_sources(listening_sources, StartMode.LIVE)))
+            is_bound = _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
-            first = await self._ask("request", {"prompt": ids})
+            first = await self._complete("request", {"prompt": ids})
             yield first[0]
-            if first[0].ok is not True:
+            if first[0].is_ok is not True:
                 return
-            await self._listen(subscriber, ids, bound)
+            await self._collect_events(subscriber, ids, is_bound)
             if self._facts.sources:
-                for finding in self._events(ids, deaf):
+                for finding in self._check_events(ids, silent_sources):
                     yield finding
-            second = await self._ask("again", {"prompt": ids})
-            yield self._cached(ids, second)
-            yield await self._salted(ids)
-            async for finding in self._adapters(ids, subscriber, bound):
+            second = await self._complete("again", {"prompt": ids})
+            yield self._check_cached(ids, second)
+            yield await self._check_salt(ids)
+            async for finding in self._check_adapters(ids, subscriber, is_bound):
                 yield finding
-        if self._facts.sources and self._heard.stored(ids):
-            yield await self._replayed(ids)
+        if self._facts.sources and self._received.find_stores(ids):
+            yield await self._check_replay(ids)
 
-    def _address(self) -> Finding:
+    def _check_address(self) -> Finding:
         facts = self._facts
         if facts.is_alive:
             names = ", ".join(model.name for model in facts.models)
@@ -155,50 +157,51 @@ class Check:
             _, answer = await fetch(
                 self._session, self._flag.url + "/health", seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX
             )
-            told = json.loads(answer or b"null")
+            health = json.loads(answer or b"null")
         except (FetchError, ValueError, RecursionError):
             return False
-        return isinstance(told, dict) and "workers_up" in told
+        return isinstance(health, dict) and "workers_up" in health
 
-    async def _rendered(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
+    async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
         """The same request, read here and by the worker."""
-        parsed = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
+        request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenizer = self._prompts.tokenizer_of(self._model.base)
-        asked = build_tokenize_request(parsed, self._model.name)
-        assert asked is not None
-        theirs = await self._post("/tokenize", asked)
+        tokenize_request = build_tokenize_request(request, self._model.name)
+        assert tokenize_request is not None
+        answer = await self._post("/tokenize", tokenize_request)
         if tokenizer is None:
             reason = self._prompts.problems.get(self._model.base, "there is none here")
-            return Finding(step, None if "tokens" in theirs else False, reason)
-        ours = self._prompts.read(parsed, tokenizer).token_ids
-        if "tokens" not in theirs:
-            return Finding(step, None, f"cannot be compared: /tokenize says {_brief(theirs)}")
-        if ours is None:
+            return Finding(step, None if "tokens" in answer else False, reason)
+        token_ids = self._prompts.read(request, tokenizer).token_ids
+        if "tokens" not in answer:
+            return Finding(step, None, f"cannot be compared: /tokenize says {_error_text(answer)}")
+        if token_ids is None:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
-        if list(ours) == theirs["tokens"]:
-            return Finding(step, True, f"{len(ours)} tokens, the same here and there")
-        at = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs["tokens"])) if a != b), min(len(ours), len(theirs["tokens"]))
+        if list(token_ids) == answer["tokens"]:
+            return Finding(step, True, f"{len(token_ids)} tokens, the same here and there")
+        position = next(
+            (i for i, (a, b) in enumerate(zip(token_ids, answer["tokens"])) if a != b),
+            min(len(token_ids), len(answer["tokens"])),
         )
         flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
-        text = f"read otherwise from token {at} on ({len(ours)} tokens here, {len(theirs['tokens'])} there)"
+        text = f"read otherwise from token {position} on ({len(token_ids)} tokens here, {len(answer['tokens'])} there)"
         return Finding(step, False, f"{text}: give the router the worker's, {flag}")
 
-    def _no_source(self) -> Finding:
+    def _report_no_source(self) -> Finding:
         if self._flag.no_events:
             return Finding("events", None, "switched off for this worker (events=none): its cache is guessed")
         host = urlsplit(self._flag.url).hostname
         text = f"the worker publishes none: it offers no /kv_event_sources and nobody listens on {host}:5557"
         return Finding("events", False, f"{text}. vLLM: {EVENTS_FLAG}; on another port say events=tcp://HOST:PORT")
 
-    async def _prompt(self) -> list[int]:
+    async def _make_prompt(self) -> list[int]:
         """Random words, as many as it takes; ids that any model has where nobody can encode them."""
         block = self._facts.block_size or 16
         length = min(BLOCKS * block + block // 2, (self._model.max_model_len or 1 << 20) - 8)
         source = random.SystemRandom()
         text = " ".join(f"{source.getrandbits(40):x}" for _ in range(length))
-        parsed = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        ids = self._prompts.read(parsed, self._prompts.tokenizer_of(self._model.base)).token_ids
+        request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
+        ids = self._prompts.read(request, self._prompts.tokenizer_of(self._model.base)).token_ids
         if ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             ids = answer.get("tokens") or [source.randrange(100, 200) for _ in range(length)]
@@ -206,7 +209,7 @@ class Check:
 
     # The events -----------------------------------------------------------------------------------------------------
 
-    async def _listens(self, source: EventSource) -> bool:
+    async def _is_listening(self, source: EventSource) -> bool:
         parts = urlsplit(source.endpoint)
         if parts.scheme != "tcp":
             return True
@@ -217,7 +220,7 @@ class Check:
         writer.close()
         return True
 
-    def _streams(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
+    def _stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """All topics are taken, so that one that is named wrongly is seen."""
         return [
             StreamSource(
@@ -230,34 +233,36 @@ class Check:
             for source in sources
         ]
 
-    async def _listen(self, subscriber: Subscriber, ids: Sequence[int], bound: bool) -> None:
+    async def _collect_events(self, subscriber: Subscriber, ids: Sequence[int], is_bound: bool) -> None:
         """Until the prompt's blocks were announced, or for EVENTS_S."""
         deadline = time.monotonic() + (EVENTS_S if self._facts.sources else 0.0)
-        while time.monotonic() < deadline and not self._heard.stored(ids):
+        while time.monotonic() < deadline and not self._received.find_stores(ids):
             item = await asyncio.to_thread(subscriber.get, 0.1)
             if isinstance(item, Message):
-                self._heard.messages.append(item)
-                self._heard.dialled |= bound and item.stream_id.startswith("bound ")
+                self._received.messages.append(item)
+                self._received.worker_connects |= is_bound and item.stream_id.startswith("bound ")
 
-    def _events(self, ids: Sequence[int], deaf: Sequence[EventSource]) -> list[Finding]:
-        heard, stored = self._heard, self._heard.stored(ids)
-        if heard.dialled:
-            text = f"the worker connects to {deaf[0].endpoint} instead of listening there"
+    def _check_events(self, ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
+        received, stores = self._received, self._received.find_stores(ids)
+        if received.worker_connects:
+            text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
-        if not stored:
-            return [self._silent(deaf)]
-        findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stored)} blocks announced")]
-        message, event = stored[0]
-        source = self._source(message)
+        if not stores:
+            return [self._report_silence(silent_sources)]
+        findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stores)} blocks announced")]
+        message, event = stores[0]
+        source = self._source_of(message)
         topic = message.topic.decode("utf-8", "replace")
         if source is not None and source.topic and topic != source.topic:
             findings.append(Finding("topic", False, f"events come under {topic!r}, the worker is said to publish under "
                                     f"{source.topic!r}: correct topic="))  # fmt: skip
-        said = None if source is None else source.block_size or self._facts.block_size
-        sizes = {event.block_size for _, event in stored}
-        if said is not None and said not in sizes and event.group_idx is None:
+        block_size = None if source is None else source.block_size or self._facts.block_size
+        sizes = {event.block_size for _, event in stores}
+        if block_size is not None and block_size not in sizes and event.group_idx is None:
             findings.append(
-                Finding("block size", False, f"the worker says {said} tokens a block, its events {event.block_size}")
+                Finding(
+                    "block size", False, f"the worker says {block_size} tokens a block, its events {event.block_size}"
+                )
             )
         rank = message.decoded_batch.batch.data_parallel_rank
         if source is not None and rank is not None and rank != source.data_parallel_rank:
@@ -265,28 +270,30 @@ class Check:
             findings.append(Finding("rank", False, f"{text}: the addresses are in the wrong order"))
         return findings
 
-    def _silent(self, deaf: Sequence[EventSource]) -> Finding:
-        if len(deaf) == len(self._facts.sources):
-            text = f"nobody listens at {deaf[0].endpoint}"
+    def _report_silence(self, silent_sources: Sequence[EventSource]) -> Finding:
+        if len(silent_sources) == len(self._facts.sources):
+            text = f"nobody listens at {silent_sources[0].endpoint}"
             return Finding("events", False, f"{text}: is it the worker's address, and is the port open from here?")
-        where = ", ".join(source.endpoint for source in self._facts.sources)
-        if self._heard.messages:
+        endpoints = ", ".join(source.endpoint for source in self._facts.sources)
+        if self._received.messages:
             return Finding(
-                "events", False, f"{where} announces other prompts than this one: it is another worker's address"
+                "events", False, f"{endpoints} announces other prompts than this one: it is another worker's address"
             )
-        text = f"a request was answered and {where} said nothing for {EVENTS_S:g} s"
+        text = f"a request was answered and {endpoints} said nothing for {EVENTS_S:g} s"
         return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
 
-    def _source(self, message: Message) -> EventSource | None:
-        return next((one for one in self._facts.sources if str(one.data_parallel_rank) == message.stream_id), None)
+    def _source_of(self, message: Message) -> EventSource | None:
+        return next(
+            (source for source in self._facts.sources if str(source.data_parallel_rank) == message.stream_id), None
+        )
 
-    async def _replayed(self, ids: Sequence[int]) -> Finding:
+    async def _check_replay(self, ids: Sequence[int]) -> Finding:
         sources = [source for source in self._facts.sources if source.replay_endpoint]
         if not sources:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
             return Finding("replay", False, f'{text}; vLLM: "replay_endpoint": "tcp://*:5558"')
         deadline = time.monotonic() + EVENTS_S
-        with Subscriber(self._streams(sources, StartMode.RING)) as subscriber:
+        with Subscriber(self._stream_sources(sources, StartMode.RING)) as subscriber:
             while time.monotonic() < deadline:
                 item = await asyncio.to_thread(subscriber.get, 0.1)
                 if isinstance(item, Message) and item.origin is not Origin.LIVE:
@@ -297,69 +304,73 @@ class Check:
 
     # The answers ----------------------------------------------------------------------------------------------------
 
-    def _cached(self, ids: Sequence[int], asked: tuple[Finding, dict[str, Any]]) -> Finding:
+    def _check_cached(self, ids: Sequence[int], second_answer: tuple[Finding, dict[str, Any]]) -> Finding:
         """The second time the same prompt was sent, against what was announced the first time."""
-        finding, usage = asked
-        if finding.ok is not True:
+        finding, usage = second_answer
+        if finding.is_ok is not True:
             return finding
-        cached = _cached_tokens(usage)
-        if cached is None:
+        cached_tokens = _cached_tokens(usage)
+        if cached_tokens is None:
             text = "the worker does not say how much was cached, so predictions cannot be checked"
             return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
-        if cached == 0:
+        if cached_tokens == 0:
             return Finding(
                 "cached", False, "the same prompt again was computed again: prefix caching is off, or too small"
             )
-        stored = self._heard.stored(ids)
-        events = [event for message in self._heard.messages for event in message.decoded_batch.batch.events]
-        if not stored or any(isinstance(event, BlockStored) and event.group_idx for event in events):
-            return Finding("cached", True, f"{cached} of {len(ids)} tokens of the same prompt again")
-        size = stored[0][1].block_size
-        expected = (len(ids) - 1) // size * size
-        text = f"{expected} tokens predicted for the same prompt again, {cached} reported"
-        return Finding("cached", cached == expected, text)
+        stores = self._received.find_stores(ids)
+        events = [event for message in self._received.messages for event in message.decoded_batch.batch.events]
+        if not stores or any(isinstance(event, BlockStored) and event.group_idx for event in events):
+            return Finding("cached", True, f"{cached_tokens} of {len(ids)} tokens of the same prompt again")
+        block_size = stores[0][1].block_size
+        expected = (len(ids) - 1) // block_size * block_size
+        text = f"{expected} tokens predicted for the same prompt again, {cached_tokens} reported"
+        return Finding("cached", cached_tokens == expected, text)
 
-    async def _salted(self, ids: Sequence[int]) -> Finding:
-        finding, usage = await self._ask("salt", {"prompt": list(ids), "cache_salt": self._salt})
-        if finding.ok is not True:
+    async def _check_salt(self, ids: Sequence[int]) -> Finding:
+        finding, usage = await self._complete("salt", {"prompt": list(ids), "cache_salt": self._salt})
+        if finding.is_ok is not True:
             return Finding("salt", None, f"not taken: {finding.text}")
         if _cached_tokens(usage):
             text = "a prompt with another `cache_salt` was answered from the cache: tenants share one"
             return Finding("salt", False, f"{text}, and hits are predicted too low")
         return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
 
-    async def _adapters(self, ids: Sequence[int], subscriber: Subscriber, bound: bool) -> AsyncIterator[Finding]:
+    async def _check_adapters(
+        self, ids: Sequence[int], subscriber: Subscriber, is_bound: bool
+    ) -> AsyncIterator[Finding]:
         """The first LoRA adapter, if there is one: its blocks must be told from the base model's."""
         adapter = next((model for model in self._facts.models if model.lora is not None), None)
         if adapter is None:
             return
-        finding, usage = await self._ask("LoRA", {"prompt": list(ids), "model": adapter.name})
-        if finding.ok is not True:
+        finding, usage = await self._complete("LoRA", {"prompt": list(ids), "model": adapter.name})
+        if finding.is_ok is not True:
             yield finding
             return
-        turned = [*ids[1:], ids[0]]  # a prompt that nobody else has announced
-        await self._ask("LoRA", {"prompt": turned, "model": adapter.name})
-        await self._listen(subscriber, turned, bound)
-        stored = self._heard.stored(turned)
-        if _cached_tokens(usage) or not all(_names_adapter(event, adapter.name) for _, event in stored):
+        rotated_ids = [*ids[1:], ids[0]]  # a prompt that nobody else has announced
+        await self._complete("LoRA", {"prompt": rotated_ids, "model": adapter.name})
+        await self._collect_events(subscriber, rotated_ids, is_bound)
+        stores = self._received.find_stores(rotated_ids)
+        if _cached_tokens(usage) or not all(_belongs_to_adapter(event, adapter.name) for _, event in stores):
             text = f"blocks of {adapter.name} pass for the base model's: their hits are mistaken"
             yield Finding("LoRA", False, text)
-        elif self._facts.sources and not stored:
+        elif self._facts.sources and not stores:
             yield Finding("LoRA", False, f"blocks of {adapter.name} are not announced")
         else:
             yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
 
-    async def _ask(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
+    async def _complete(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
         """A completion of one token: how it went, and its usage."""
         body = {"model": self._model.name, "max_tokens": 1, "temperature": 0, **fields}
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
         if not isinstance(usage, dict):
-            return Finding(step, False, f"/v1/completions says {_brief(answer)}"), {}
-        said = usage.get("prompt_tokens")
-        if said != len(fields["prompt"]):
-            return Finding(step, False, f"{len(fields['prompt'])} token ids were sent, the worker counts {said}"), usage
-        return Finding(step, True, f"answered, {said} prompt tokens"), usage
+            return Finding(step, False, f"/v1/completions says {_error_text(answer)}"), {}
+        counted_tokens = usage.get("prompt_tokens")
+        if counted_tokens != len(fields["prompt"]):
+            return Finding(
+                step, False, f"{len(fields['prompt'])} token ids were sent, the worker counts {counted_tokens}"
+            ), usage
+        return Finding(step, True, f"answered, {counted_tokens} prompt tokens"), usage
 
     async def _post(self, path: str, body: bytes) -> dict[str, Any]:
         """What was answered, or {"error": why not}."""
@@ -369,16 +380,18 @@ class Check:
                 self._session, self._flag.url + path, method="POST", headers=headers, data=body,
                 seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
             )  # fmt: skip
-            found = json.loads(answer)
+            content = json.loads(answer)
         except (FetchError, ValueError, RecursionError) as error:
             return {"error": str(error)}
-        return found if isinstance(found, dict) and status == 200 else {"error": f"{status}: {_brief(found)}"}
+        return (
+            content if isinstance(content, dict) and status == 200 else {"error": f"{status}: {_error_text(content)}"}
+        )
 
 
-def _bind(feed: EventFeed, deaf: Sequence[EventSource]) -> bool:
+def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> bool:
     """Listen where nobody does, to hear a worker that connects. Works for addresses of this machine only."""
-    bound = False
-    for source in deaf:
+    is_bound = False
+    for source in silent_sources:
         try:
             feed.bind(
                 source.endpoint,
@@ -386,17 +399,17 @@ def _bind(feed: EventFeed, deaf: Sequence[EventSource]) -> bool:
             )
         except zmq.ZMQError:
             continue
-        bound = True
-    return bound
+        is_bound = True
+    return is_bound
 
 
 def _cached_tokens(usage: dict[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    cached_tokens = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached_tokens if isinstance(cached_tokens, int) else None
 
 
-def _names_adapter(event: BlockStored, name: str) -> bool:
+def _belongs_to_adapter(event: BlockStored, name: str) -> bool:
     return (
         event.lora_name == name
         or event.lora_id is not None
@@ -404,7 +417,7 @@ def _names_adapter(event: BlockStored, name: str) -> bool:
     )
 
 
-def _brief(answer: object) -> str:
+def _error_text(answer: object) -> str:
     text = answer.get("error", answer) if isinstance(answer, dict) else answer
     if isinstance(text, dict):
         text = text.get("message", text)
@@ -423,14 +436,14 @@ async def check_all(
     """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
     `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-    sound = True
+    is_sound = True
     with ThreadPoolExecutor(1) as executor:
         prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
         ) as session:
             for flag in flags:
-                async for finding in Check(flag, session, prompts, headers).findings():
+                async for finding in WorkerCheck(flag, session, prompts, headers).run():
                     report(flag.worker_id, finding)
-                    sound &= finding.ok is not False
-    return sound
+                    is_sound &= finding.is_ok is not False
+    return is_sound

@@ -38,7 +38,7 @@ class AdminClient:
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
 
-        async def asked() -> tuple[int, bytes]:
+        async def request() -> tuple[int, bytes]:
             async with aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
             ) as session:
@@ -48,7 +48,7 @@ class AdminClient:
                 )  # fmt: skip
 
         try:
-            status, answer = asyncio.run(asked())
+            status, answer = asyncio.run(request())
         except FetchError as error:
             raise click.ClickException(f"{self.url}: {error}") from None
         if status in (401, 403):
@@ -59,16 +59,16 @@ class AdminClient:
             raise click.ClickException(f"{self.url}{path} answers {status} and no JSON: {error}") from None
 
 
-def asks_router(command: Callable[..., None]) -> Callable[..., None]:
+def router_options(command: Callable[..., None]) -> Callable[..., None]:
     """The argument URL and the options that say how to ask there; `command` gets them as `router`."""
 
     @wraps(command)
     def run(
-        url: str, key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **given: Any
+        url: str, key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **options: Any
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise click.ClickException(f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
-        command(AdminClient(url, key, tls_ca, tls_cert, tls_key), **given)
+        command(AdminClient(url, key, tls_ca, tls_cert, tls_key), **options)
 
     file = click.Path(dir_okay=False)
     for option in (

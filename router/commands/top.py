@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from router.commands.client import AdminClient, asks_router
+from router.commands.client import AdminClient, router_options
 
 COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
 SORTS = ("name", "load", "requests")
@@ -23,30 +23,34 @@ Page = dict[str, Any]
 def rows(now: Page, before: Page | None, seconds: float, sort: str = "name") -> list[list[str]]:
     """One a target, in the order of COLUMNS. "-" where nothing was measured."""
     earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
-    found = []
+    scored_rows = []
     for row in now["workers"]:
         if "target" not in row:  # never reached
-            found.append(([row["worker_id"], row["state"], *["-"] * 6, row.get("state_reason", "")], 0.0, 0.0))
+            scored_rows.append(([row["worker_id"], row["state"], *["-"] * 6, row.get("state_reason", "")], 0.0, 0.0))
             continue
-        last = earlier.get(row["target"], {})
-        sent = row["routed_requests"] - last.get("routed_requests", row["routed_requests"])
-        rate = sent / seconds if last and seconds > 0 else None
+        previous = earlier.get(row["target"], {})
+        new_requests = row["routed_requests"] - previous.get("routed_requests", row["routed_requests"])
+        rate = new_requests / seconds if previous and seconds > 0 else None
         alarms = ", ".join(row["alarms"]) or row["state_reason"]
-        found.append((
+        scored_rows.append((
             [row["target"], row["state"], _number(rate), str(row["prefilling"]), str(row["decoding"]),
              f"{row['queue_s']:.2f}", _tokens(row["predicted_cached_tokens"]), _tokens(row["reported_cached_tokens"]),
              alarms], rate or 0.0, float(row["queue_s"]),
         ))  # fmt: skip
-    keys = {"name": lambda one: one[0][0], "requests": lambda one: -one[1], "load": lambda one: -one[2]}
-    return [cells for cells, _, _ in sorted(found, key=keys[sort])]
+    keys = {
+        "name": lambda scored_row: scored_row[0][0],
+        "requests": lambda scored_row: -scored_row[1],
+        "load": lambda scored_row: -scored_row[2],
+    }
+    return [cells for cells, _, _ in sorted(scored_rows, key=keys[sort])]
 
 
 def summary(now: Page, before: Page | None, seconds: float) -> str:
     """One line on the whole router."""
     states = [row["state"] for row in now["workers"]]
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
-    routed = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
-    rate = f"{routed / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
+    routed_requests = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
+    rate = f"{routed_requests / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
     return (
         f"{counts or 'no workers'}; {rate}, {now['in_flight']} in flight, {now['queued']} queued, "
         f"index {now['index']['entries']:,} blocks in {now['index']['memory_bytes'] / 2**20:.0f} MiB"
@@ -61,12 +65,12 @@ def _tokens(count: int) -> str:
     return f"{count:,}" if count else "-"
 
 
-def look(router: AdminClient) -> Page:
+def fetch_workers(router: AdminClient) -> Page:
     """Raises click.ClickException."""
-    status, told = router.get("/workers", seconds=5)
-    if status != 200 or not isinstance(told, dict) or "workers" not in told:
+    status, page = router.get("/workers", seconds=5)
+    if status != 200 or not isinstance(page, dict) or "workers" not in page:
         raise click.ClickException(f"{router.url}/workers is not a router's ({status})")
-    return told
+    return page
 
 
 @click.command(help="""Watch a router's workers: state, requests, queues, cached tokens, alarms. Ctrl-C ends it.
@@ -75,7 +79,7 @@ def look(router: AdminClient) -> Page:
   router top http://127.0.0.1:8080 --key KEY
   router top --once --sort load
 """)  # fmt: skip
-@asks_router
+@router_options
 @click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds.")
 @click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True)
 @click.option("--once", is_flag=True, help="Print two looks' difference, and end.")
@@ -87,25 +91,25 @@ def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
     except ImportError:
         raise click.ClickException("the package `rich` is missing: install blockcast[top]") from None
 
-    def drawn(now: Page, before: Page | None, seconds: float) -> Table:
+    def make_table(now: Page, before: Page | None, seconds: float) -> Table:
         table = Table(*COLUMNS, title=summary(now, before, seconds), title_justify="left", expand=False)
         for cells in rows(now, before, seconds, sort):
             up = cells[1] in ("up", "draining")
             table.add_row(*cells, style=None if up and not cells[-1] else "yellow" if up else "red")
         return table
 
-    before, at = look(router), time.monotonic()
+    before, polled_s = fetch_workers(router), time.monotonic()
     if once:
         time.sleep(min(every, 2.0))
-        now = look(router)
-        Console().print(drawn(now, before, time.monotonic() - at))
+        now = fetch_workers(router)
+        Console().print(make_table(now, before, time.monotonic() - polled_s))
         return
-    with Live(drawn(before, None, 0.0), screen=True, auto_refresh=False) as live:
+    with Live(make_table(before, None, 0.0), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                now, moment = look(router), time.monotonic()
-                live.update(drawn(now, before, moment - at), refresh=True)
-                before, at = now, moment
+                now, now_s = fetch_workers(router), time.monotonic()
+                live.update(make_table(now, before, now_s - polled_s), refresh=True)
+                before, polled_s = now, now_s
         except KeyboardInterrupt:
             return

@@ -154,7 +154,7 @@ def findings(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
                 url = f"http://127.0.0.1:{free_port()}"
             report = lambda _, one: found.__setitem__(one.step, one)  # noqa: E731
             sound = await check_all([parse_worker_flag(url)], report, **settings)
-        assert sound == all(finding.ok is not False for finding in found.values())
+        assert sound == all(finding.is_ok is not False for finding in found.values())
         return found
 
     return asyncio.run(scenario())
@@ -193,16 +193,16 @@ def test_what_was_planted_is_named(checkpoint: Path, fault: str, monkeypatch: py
         monkeypatch.setattr(check, "EVENTS_S", 0.5)
     step, words = PLANTED[fault]
     found = findings(checkpoint, fault)
-    assert found[step].ok is False, found
+    assert found[step].is_ok is False, found
     assert words in found[step].text
-    others = {name for name, finding in found.items() if finding.ok is False} - {step}
+    others = {name for name, finding in found.items() if finding.is_ok is False} - {step}
     allowed = {"tokenizer": {"template"}, "no caching": {"events"}, "connects": {"replay"}}
     assert others <= allowed.get(fault, set()), found
 
 
 def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
     found = findings(checkpoint, "adapters")
-    assert [finding for finding in found.values() if finding.ok is not True] == []
+    assert [finding for finding in found.values() if finding.is_ok is not True] == []
     assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= found.keys()
     assert "64 tokens predicted" in found["cached"].text
     assert "64 reported" in found["cached"].text
