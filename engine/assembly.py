@@ -48,9 +48,9 @@ class AssembledEngine:
 def model_files(config: EngineConfig) -> tuple[str, Path]:
     """(name, folder) of what is served. Raises ConfigError."""
     if config.simulate is None:
-        from engine.loading import model_folder
+        from engine.loading import resolve_model
 
-        return model_folder(config.model)
+        return resolve_model(config.model)
     from engine.simulation.executor import tokenizer_folder
 
     return tokenizer_folder(config.model)

@@ -13,13 +13,13 @@ import click
 import msgspec
 
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
-from engine.model_files import refuse_missing
+from engine.model_files import check_model_exists
 from options import LoadedConfig
 from options.command import config_command, load_from_command_line, with_flags
 from options.logs import configure_logging
 
-NEEDED_TO_SIMULATE = ("aiohttp", "tokenizers", "jinja2")
-NEEDED = ("torch", "numpy", "safetensors", *NEEDED_TO_SIMULATE)
+SIMULATION_PACKAGES = ("aiohttp", "tokenizers", "jinja2")
+SERVING_PACKAGES = ("torch", "numpy", "safetensors", *SIMULATION_PACKAGES)
 """Packages without which no model is served: looked for before one is loaded in another process."""
 
 HELP = """Run MODEL behind an OpenAI-compatible API and publish what its prefix cache holds.
@@ -52,10 +52,10 @@ def cli() -> None:
 @click.option(
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
 )
-def serve_command(dry_run: bool, **given: Any) -> None:
-    config = parse(given)
-    needed = NEEDED if config.engine.simulate is None else NEEDED_TO_SIMULATE
-    missing = next((name for name in needed if find_spec(name) is None), None)
+def serve_command(dry_run: bool, **parameters: Any) -> None:
+    config = parse_config(parameters)
+    packages = SERVING_PACKAGES if config.engine.simulate is None else SIMULATION_PACKAGES
+    missing = next((name for name in packages if find_spec(name) is None), None)
     if missing is not None:
         raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
     engine_config = config.engine
@@ -65,7 +65,7 @@ def serve_command(dry_run: bool, **given: Any) -> None:
             click.echo(describe(engine_config))
             return
         if engine_config.model is not None:
-            refuse_missing(engine_config.model, weights=engine_config.simulate is None)
+            check_model_exists(engine_config.model, weights=engine_config.simulate is None)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     from engine.http.server import serve
@@ -84,23 +84,23 @@ def describe(config: EngineConfig) -> str:
     return describe_cache(config)
 
 
-def parse(given: dict[str, Any]) -> ServeConfig:
+def parse_config(parameters: dict[str, Any]) -> ServeConfig:
     """The parameters of `serve` as a configuration."""
-    return finish(load_from_command_line(SCHEMA, given))
+    return add_default_events(load_from_command_line(SCHEMA, parameters))
 
 
-def finish(loaded: LoadedConfig) -> ServeConfig:
+def add_default_events(loaded_config: LoadedConfig) -> ServeConfig:
     """Events are on where nothing was said of them."""
-    config: ServeConfig = loaded.config
-    if any(path.startswith("kv_events") for path in loaded.origins):
+    config: ServeConfig = loaded_config.config
+    if any(path.startswith("kv_events") for path in loaded_config.origins):
         return config
     return replace(config, engine=replace(config.engine, kv_events=default_kv_events(config.server.host)))
 
 
-cli.add_command(config_command(SCHEMA, finish))
+cli.add_command(config_command(SCHEMA, add_default_events))
 
 
-def spread_names(args: Sequence[str]) -> list[str]:
+def repeat_name_flag(args: Sequence[str]) -> list[str]:
     """vLLM's `serve MODEL --served-model-name A B` as click wants it: the flag before each name.
 
     Only where MODEL stands right after `serve`; else the words after the first name may be MODEL.
@@ -108,19 +108,21 @@ def spread_names(args: Sequence[str]) -> list[str]:
     args = list(args)
     if len(args) < 2 or args[0] != "serve" or args[1].startswith("-"):
         return args
-    spread: list[str] = []
+    expanded_args: list[str] = []
     names_follow = False
     for word in args:
         if word.startswith("-"):
             names_follow = word == "--served-model-name"
             if not names_follow:
-                spread.append(word)
+                expanded_args.append(word)
         elif names_follow:
-            spread += ["--served-model-name", word]
+            expanded_args += ["--served-model-name", word]
         else:
-            spread.append(word)
-    return spread
+            expanded_args.append(word)
+    return expanded_args
 
 
 def main(args: Sequence[str]) -> None:
-    cli.main(args=spread_names(args), prog_name=Path(sys.argv[0]).stem if "__main__" not in sys.argv[0] else "engine")
+    cli.main(
+        args=repeat_name_flag(args), prog_name=Path(sys.argv[0]).stem if "__main__" not in sys.argv[0] else "engine"
+    )

@@ -22,8 +22,8 @@ Count = Annotated[int, Meta(ge=1, le=10**9, title="N")]
 Tokens = Annotated[int, Meta(ge=1, le=10**9, title="TOKENS")]
 Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", title="DEVICE", examples=["auto", "cpu", "cuda:0"])]
-CallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "granite"]
-ThoughtParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "granite"]
+ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "granite"]
+ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "granite"]
 Backend = Literal["auto", "triton", "flash-attn", "torch", "cpu", "reference"]
 
 EVENTS_HELP = (
@@ -34,7 +34,7 @@ EVENTS_HELP = (
 )
 
 
-STEP_TOKENS = 2048
+DEFAULT_STEP_TOKENS = 2048
 
 
 # fmt: off
@@ -102,9 +102,9 @@ class EngineConfig:
             rank_endpoint(self.kv_events.endpoint, 0)
 
     @property
-    def step_tokens(self) -> int:
+    def step_tokens_max(self) -> int:
         """`max_num_batched_tokens`, or its default."""
-        return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+        return DEFAULT_STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +137,10 @@ class ServerConfig:
         "(docs/weights.md)."] = False
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
-    tool_call_parser: Annotated[CallParserName, Flag(),
+    tool_call_parser: Annotated[ToolCallParserName, Flag(),
         "How the model writes tool calls (docs/tools.md). auto: as its chat template shows; none: calls are text."
     ] = "auto"
-    reasoning_parser: Annotated[ThoughtParserName, Flag(),
+    reasoning_parser: Annotated[ReasoningParserName, Flag(),
         "How the model encloses its thought. auto: as its chat template shows; none: it is told as any other text."
     ] = "auto"
     max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),

@@ -6,14 +6,14 @@ from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.runner import unit_stride_bytes
 from engine.execution.sizing import count_units, resolve_device
-from engine.loading import model_folder
+from engine.loading import resolve_model
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import resolve_dtype
 
 
 def describe_cache(config: EngineConfig) -> str:
     """A few lines for a person. Raises ConfigError or ModelError."""
-    name, folder = model_folder(config.model)
+    name, folder = resolve_model(config.model)
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)
     model = build_model(hf_config, Shard(0, config.tensor_parallel_size))
@@ -22,13 +22,13 @@ def describe_cache(config: EngineConfig) -> str:
     tokens = units * spec.blocks_per_unit(0) * spec.block_size
     lines = [
         f"{name}: {units:,} units of {unit_stride_bytes(spec):,} bytes on {device}, up to {tokens:,} tokens of KV",
-        *_groups(spec),
+        *_describe_groups(spec),
         f"  padding: at most {spec.padding_share:.2%} of a unit",
     ]
     return "\n".join(lines)
 
 
-def _groups(spec: CacheSpec) -> list[str]:
+def _describe_groups(spec: CacheSpec) -> list[str]:
     lines = []
     for index, group in enumerate(spec.groups):
         window = "" if group.sliding_window is None else f", window {group.sliding_window:,}"

@@ -75,7 +75,7 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
-class _Job:
+class _PromptJob:
     """One prompt under way."""
 
     request_id: str
@@ -86,7 +86,7 @@ class _Job:
     choices: list[Choice] = field(default_factory=list)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
 
@@ -105,13 +105,13 @@ class LLM:
 
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
-        config = _config(model, kv_events_config, settings)
+        config = _make_config(model, kv_events_config, settings)
         _, folder = model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
         self._factory = DetokenizerFactory(self._tokenizer.hf)
-        self._assembled: AssembledEngine | None = assemble(config, self._tokenizer)
-        self._core = self._assembled.core
-        self.info = self._assembled.info
+        self._engine: AssembledEngine | None = assemble(config, self._tokenizer)
+        self._core = self._engine.core
+        self.info = self._engine.info
         self._limits = ModelLimits(
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
@@ -130,9 +130,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the publisher's addresses. Idempotent."""
-        if self._assembled is not None:
-            self._assembled.close()
-            self._assembled = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -157,10 +157,14 @@ class LLM:
 
         Raises RequestError, naming the prompt or parameter, before anything is computed.
         """
-        given = _prompt_list(prompts)
-        read = [self._read(prompt, f"prompts[{number}]") for number, prompt in enumerate(given)]
-        salts = [_salt(prompt, number) for number, prompt in enumerate(given)]
-        return self._run(read, self._spread(sampling_params, len(given)), salts, priority, use_tqdm)
+        prompt_list = _prompt_list(prompts)
+        encoded_prompts = [
+            self._encode_prompt(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompt_list)
+        ]
+        salts = [_get_salt(prompt, number) for number, prompt in enumerate(prompt_list)]
+        return self._run(
+            encoded_prompts, self._params_per_prompt(sampling_params, len(prompt_list)), salts, priority, use_tqdm
+        )
 
     def chat(
         self,
@@ -178,7 +182,7 @@ class LLM:
         conversations: list[list[dict[str, Any]]] = (
             [list(messages)] if messages and isinstance(messages[0], Mapping) else [list(chat) for chat in messages]
         )
-        read: list[tuple[str | None, list[int]]] = []
+        encoded_prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
             request = ChatRequest(
                 messages=conversation,
@@ -189,46 +193,50 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             text = self._tokenizer.render_chat_text(request)
-            read.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
-        salts: list[str | None] = [None] * len(read)
-        return self._run(read, self._spread(sampling_params, len(read)), salts, None, use_tqdm)
+            encoded_prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
+        salts: list[str | None] = [None] * len(encoded_prompts)
+        return self._run(
+            encoded_prompts, self._params_per_prompt(sampling_params, len(encoded_prompts)), salts, None, use_tqdm
+        )
 
-    def _read(self, prompt: Prompt, where: str) -> tuple[str | None, list[int]]:
+    def _encode_prompt(self, prompt: Prompt, param: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], where)
+                return prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param)
             if not isinstance(prompt.get("prompt"), str):
-                raise RequestError(f"{where}: expected the key prompt or prompt_token_ids", param=where)
+                raise RequestError(f"{param}: expected the key prompt or prompt_token_ids", param=param)
             return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
-        return None, _token_ids(prompt, where)
+        return None, _check_token_ids(prompt, param)
 
-    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _params_per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [self._checked(params)] * count
+            return [self._check_params(params)] * count
         if len(params) != count:
             raise ValueError(f"sampling_params: got {len(params)}, expected one, or one for each of {count} prompts")
-        return [self._checked(one) for one in params]
+        return [self._check_params(prompt_params) for prompt_params in params]
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
+    def _check_params(self, params: SamplingParams) -> SamplingParams:
         """With the constraint of what its answers must match, compiled. Raises RequestError."""
         params = check_params(params, self._limits)
         if params.structured_outputs is None:
             return params
-        asked = CompletionRequest(prompt="", structured_outputs=params.structured_outputs)
-        constraint = build_constraint(asked, self._tokenizer, self._limits)
+        completion_request = CompletionRequest(prompt="", structured_outputs=params.structured_outputs)
+        constraint = build_constraint(completion_request, self._tokenizer, self._limits)
         if constraint is not None:
-            assert self._assembled is not None
-            assert self._assembled.grammars is not None
-            constraint = check_constraint(self._assembled.grammars.vocabulary, constraint)
+            assert self._engine is not None
+            assert self._engine.grammars is not None
+            constraint = check_constraint(self._engine.grammars.vocabulary, constraint)
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(
         self,
-        read: list[tuple[str | None, list[int]]],
+        encoded_prompts: list[tuple[str | None, list[int]]],
         params: list[SamplingParams],
         salts: Sequence[str | None],
         priority: Sequence[int] | None,
@@ -236,14 +244,16 @@ class LLM:
     ) -> list[RequestOutput]:
         if priority is not None:
             priority = msgspec.convert(priority, list[Int64])
-            if len(priority) != len(read):
-                raise ValueError(f"priority: got {len(priority)} values, expected one for each of {len(read)} prompts")
+            if len(priority) != len(encoded_prompts):
+                raise ValueError(
+                    f"priority: got {len(priority)} values, expected one for each of {len(encoded_prompts)} prompts"
+                )
         jobs = [
-            self._job(text, ids, own, salt, priority[number] if priority else 0, number)
-            for number, ((text, ids), own, salt) in enumerate(zip(read, params, salts))
+            self._make_job(text, ids, job_params, salt, priority[number] if priority else 0, number)
+            for number, ((text, ids), job_params, salt) in enumerate(zip(encoded_prompts, params, salts))
         ]
         by_id = {request.request_id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
-        progress = _Progress(len(jobs), enabled=use_tqdm)
+        progress = _Progress(len(jobs), is_shown=use_tqdm)
         try:
             for job in jobs:
                 for request in job.requests:
@@ -256,17 +266,17 @@ class LLM:
                     piece = job.choices[index].push(output)
                     if piece.should_abort:
                         self._core.abort([output.request_id])
-                    progress.tokens(len(piece.token_ids))
-                    if piece.finish_reason is not None and job.done:
-                        progress.finish(job)
+                    progress.count_tokens(len(piece.token_ids))
+                    if piece.finish_reason is not None and job.is_done:
+                        progress.count_prompt(job)
         finally:
             progress.close()
             self._core.abort(list(by_id))  # only what an exception (or Ctrl-C) has left behind
-        return [self._result(job) for job in jobs]
+        return [self._make_output(job) for job in jobs]
 
-    def _job(
+    def _make_job(
         self, text: str | None, ids: list[int], params: SamplingParams, salt: str | None, priority: int, number: int
-    ) -> _Job:
+    ) -> _PromptJob:
         check_prompt(ids, self._limits, f"prompts[{number}]")
         params = fit_max_tokens(params, self._limits, len(ids))
         name = str(next(self._numbers))
@@ -275,59 +285,61 @@ class LLM:
             make_choice(i, request.params, self._factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)
         ]
-        return _Job(name, text, ids, params, requests, choices)
+        return _PromptJob(name, text, ids, params, requests, choices)
 
-    def _result(self, job: _Job) -> RequestOutput:
+    def _make_output(self, job: _PromptJob) -> RequestOutput:
         first = job.choices[0]
         prompt_logprobs = None
         if first.prompt_logprobs is not None:
-            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in first.prompt_logprobs]
+            prompt_logprobs = [
+                None if entry is None else self._convert_logprobs(entry) for entry in first.prompt_logprobs
+            ]
         return RequestOutput(
             request_id=job.request_id,
             prompt=job.prompt,
             prompt_token_ids=job.token_ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[self._completion(choice) for choice in job.choices],
+            outputs=[self._make_completion(choice) for choice in job.choices],
             num_cached_tokens=first.cached_tokens,
         )
 
-    def _completion(self, choice: Choice) -> CompletionOutput:
-        scored = choice.params.logprobs is not None
+    def _make_completion(self, choice: Choice) -> CompletionOutput:
+        has_logprobs = choice.params.logprobs is not None
         return CompletionOutput(
             index=choice.index,
             text=choice.text,
             token_ids=choice.token_ids,
-            cumulative_logprob=sum(entry.logprob for entry in choice.logprobs) if scored else None,
-            logprobs=[self._logprobs(entry) for entry in choice.logprobs] if scored else None,
+            cumulative_logprob=sum(entry.logprob for entry in choice.logprobs) if has_logprobs else None,
+            logprobs=[self._convert_logprobs(entry) for entry in choice.logprobs] if has_logprobs else None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
 
-    def _logprobs(self, entry: TokenLogprobs) -> Logprobs:
-        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
-        ranked = {entry.token_id: (entry.logprob, entry.rank), **ranked}
+    def _convert_logprobs(self, entry: TokenLogprobs) -> Logprobs:
+        ranks_by_token = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+        ranks_by_token = {entry.token_id: (entry.logprob, entry.rank), **ranks_by_token}
         return {
             token_id: Logprob(logprob, rank, self._factory.token_bytes(token_id).decode("utf-8", "replace"))
-            for token_id, (logprob, rank) in ranked.items()
+            for token_id, (logprob, rank) in ranks_by_token.items()
         }
 
 
 class _Progress:
     """vLLM's bar: prompts done, and the speed of input and output so far."""
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
+    def __init__(self, total: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
         self._input = self._output = 0
         self._bar: Any = None
-        if enabled:
+        if is_shown:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
 
-    def tokens(self, count: int) -> None:
+    def count_tokens(self, count: int) -> None:
         self._output += count
 
-    def finish(self, job: _Job) -> None:
+    def count_prompt(self, job: _PromptJob) -> None:
         self._input += len(job.token_ids)
         if self._bar is not None:
             elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
@@ -340,50 +352,52 @@ class _Progress:
             self._bar.close()
 
 
-def _config(
+def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
     for name in ("trust_remote_code", "disable_log_stats"):
         settings.pop(name, None)  # known to callers of other engines; without effect here
-    known = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise TypeError(f"LLM() got unknown settings: {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    setting_names = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
+    unknown_names = sorted(set(settings) - setting_names)
+    if unknown_names:
+        raise TypeError(
+            f"LLM() got unknown settings: {', '.join(unknown_names)}; known are: {', '.join(sorted(setting_names))}"
+        )
     if kv_events is None:
-        events = KVEventsConfig()
+        events_config = KVEventsConfig()
     elif isinstance(kv_events, KVEventsConfig):
-        events = kv_events
+        events_config = kv_events
     else:
-        events = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
-    given = {name: value for name, value in settings.items() if value is not None}
-    config: EngineConfig = load(Schema(EngineConfig, "engine"), table=given).config
-    return replace(config, model=model, kv_events=events)
+        events_config = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
+    config_table = {name: value for name, value in settings.items() if value is not None}
+    config: EngineConfig = load(Schema(EngineConfig, "engine"), table=config_table).config
+    return replace(config, model=model, kv_events=events_config)
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt in any form, or several, as a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    items: list[Any] = list(_iterable(prompts))
+    items: list[Any] = list(_check_iterable(prompts))
     return [items] if items and isinstance(items[0], int) else items
 
 
-def _token_ids(values: object, where: str) -> list[int]:
+def _check_token_ids(values: object, param: str) -> list[int]:
     """Token ids, of any kind of integer."""
     try:
-        return list(map(operator.index, _iterable(values)))
+        return list(map(operator.index, _check_iterable(values)))
     except TypeError:
-        raise RequestError(f"{where}: expected token ids, which are integers", param=where) from None
+        raise RequestError(f"{param}: expected token ids, which are integers", param=param) from None
 
 
-def _salt(prompt: Prompt, number: int) -> str | None:
+def _get_salt(prompt: Prompt, number: int) -> str | None:
     try:
         return msgspec.convert(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None, Salt | None)
     except msgspec.ValidationError as error:
         raise RequestError(f"prompts[{number}].cache_salt: {error}", param="cache_salt") from None
 
 
-def _iterable(value: object) -> Iterable[Any]:
+def _check_iterable(value: object) -> Iterable[Any]:
     if not isinstance(value, Iterable):
         raise RequestError(f"prompts: got {type(value).__name__}, expected texts or token ids", param="prompts")
     return value

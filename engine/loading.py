@@ -22,7 +22,7 @@ from engine.execution.sizing import (
     step_tokens,
 )
 from engine.grammars import Grammars
-from engine.model_files import locate
+from engine.model_files import locate_model
 from engine.models import CausalLM, HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
 from kernels.cpu.packed import multiplies_in_hardware
@@ -37,10 +37,10 @@ CPU_TARGET_PREFILL_TOKENS = 256
 """Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
 
 
-def model_folder(model: str | None) -> tuple[str, Path]:
-    """(name, folder) of a checkpoint: `locate`'s, or the built-in random model. Raises ConfigError."""
+def resolve_model(model: str | None) -> tuple[str, Path]:
+    """(name, folder) of a checkpoint: `locate_model`'s, or the built-in random model. Raises ConfigError."""
     if model is not None:
-        return locate(model)
+        return locate_model(model)
     from engine.tiny.model import PRESETS, cached_model
 
     return BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET])
@@ -49,20 +49,20 @@ def model_folder(model: str | None) -> tuple[str, Path]:
 def load(config: EngineConfig, folder: Path) -> Executor:
     """Raises ConfigError and ModelError (ValueErrors), MemoryError, RunnerLostError where another rank ends."""
     if config.tensor_parallel_size == 1:
-        return _load(config, folder, None)
+        return _load_executor(config, folder, None)
     from engine.parallel.ranks import Leader  # one rank needs none of it
 
     rank_device(config, 0)  # what these refuse they refuse before any process is started
     build_model(HfConfig.read(folder), Shard(0, config.tensor_parallel_size))
     leader = Leader(config.tensor_parallel_size)
     try:
-        return _load(config, folder, leader)
+        return _load_executor(config, folder, leader)
     except BaseException:
         leader.close()
         raise
 
 
-def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
+def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
     torch.set_num_threads(config.num_threads)
     device = rank_device(config, 0)
     if leader is not None:
@@ -72,49 +72,51 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     config = replace(config, max_num_batched_tokens=step_tokens(config, model, device))
     spec = model.cache_spec(config.block_size, dtype)
     max_model_len = resolve_max_len(config, model)
-    agree = None
+    all_reduce_min = None
     if leader is not None:
         leader.await_loaded(device)
-        agree = leader.all_reduce_min
+        all_reduce_min = leader.all_reduce_min
     host_units = count_host_units(config, spec)
-    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
-    made: list[ModelRunner] = []
+    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=all_reduce_min)
+    runners: list[ModelRunner] = []
 
-    def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
-        own = make_runner(
+    def make_executor_runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
+        rank_runner = make_runner(
             config, model, spec, unit_count, dtype=dtype, device=device, max_model_len=max_model_len,
             eos_token_ids=eos_token_ids, grammars=grammars,
         )  # fmt: skip
-        leading: Runner = own if leader is None else leader.make_leading_runner(own, unit_count, max_model_len)
-        own.record_decode_steps(sequences_max(config))
-        made.append(own)
-        return leading
+        leading_runner: Runner = (
+            rank_runner if leader is None else leader.make_leading_runner(rank_runner, unit_count, max_model_len)
+        )
+        rank_runner.record_decode_steps(sequences_max(config))
+        runners.append(rank_runner)
+        return leading_runner
 
     def close() -> None:
-        while made:
-            made.pop().close()
+        while runners:
+            runners.pop().close()
         if leader is not None:
             leader.close()
 
-    loaded = LoadedModel(config, model, folder, dtype, device, made)
+    loaded_model = LoadedModel(config, model, folder, dtype, device, runners)
     return Executor(
         spec=spec,
-        sleep=loaded.sleep,
-        wake=loaded.wake,
-        reload=loaded.reload,
+        sleep=loaded_model.sleep,
+        wake=loaded_model.wake,
+        reload=loaded_model.reload,
         unit_count=unit_count,
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        make_runner=runner,
+        make_runner=make_executor_runner,
         close=close,
-        watch=lambda lost: None if leader is None else leader.watch(lost),
+        watch=lambda on_lost: None if leader is None else leader.watch(on_lost),
         simulation_lag=lambda: None,
-        step_tokens_max=config.step_tokens,
+        step_tokens_max=config.step_tokens_max,
         host_units=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
-        copy_s=lambda: made[0].moves.copy_s if made else 0.0,
+        copy_s=lambda: runners[0].moves.copy_s if runners else 0.0,
         overlap=overlaps(config, device),
         target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )
@@ -125,44 +127,44 @@ class LoadedModel:
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device,
-        made: list[ModelRunner],
+        runners: list[ModelRunner],
     ) -> None:  # fmt: skip
-        """`folder`: of the weights. `made`: the runner, once it is there."""
+        """`folder`: of the weights. `runners`: the runner, once it is there."""
         self._config, self._model, self._folder = config, model, folder
-        self._dtype, self._device, self._made = dtype, device, made
-        self._level = 0
+        self._dtype, self._device, self._runners = dtype, device, runners
+        self._sleep_level = 0
 
-    def _check(self, what: str) -> None:
+    def _check_possible(self, operation: str) -> None:
         if self._config.tensor_parallel_size > 1:
             raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
-        if what == "sleep" and self._made[0].records:
+        if operation == "sleep" and self._runners[0].records:
             raise ConfigError("decode steps are recorded: start with --enforce-eager")
 
     def sleep(self, level: int) -> None:
         """Raises ConfigError."""
-        self._check("sleep")
-        self._made[0].free_pool()
+        self._check_possible("sleep")
+        self._runners[0].free_pool()
         for weight in self._model.weights:
             if level == 2:
                 weight.drop()
             elif self._device.type != "cpu":
                 weight.move(torch.device("cpu"))
-        self._level = level
+        self._sleep_level = level
 
     def wake(self) -> None:
         """Raises ModelError, OSError, RuntimeError."""
-        if self._level == 2:
+        if self._sleep_level == 2:
             load_weights(self._model, self._folder, self._dtype, self._device)
         else:
             for weight in self._model.weights:
                 weight.move(self._device)
-        self._made[0].take_pool()
-        self._level = 0
+        self._runners[0].take_pool()
+        self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:
         """Raises ConfigError, ModelError, OSError, RuntimeError."""
-        self._check("reload")
-        folder = self._folder if path is None else locate(path)[1]
+        self._check_possible("reload")
+        folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._model, folder, self._dtype, self._device)
         self._folder = folder
 

@@ -30,19 +30,19 @@ _DEFAULT_SAMPLING = {
 }
 
 
-def locate(model: str, *, weights: bool = True) -> tuple[str, Path]:
+def locate_model(model: str, *, weights: bool = True) -> tuple[str, Path]:
     """(name, folder) of a checkpoint: a folder, or a name in the local Hugging Face cache.
 
     A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set; without its
     `weights`, if they are not needed. Raises ConfigError.
     """
-    folder = find(model)
+    folder = find_local_folder(model)
     if folder is not None:
         return model, folder
     return model, _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
 
 
-def find(model: str) -> Path | None:
+def find_local_folder(model: str) -> Path | None:
     """The folder of a checkpoint on this machine; None where the hub has to be asked. Takes no time. Raises ConfigError
     where neither can be."""
     folder = Path(model).expanduser()
@@ -63,10 +63,10 @@ def find(model: str) -> Path | None:
     return None
 
 
-def refuse_missing(model: str, *, weights: bool = True) -> None:
+def check_model_exists(model: str, *, weights: bool = True) -> None:
     """Raise ConfigError where a checkpoint is seen at a glance to be missing: before a process is started for it.
     `weights`: the model is loaded too, not only its tokenizer."""
-    folder = find(model)
+    folder = find_local_folder(model)
     if folder is None:
         if find_spec("huggingface_hub") is None:
             raise ConfigError(NO_HUB.format(model))
@@ -96,13 +96,13 @@ def default_sampling(folder: Path) -> dict[str, float | int]:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-    found: dict[str, float | int] = {}
+    sampling: dict[str, float | int] = {}
     for name, types in _DEFAULT_SAMPLING.items():
         value = values.get(name) if isinstance(values, dict) else None
         if isinstance(value, types) and not isinstance(value, bool):
-            found["max_tokens" if name == "max_new_tokens" else name] = value
+            sampling["max_tokens" if name == "max_new_tokens" else name] = value
     try:
-        msgspec.convert(found, SamplingParams)
+        msgspec.convert(sampling, SamplingParams)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}; --generation-config vllm does without it") from error
-    return found
+    return sampling

@@ -46,7 +46,7 @@ BLOCK_COST_BYTES = 1_200_000
 
 def sequences_max(config: EngineConfig) -> int:
     """Most sequences that a step may have."""
-    return min(config.max_num_seqs, config.step_tokens)
+    return min(config.max_num_seqs, config.step_tokens_max)
 
 
 def size_cache(
@@ -71,7 +71,7 @@ def size_cache(
                 dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
             )  # fmt: skip
 
-        tokens = config.step_tokens
+        tokens = config.step_tokens_max
         try:
             step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
         except torch.OutOfMemoryError as error:
@@ -212,10 +212,12 @@ def step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> 
     filled by far fewer, and all who decode wait for as long as a step takes: of a large model those of about a second.
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
-        return config.step_tokens
+        return config.step_tokens_max
     multiplies = sum(math.prod(weight.shape) for weight in model.weights if weight.multiplies)
     fitting = int(CPU_STEP_PRODUCTS * config.num_threads / multiplies)
-    return min(max(1 << max(fitting.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs), config.step_tokens)
+    return min(
+        max(1 << max(fitting.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs), config.step_tokens_max
+    )
 
 
 def load_bytes_max(
@@ -228,7 +230,7 @@ def load_bytes_max(
     such a share would take longer than computing the same: there a step loads as much as it could compute.
     """
     if device.type != "cpu":
-        return config.step_tokens * sum(group.token_bytes for group in spec.groups)
+        return config.step_tokens_max * sum(group.token_bytes for group in spec.groups)
     read = [weight for weight in model.weights if weight.multiplies]
     weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
     return max(1, int(weights * LOAD_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))

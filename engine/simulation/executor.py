@@ -10,7 +10,7 @@ from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
 from engine.grammars import Grammars, unsupported_reason
-from engine.model_files import locate
+from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import Answers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
@@ -27,7 +27,7 @@ BLOCKS_MAX = 10_000_000
 
 def tokenizer_folder(model: str | None) -> tuple[str, Path]:
     """(name to serve, folder of the tokenizer): MODEL's, of which no weights are needed, or a small one of our own."""
-    return ("simulated", cached_tokenizer()) if model is None else locate(model, weights=False)
+    return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
 
 def load(config: EngineConfig, folder: Path) -> Executor:
@@ -48,7 +48,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        times = spec.times(config.step_tokens, config.time_scale)
+        times = spec.times(config.step_tokens_max, config.time_scale)
         constrained = None
         if grammars is not None:
             constrained = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
@@ -80,7 +80,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         close=close,
         watch=lambda lost: None,
         simulation_lag=lambda: runners[0].lateness if runners else None,
-        step_tokens_max=config.step_tokens,
+        step_tokens_max=config.step_tokens_max,
         reload=_no_weights,
         script=spec.turns,
     )
@@ -89,7 +89,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
 def _no_weights(path: str | None) -> None:
     """A folder that is not there is one here too."""
     if path is not None:
-        locate(path, weights=False)
+        locate_model(path, weights=False)
 
 
 def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:

@@ -12,7 +12,7 @@ import torch
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.execution.sizing import CACHE_TOKENS_MAX, check_fits, count_units, resolve_device, step_tokens
-from engine.model_files import locate
+from engine.model_files import locate_model
 from engine.models import HfConfig, build_model
 from options import ConfigError
 
@@ -33,9 +33,9 @@ def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert locate(str(tmp_path)) == (str(tmp_path), tmp_path)
+    assert locate_model(str(tmp_path)) == (str(tmp_path), tmp_path)
     snapshot = make_hub(tmp_path, "org/cached")
-    assert locate("org/cached") == ("org/cached", snapshot)
+    assert locate_model("org/cached") == ("org/cached", snapshot)
 
     requested_models: list[str] = []
 
@@ -48,14 +48,14 @@ def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch:
     hub: Any = types.ModuleType("huggingface_hub")
     hub.snapshot_download = snapshot_download
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", hub)
-    assert locate("org/new") == ("org/new", tmp_path)
+    assert locate_model("org/new") == ("org/new", tmp_path)
     with pytest.raises(ConfigError, match=r"org/missing.*404"):
-        locate("org/missing")
+        locate_model("org/missing")
     with pytest.raises(ConfigError, match="no such folder"):
-        locate("./org/typo")
+        locate_model("./org/typo")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="no such folder"):
-        locate("org/new")
+        locate_model("org/new")
     assert requested_models == ["org/new", "org/missing"]
 
 

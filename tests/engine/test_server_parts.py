@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from engine.api.choice import make_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, sampling_params
-from engine.cli import parse, serve_command, spread_names
+from engine.cli import parse_config, repeat_name_flag, serve_command
 from engine.config import EngineConfig, default_kv_events, is_loopback
 from engine.http import server
 from engine.http.metrics import Histogram
@@ -192,12 +192,12 @@ def test_histogram_buckets_are_prometheus_buckets(values: list[float]) -> None:
     ],
 )
 def test_vllms_way_to_give_several_names(given_args: str, expected: str) -> None:
-    assert spread_names(given_args.split()) == expected.split()
+    assert repeat_name_flag(given_args.split()) == expected.split()
 
 
 def parse_args(*args: str) -> Any:
     context = serve_command.make_context("serve", list(args))
-    config = parse(dict(context.params))
+    config = parse_config(dict(context.params))
     return config.engine, config.server
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from programs import Program, call, wait_until
 
-from engine.loading import model_folder
+from engine.loading import resolve_model
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 PROMPT = "What was computed once is not computed again, unless it was computed by others. " * 8
@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    _, first = model_folder(None)
+    _, first = resolve_model(None)
     model_folders = [first]
     for name in ("second", "broken"):
         folder = tmp_path_factory.mktemp("weights") / name
