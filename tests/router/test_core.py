@@ -45,8 +45,8 @@ def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> 
     model = ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)
     core, _ = make("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
     prompt = list(range(200))
-    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(40)]
-    workers = [sent_to(core.route(one, 1.0)) for one in asked]
+    requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(40)]
+    workers = [sent_to(core.route(route_request, 1.0)) for route_request in requests]
     assert workers[0] == workers[1] == workers[2]
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
 
@@ -54,8 +54,8 @@ def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> 
 def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_worker() -> None:
     core, index = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
     prompt = list(range(200))
-    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
-    results = [core.route(one, 1.0 + 0.001 * i) for i, one in enumerate(asked)]
+    requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
+    results = [core.route(route_request, 1.0 + 0.001 * i) for i, route_request in enumerate(requests)]
     first = [sent_to(result) for result in results]
     assert sorted(first[:4]) == ["a", "b", "c", "d"]
     for result in results[4:]:  # all have something to do: what was promised counts
@@ -65,9 +65,9 @@ def test_until_a_first_token_was_seen_nobody_waits_for_a_promise_beside_an_idle_
     index.store(core.workers[first[0]].holders[0], prompt)
     for name in ("r1", "r2", "r3"):
         core.finish_request(name, None, 1.2)
-    again = core.route(request("later", prompt + [9] * 4, output_tokens_max=4), 1.2)
-    assert isinstance(again, Forward)
-    assert again.decision.predicted_cached_tokens == 200
+    later_result = core.route(request("later", prompt + [9] * 4, output_tokens_max=4), 1.2)
+    assert isinstance(later_result, Forward)
+    assert later_result.decision.predicted_cached_tokens == 200
 
 
 def test_ties_rotate() -> None:
@@ -103,11 +103,11 @@ def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
 
 def test_retry_goes_elsewhere_then_gives_up() -> None:
     core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
-    tried = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
+    workers = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
     for _ in range(2):
-        (again,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.1)
-        tried.append(sent_to(again))
-    assert sorted(tried) == ["a", "b", "c"]
+        (retry,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.1)
+        workers.append(sent_to(retry))
+    assert sorted(workers) == ["a", "b", "c"]
     (refusal,) = core.fail_attempt("r", FailureKind.SERVER_ERROR, 0.2)
     assert isinstance(refusal, Refuse)
     assert refusal.status == 502
@@ -140,9 +140,9 @@ def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
 def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
     core, _ = make("a")
     core.mark_worker_down("a", 0.0, "test")
-    refused = core.route(request("r0", [1]), 0.5)
-    assert isinstance(refused, Refuse)
-    assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_worker", 1.0)
+    refusal = core.route(request("r0", [1]), 0.5)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.status, refusal.code, refusal.retry_after_s) == (503, "no_worker", 1.0)
     core.tick(1.0)
     assert sent_to(core.route(request("r1", [1]), 1.0)) == "a"
     assert isinstance(core.route(request("r2", [1]), 1.0), Refuse), "the probe has not come back"
@@ -167,8 +167,8 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     core, _ = make("abc", CoreConfig(retry=RetryConfig(budget_min=1, budget_ratio=0.0)))
     first = sent_to(core.route(request("r", [1]), 0.0))
     other = sent_to(core.route(request("s", [2]), 0.0))
-    (again,) = core.move_request("r", 1.0)
-    assert sent_to(again) != first
+    (retry,) = core.move_request("r", 1.0)
+    assert sent_to(retry) != first
     assert core.workers[first].failures == 0
     assert core.move_request("s", 1.0) == [], "the budget is used up"
     assert core.tracker.requests["s"].target.worker_id == other
@@ -216,16 +216,16 @@ def test_a_request_that_may_end_workers_is_retried_once(first: FailureKind, seco
     core.route(request("r", [1]), 0.0)
     for kind, now in ((first, 0.1), (second, 0.2)):
         # a worker that takes the request on a kept connection, and cannot be reached then, may have been ended by it
-        told, *_ = core.fail_attempt("r", kind, now, was_sent=kind is FailureKind.CONNECT)
-        assert isinstance(told, Forward if now < 0.2 else Refuse)
+        instruction, *_ = core.fail_attempt("r", kind, now, was_sent=kind is FailureKind.CONNECT)
+        assert isinstance(instruction, Forward if now < 0.2 else Refuse)
     core.check_invariants()
 
 
 def test_a_stream_that_ends_workers_before_its_first_token_goes_on_once() -> None:
     core, _ = make("abcd")
-    asked = request("r", [1])
-    core.route(asked, 0.0)
-    assert isinstance(core.fail_attempt("r", FailureKind.STREAM, 0.1, asked)[0], Forward)
+    route_request = request("r", [1])
+    core.route(route_request, 0.0)
+    assert isinstance(core.fail_attempt("r", FailureKind.STREAM, 0.1, route_request)[0], Forward)
     assert isinstance(core.fail_attempt("r", FailureKind.RESET, 0.2)[0], Refuse)
     core.check_invariants()
 
@@ -244,8 +244,8 @@ def test_no_tenant_uses_up_the_retries_of_others() -> None:
     for i in range(20):
         for tenant in ("loud", "quiet") if i == 10 else ("loud",):
             core.route(request(f"{tenant}{i}", [i], tenant=tenant), 0.0)
-            told = core.fail_attempt(f"{tenant}{i}", FailureKind.SERVER_ERROR, 0.1)[0]
-            outcomes[tenant, type(told).__name__] += 1
+            instruction = core.fail_attempt(f"{tenant}{i}", FailureKind.SERVER_ERROR, 0.1)[0]
+            outcomes[tenant, type(instruction).__name__] += 1
     assert outcomes == {("loud", "Forward"): 3, ("loud", "Refuse"): 17, ("quiet", "Forward"): 1}
 
 
@@ -305,8 +305,8 @@ def test_models_merge_and_loras_resolve() -> None:
     core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
     assert set(core.registry.models()) == {"m", "n", "tuned"}
     assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
-    tuned = request("r", [1, 2]).replace(model="tuned", scope=Scope("n", lora="tuned"))
-    assert sent_to(core.route(tuned, 0.0)) == "b"
+    lora_request = request("r", [1, 2]).replace(model="tuned", scope=Scope("n", lora="tuned"))
+    assert sent_to(core.route(lora_request, 0.0)) == "b"
 
 
 def test_session_affinity_keeps_a_session_while_its_worker_lives() -> None:
@@ -333,16 +333,16 @@ def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
     prompt = list(range(64 * 30 + 1))
     first = core.route(request("r0", prompt), 0.0)
     core.finish_request("r0", None, 1.0)
-    again = core.route(request("r1", prompt), 100.0)
-    assert sent_to(again) == sent_to(first)
-    assert isinstance(again, Forward)
-    assert again.decision.predicted_cached_tokens == 64 * 30
+    second = core.route(request("r1", prompt), 100.0)
+    assert sent_to(second) == sent_to(first)
+    assert isinstance(second, Forward)
+    assert second.decision.predicted_cached_tokens == 64 * 30
     core.finish_request("r1", None, 101.0)
     other = [10_000 + i for i in range(64 * 30)]
     core.route(request("r2", other, worker=sent_to(first)), 200.0)
-    explained = core.explain(request("r3", prompt), 201.0)
-    assert not isinstance(explained, Refuse)
-    by_worker = {t.worker: t.cached_tokens for t in explained.candidates}
+    explanation = core.explain(request("r3", prompt), 201.0)
+    assert not isinstance(explanation, Refuse)
+    by_worker = {t.worker: t.cached_tokens for t in explanation.candidates}
     assert by_worker[sent_to(first)] < 64 * 30, "the older prompt was evicted in part"
 
 
@@ -360,15 +360,15 @@ def test_explain_changes_nothing_and_agrees_with_route() -> None:
     prompt = list(range(300))
     index.store(core.workers["c"].holders[0], prompt[:200])
     core.set_draining("b", 0.0)
-    explained = core.explain(request("r", prompt), 0.0)
-    assert not isinstance(explained, Refuse)
-    assert [t.worker for t in explained.candidates] == ["c", "a"]
-    assert explained.not_eligible == {"b": "draining"}
+    explanation = core.explain(request("r", prompt), 0.0)
+    assert not isinstance(explanation, Refuse)
+    assert [t.worker for t in explanation.candidates] == ["c", "a"]
+    assert explanation.not_eligible == {"b": "draining"}
     assert not core.tracker.requests
     assert not index.pins
     result = core.route(request("r", prompt), 0.0, explain=True)
     assert isinstance(result, Forward)
-    assert result.decision.candidates == explained.candidates
+    assert result.decision.candidates == explanation.candidates
 
 
 HOLDING = CoreConfig(queue=QueueConfig(fair=True, enqueue_above_s=0.5, requests_max=5, wait_s_max=5.0))
@@ -407,31 +407,31 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     core, index = make("ab", config)
     hot = list(range(300))
     index.store(core.workers["a"].holders[0], hot)
-    placed = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
-    workers = {sent_to(p) for p in placed if isinstance(p, Forward)}
-    queued_for = {core._queue.target_of(p.request_id)[0] for p in placed if isinstance(p, Enqueue)}
+    placements = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
+    workers = {sent_to(p) for p in placements if isinstance(p, Forward)}
+    queued_for = {core._queue.target_of(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
     assert "b" in workers | queued_for
-    explained = core.tick(0.05)
-    assert all(isinstance(i, Forward) for i in explained)
+    instructions = core.tick(0.05)
+    assert all(isinstance(i, Forward) for i in instructions)
 
 
 def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:
     core, _ = make("a", HOLDING)
     core.route(request("big", None, prompt_tokens=90_000), 0.0)
-    held = [core.route(request(f"h{i}", None, prompt_tokens=50), 0.0) for i in range(2)]
-    dated = core.route(request("dated", None, prompt_tokens=50, deadline_s=2.0), 0.0)
-    assert all(isinstance(h, Enqueue) for h in [*held, dated])
-    refused = core.route(request("h3", None), 0.0)
-    assert isinstance(refused, Refuse)
-    assert (refused.status, refused.code) == (429, "queue_full")
-    assert refused.retry_after_s is not None
-    assert refused.retry_after_s > 1.0
+    placements = [core.route(request(f"h{i}", None, prompt_tokens=50), 0.0) for i in range(2)]
+    with_deadline = core.route(request("dated", None, prompt_tokens=50, deadline_s=2.0), 0.0)
+    assert all(isinstance(h, Enqueue) for h in [*placements, with_deadline])
+    refusal = core.route(request("h3", None), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.status, refusal.code) == (429, "queue_full")
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s > 1.0
     (late,) = core.tick(2.0)
     assert isinstance(late, Refuse)
     assert (late.request_id, late.code) == ("dated", "deadline")
-    done = core.tick(5.0)
-    assert all(isinstance(i, Refuse) and i.code == "queue_full" for i in done), "nobody else pays for its wait"
-    assert [getattr(i, "request_id", None) for i in done] == ["h0", "h1"]
+    instructions = core.tick(5.0)
+    assert all(isinstance(i, Refuse) and i.code == "queue_full" for i in instructions), "nobody else pays for its wait"
+    assert [getattr(i, "request_id", None) for i in instructions] == ["h0", "h1"]
 
 
 def test_usage_feeds_the_watchdog() -> None:
@@ -449,12 +449,12 @@ HUGE = 4_000_000
 
 def test_an_estimate_never_refuses_and_a_count_does() -> None:
     core, _ = make("ab")
-    estimated = core.route(request("guess", prompt_tokens=HUGE), 0.0)
-    assert isinstance(estimated, Forward)
+    estimate_result = core.route(request("guess", prompt_tokens=HUGE), 0.0)
+    assert isinstance(estimate_result, Forward)
     assert not isinstance(core.explain(request("asked", prompt_tokens=HUGE), 0.0), Refuse)
-    counted = core.route(request("counted", range(100_001)), 0.0)
-    assert isinstance(counted, Refuse)
-    assert counted.code == "context_length_exceeded"
+    exact_result = core.route(request("counted", range(100_001)), 0.0)
+    assert isinstance(exact_result, Refuse)
+    assert exact_result.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("end", ["refused", "aborted", "reset", "overloaded"])
@@ -462,7 +462,7 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
     """A prompt that nobody computes must not make its worker dear for the minute that utilisation is averaged over."""
     core, _ = make("ab", models=(ServedModel(MODEL, MODEL),))
     rng = random.Random(3)
-    used = 0.0
+    utilisation = 0.0
     now = 0.0
     huge = list(range(HUGE))
     for number in range(10):
@@ -479,9 +479,9 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
             core.fail_attempt(f"huge{number}", FailureKind.RESET if end == "reset" else FailureKind.OVERLOADED, now + 1)
         core.mark_worker_up("a", now + 1)
         (row,) = [row for row in core.snapshot(now + 1).workers if row.target == "a"]
-        used = max(used, row.utilisation)
+        utilisation = max(utilisation, row.utilisation)
         core.check_invariants()
-    assert used < 0.01
+    assert utilisation < 0.01
     assert {sent_to(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
 
 
@@ -558,8 +558,8 @@ class Books(RuleBasedStateMachine):
         self.count = 0
         self.open: dict[str, str] = {}
         """request -> "held" or "sent", as the edge knows it."""
-        self.started: set[str] = set()
-        self.held_since: dict[str, float] = {}
+        self.streaming_ids: set[str] = set()
+        self.queued_since: dict[str, float] = {}
 
     def apply(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:
@@ -567,14 +567,14 @@ class Books(RuleBasedStateMachine):
                 state = self.core.workers[instruction.decision.worker].state
                 assert state in (WorkerState.UP, WorkerState.PROBING), f"sent to a worker that is {state}"
                 self.open[instruction.request_id] = "sent"
-                self.held_since.pop(instruction.request_id, None)
+                self.queued_since.pop(instruction.request_id, None)
             elif isinstance(instruction, Enqueue):
                 self.open[instruction.request_id] = "held"
-                self.held_since.setdefault(instruction.request_id, self.now)
+                self.queued_since.setdefault(instruction.request_id, self.now)
             elif isinstance(instruction, Refuse):
                 self.open.pop(instruction.request_id, None)
-                self.started.discard(instruction.request_id)
-                self.held_since.pop(instruction.request_id, None)
+                self.streaming_ids.discard(instruction.request_id)
+                self.queued_since.pop(instruction.request_id, None)
 
     def pick(self, data: st.DataObject, kinds: Sequence[str] = ("sent",)) -> str:
         return data.draw(st.sampled_from(sorted(r for r, state in self.open.items() if state in kinds)))
@@ -599,7 +599,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
         request_id = self.pick(data)
-        self.started.add(request_id)
+        self.streaming_ids.add(request_id)
         self.apply(self.core.record_first_token(request_id, self.now))
 
     @precondition(lambda self: "sent" in self.open.values())
@@ -619,16 +619,16 @@ class Books(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request_id = self.pick(data, ("sent", "held"))
         del self.open[request_id]
-        self.held_since.pop(request_id, None)
+        self.queued_since.pop(request_id, None)
         self.apply(self.core.abort_request(request_id, self.now))
 
     @precondition(lambda self: "sent" in self.open.values())
     @rule(data=st.data(), kind=st.sampled_from(list(FailureKind)))
     def fail(self, data: st.DataObject, kind: FailureKind) -> None:
         request_id = self.pick(data)
-        gone = kind in (FailureKind.STALLED, FailureKind.STREAM) or request_id in self.started
+        is_forgotten = kind in (FailureKind.STALLED, FailureKind.STREAM) or request_id in self.streaming_ids
         instructions = self.core.fail_attempt(request_id, kind, self.now)
-        if gone:
+        if is_forgotten:
             del self.open[request_id]
         else:
             mine = [i for i in instructions if getattr(i, "request_id", None) == request_id]
@@ -642,7 +642,7 @@ class Books(RuleBasedStateMachine):
         before = self.core.tracker.requests[request_id]
         instructions = self.core.move_request(request_id, self.now, is_stalled=stalled)
         if instructions:
-            assert request_id not in self.started
+            assert request_id not in self.streaming_ids
             assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
         else:
             assert self.core.tracker.requests[request_id] is before
@@ -681,8 +681,8 @@ class Books(RuleBasedStateMachine):
             return
         self.core.check_invariants()
         assert set(self.core.tracker.requests) == {r for r, state in self.open.items() if state == "sent"}
-        for request_id, since in self.held_since.items():
-            assert self.now - since <= 3.0 + 0.05, f"{request_id} has been held for too long"
+        for request_id, queued_s in self.queued_since.items():
+            assert self.now - queued_s <= 3.0 + 0.05, f"{request_id} has been held for too long"
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -690,7 +690,7 @@ class Books(RuleBasedStateMachine):
         while self.open:
             request_id = next(iter(self.open))
             del self.open[request_id]
-            self.held_since.pop(request_id, None)
+            self.queued_since.pop(request_id, None)
             end = self.core.abort_request(request_id, self.now)
             self.apply(end)
         self.core.tick(self.now + 10.0)

@@ -24,15 +24,15 @@ WARM, MORE = 1000, 3000
 
 def entries(root: object) -> int:
     """Of all containers that can be reached."""
-    seen, waiting, count = {id(root)}, [root], 0
+    visited_ids, waiting, count = {id(root)}, [root], 0
     while waiting:
-        for found in gc.get_referents(waiting.pop()):
-            if id(found) in seen or isinstance(found, (type, types.ModuleType, types.FunctionType)):
+        for referent in gc.get_referents(waiting.pop()):
+            if id(referent) in visited_ids or isinstance(referent, (type, types.ModuleType, types.FunctionType)):
                 continue
-            seen.add(id(found))
-            waiting.append(found)
-            if isinstance(found, CONTAINERS):
-                count += len(found)
+            visited_ids.add(id(referent))
+            waiting.append(referent)
+            if isinstance(referent, CONTAINERS):
+                count += len(referent)
     return count
 
 
@@ -40,8 +40,8 @@ def play(core: RouterCore, first: int, count: int) -> None:
     """Ten prompts again and again; requests end, are given up, fail and are refused by turns."""
     for i in range(first, first + count):
         now, name, prompt = float(i), f"r{i}", [i % 10] * 300
-        asked = request(name, prompt, output_tokens_max=4, stream=True, session=f"s{i % 7}", tenant=f"t{i % 3}")
-        if not isinstance(core.route(asked, now), Forward):
+        route_request = request(name, prompt, output_tokens_max=4, stream=True, session=f"s{i % 7}", tenant=f"t{i % 3}")
+        if not isinstance(core.route(route_request, now), Forward):
             raise AssertionError(f"{name} was not sent")
         if i % 11 == 0:
             core.abort_request(name, now + 0.1)

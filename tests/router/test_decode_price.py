@@ -29,15 +29,15 @@ def pool(workers: int = 8, learn: bool = True, **changes: object) -> RouterCore:
     return core
 
 
-def ask(name: str, own: int, **changes: object) -> RouteRequest:
-    ids = SYSTEM + [100_000 + own] * 50
+def make_request(name: str, number: int, **changes: object) -> RouteRequest:
+    ids = SYSTEM + [100_000 + number] * 50
     return RouteRequest(name, "m", SCOPE, ids, len(ids), **changes)  # type: ignore[arg-type]
 
 
 def send(core: RouterCore, request: RouteRequest, now: float) -> str:
-    placed = core.route(request, now, explain=True)
-    assert isinstance(placed, Forward)
-    return placed.decision.worker
+    placement = core.route(request, now, explain=True)
+    assert isinstance(placement, Forward)
+    return placement.decision.worker
 
 
 def answer(core: RouterCore, name: str, at: float, tokens: int, usage: ReportedUsage | None) -> float:
@@ -52,13 +52,13 @@ def answer(core: RouterCore, name: str, at: float, tokens: int, usage: ReportedU
 
 def burst(core: RouterCore, now: float, count: int = 64, **changes: object) -> Counter[str]:
     """Requests that come at once; how many each worker got."""
-    return Counter(send(core, ask(f"burst{i}", 1000 + i, **changes), now + i * 1e-3) for i in range(count))
+    return Counter(send(core, make_request(f"burst{i}", 1000 + i, **changes), now + i * 1e-3) for i in range(count))
 
 
 def test_sequential_sessions_stay_together_and_a_burst_spreads_at_once() -> None:
     core, now, homes = pool(), 0.0, set()
     for i in range(20):
-        homes.add(send(core, ask(f"r{i}", i), now))
+        homes.add(send(core, make_request(f"r{i}", i), now))
         now = answer(core, f"r{i}", now, 1000, ReportedUsage(1050, 0, 1000))
     assert len(homes) == 1, "one at a time, nothing is gained by computing the shared prompt twice"
     spread = burst(core, now + 1.0)
@@ -71,7 +71,7 @@ def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> N
     core = pool()
     for i in range(400):
         now = i * 0.05
-        send(core, ask(f"r{i}", i), now)
+        send(core, make_request(f"r{i}", i), now)
         core.record_first_token(f"r{i}", now + 0.04)
     running = [target.requests for target in core.tracker.targets.values()]
     assert max(running) <= 1.25 * 50, running
@@ -80,7 +80,7 @@ def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> N
 def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short() -> None:
     """60 requests a second of 0.6 s each before 16 workers: 36 run. On six workers a step is 4 % longer than on all."""
     running: list[tuple[float, str]] = []
-    core, sent = pool(16, learn=False, cache_view=CacheView.APPROXIMATE), Counter[str]()
+    core, sent_counts = pool(16, learn=False, cache_view=CacheView.APPROXIMATE), Counter[str]()
     for i in range(1200):
         now = i / 60
         while running and running[0][0] <= now:
@@ -89,9 +89,9 @@ def test_a_hot_prompt_spreads_over_idle_workers_although_its_answers_are_short()
         home = send(core, RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids)), now)
         core.record_first_token(f"r{i}", now + 0.012)
         heapq.heappush(running, (now + 0.6, f"r{i}"))
-        sent[home] += i >= 300
-    assert len(sent) >= 6, sent
-    assert max(sent.values()) <= 0.2 * 900, sent
+        sent_counts[home] += i >= 300
+    assert len(sent_counts) >= 6, sent_counts
+    assert max(sent_counts.values()) <= 0.2 * 900, sent_counts
 
 
 def test_what_has_ended_is_not_hot() -> None:
@@ -154,7 +154,7 @@ def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
     for name in ("w0", "w1"):
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(ServedModel("m", "m"),)), 0.0)
     for i in range(4):
-        send(core, ask(f"r{i}", i), 0.0)
+        send(core, make_request(f"r{i}", i), 0.0)
         core.record_first_token(f"r{i}", 0.1)
     core.check_invariants()
 
@@ -163,11 +163,11 @@ def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
 def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> None:
     core, now = pool(), 0.0
     for i in range(30):
-        send(core, ask(f"r{i}", i, output_tokens_max=output_max), now)
+        send(core, make_request(f"r{i}", i, output_tokens_max=output_max), now)
         now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
-    placed = core.route(ask("last", 99, output_tokens_max=output_max), now)
-    assert isinstance(placed, Forward)
-    expected = placed.decision.terms.output_tokens
+    placement = core.route(make_request("last", 99, output_tokens_max=output_max), now)
+    assert isinstance(placement, Forward)
+    expected = placement.decision.terms.output_tokens
     assert expected == (1.0 if output_max == 1 else pytest.approx(100, rel=0.1))
     core.abort_request("last", now)
     assert len(burst(core, now, output_tokens_max=output_max)) >= (1 if output_max == 1 else 4)
@@ -180,11 +180,11 @@ def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> 
 def test_an_answer_that_may_not_end_earlier_is_expected_so_long(least: int, most: int, expected: int) -> None:
     core, now = pool(), 0.0
     for i in range(30):
-        send(core, ask(f"r{i}", i), now)
+        send(core, make_request(f"r{i}", i), now)
         now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
-    placed = core.route(ask("last", 99, output_tokens_min=least, output_tokens_max=most), now)
-    assert isinstance(placed, Forward)
-    assert placed.decision.terms.output_tokens == pytest.approx(expected, rel=0.1)
+    placement = core.route(make_request("last", 99, output_tokens_min=least, output_tokens_max=most), now)
+    assert isinstance(placement, Forward)
+    assert placement.decision.terms.output_tokens == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("reported", [0, 10**9 - 1])
@@ -192,13 +192,13 @@ def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported: int) -> No
     """One worker of eight reports absurd answers. 1e9 tokens are more than any engine says in that time."""
     core, now = pool(), 0.0
     for i in range(200):
-        worker = send(core, ask(f"r{i}", i, worker=f"w{i % 8}"), now)
+        worker = send(core, make_request(f"r{i}", i, worker=f"w{i % 8}"), now)
         core.record_first_token(f"r{i}", now + 0.03)
         core.record_progress(f"r{i}", 96)
         usage = ReportedUsage(1050, 0, reported if worker == "w0" else 100)
         now += 0.03 + 0.015 * 100
         core.finish_request(f"r{i}", usage, now)
-    expected = core.explain(ask("x", 7), now)
+    expected = core.explain(make_request("x", 7), now)
     assert not hasattr(expected, "status")
     assert 50 < expected.terms.output_tokens < 1000  # type: ignore[union-attr]
     spread = burst(core, now)
@@ -210,7 +210,7 @@ def test_a_worker_that_reports_nothing_is_spread_over_all_the_same() -> None:
     """No usage, no stream, no capacity: what is in flight is known all the same."""
     core, now = pool(), 0.0
     for i in range(40):
-        send(core, ask(f"r{i}", i, stream=False), now)
+        send(core, make_request(f"r{i}", i, stream=False), now)
         now += 5.0
         core.finish_request(f"r{i}", None, now)
         core.check_invariants()
@@ -222,7 +222,7 @@ def test_a_worker_that_reports_nothing_is_spread_over_all_the_same() -> None:
 def test_what_an_attempt_booked_is_taken_back() -> None:
     core = pool(cache_tokens=20_000)
     for i in range(40):
-        send(core, ask(f"r{i}", i), 0.0)
+        send(core, make_request(f"r{i}", i), 0.0)
     for i in range(40):
         if i % 3 == 0:
             core.abort_request(f"r{i}", 1.0)
@@ -234,14 +234,14 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
             core.fail_attempt(f"r{i}", FailureKind.STREAM, 2.0)
         core.check_invariants()
     for target in core.tracker.targets.values():
-        booked = (
+        counters = (
             target.requests,
             target.remaining_tokens,
             target.pending_tokens,
             target.context_tokens,
             target.shared_tokens,
         )
-        assert booked == (0, 0.0, 0, 0, 0)
+        assert counters == (0, 0.0, 0, 0, 0)
         assert target.running_chunks is not None
         assert not target.running_chunks.counts()
         assert target.free_tokens == 20_000
@@ -249,10 +249,10 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
 
 def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
     """Workers of 16k tokens. Six long prompts that share nothing fill one; six that share all but a little do not."""
-    for shared, waits in ((False, True), (True, False)):
+    for is_shared, waits in ((False, True), (True, False)):
         core = pool(2, cache_tokens=16_000)
         for i in range(6):
-            ids = [0 if shared else i] * 2500 + [i] * 40
+            ids = [0 if is_shared else i] * 2500 + [i] * 40
             core.route(RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids), worker="w0"), 0.0)
             core.record_first_token(f"r{i}", 1.0)
         ids = [77] * 2500
@@ -280,12 +280,15 @@ def test_room_comes_when_a_request_ends_whole() -> None:
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
 def test_expected_lengths_stay_within_reason(said: list[int]) -> None:
     lengths = OutputLengths()
-    asked, bounded = ask("r", 1, session="s"), ask("r", 1, session="s", output_tokens_max=7)
-    assert lengths.expect(asked) == TOKENS_PRIOR
+    route_request, bounded_request = (
+        make_request("r", 1, session="s"),
+        make_request("r", 1, session="s", output_tokens_max=7),
+    )
+    assert lengths.expect(route_request) == TOKENS_PRIOR
     for tokens in said:
-        lengths.record(asked, tokens)
-        assert 1.0 <= lengths.expect(asked) <= TOKENS_MAX
-        assert lengths.expect(bounded) <= 7.0
+        lengths.record(route_request, tokens)
+        assert 1.0 <= lengths.expect(route_request) <= TOKENS_MAX
+        assert lengths.expect(bounded_request) <= 7.0
 
 
 def test_lengths_are_learned_by_session_prompt_and_model() -> None:
@@ -312,26 +315,26 @@ def serve(core: RouterCore, seats: dict[str, int], count: int, gap_s: float, ans
     events: list[tuple[float, int, str, str]] = [(i * gap_s, i, "ask", f"r{i}") for i in range(count)]
     waiting: dict[str, list[tuple[str, float]]] = {name: [] for name in seats}
     running: Counter[str] = Counter()
-    waited: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
     home: dict[str, str] = {}
     while events:
-        now, order, what, name = heapq.heappop(events)
-        if what == "ask":
-            home[name] = send(core, ask(name, order), now)
+        now, order, event, name = heapq.heappop(events)
+        if event == "ask":
+            home[name] = send(core, make_request(name, order), now)
             waiting[home[name]].append((name, now))
         else:
             core.finish_request(name, ReportedUsage(1050, 1000, int(answer_s / 0.012)), now)
             running[home[name]] -= 1
         worker = home[name]
         while waiting[worker] and running[worker] < seats[worker]:
-            begun, asked_s = waiting[worker].pop(0)
+            request_id, asked_s = waiting[worker].pop(0)
             running[worker] += 1
-            core.record_first_token(begun, now + 0.012)
-            heapq.heappush(events, (now + 0.012 + answer_s, order, "end", begun))
-            if now - asked_s > 1.0 and int(begun[1:]) > count // 2:
-                waited[worker] += 1
+            core.record_first_token(request_id, now + 0.012)
+            heapq.heappush(events, (now + 0.012 + answer_s, order, "end", request_id))
+            if now - asked_s > 1.0 and int(request_id[1:]) > count // 2:
+                waits[worker] += 1
     core.check_invariants()
-    return waited
+    return waits
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -341,6 +344,6 @@ def test_nobody_waits_for_a_seat_while_another_worker_has_one(told: bool) -> Non
     if told:
         model = (ServedModel("m", "m"),)
         core.add_worker(WorkerSpec("w0", "http://w0", models=model, max_num_seqs=8), 0.0)
-    waited = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
+    waits = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
     assert core.tracker.targets["w0"].max_num_seqs == 8
-    assert sum(waited.values()) <= 5, waited
+    assert sum(waits.values()) <= 5, waits

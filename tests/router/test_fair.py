@@ -18,7 +18,7 @@ from router.decide.queue import QueuePosition, RequestQueue
 FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
 
 
-def held(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
+def put_request(queue: RequestQueue, name: str, tenant: str, seconds: float, number: int) -> None:
     place = QueuePosition(tenant, False, 0, float(number))
     queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse_at_deadline=False)
 
@@ -31,35 +31,35 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
     lines: dict[str, list[float]], data: st.DataObject
 ) -> None:
     queue, given_s, late = RequestQueue(FAIR), defaultdict[str, float](float), data.draw(st.sampled_from(sorted(lines)))
-    since: dict[str, float] = {}
+    given_before_s: dict[str, float] = {}
     for tenant, sizes in lines.items():
         for number, seconds in enumerate(sizes):
             if tenant != late:
-                held(queue, f"{tenant}{number}", tenant, seconds, number)
+                put_request(queue, f"{tenant}{number}", tenant, seconds, number)
     comes = data.draw(st.integers(0, len(queue)))
-    served = 0
-    while len(queue) or late not in since:
+    served_count = 0
+    while len(queue) or late not in given_before_s:
         if (
-            served >= comes and late not in since
+            served_count >= comes and late not in given_before_s
         ):  # one comes later: it saves up nothing, and it waits for nobody's past
-            since = dict(given_s)
-            since[late] = given_s[late]
+            given_before_s = dict(given_s)
+            given_before_s[late] = given_s[late]
             for number, seconds in enumerate(lines[late]):
-                held(queue, f"{late}{number}", late, seconds, number)
+                put_request(queue, f"{late}{number}", late, seconds, number)
             given_s = defaultdict(float)
         (name,) = queue.next_requests(1)
-        predicted = queue.next_requests(1000)
+        expected_order = queue.next_requests(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
-        waiting = {one[0] for one in predicted}
+        waiting = {one[0] for one in expected_order}
         queue.charge(QueuePosition(tenant, False, 0, 0.0), seconds)
         queue.remove(name)
         queue.check_invariants()
-        assert queue.next_requests(1000) == predicted[1:], "what is tried next is known beforehand"
+        assert queue.next_requests(1000) == expected_order[1:], "what is tried next is known beforehand"
         given_s[tenant] += seconds
-        served += 1
-        for one in waiting & {left[0] for left in predicted[1:]}:
-            for other in waiting & {left[0] for left in predicted[1:]}:
-                if late in since or one != late != other:
+        served_count += 1
+        for one in waiting & {queued_name[0] for queued_name in expected_order[1:]}:
+            for other in waiting & {queued_name[0] for queued_name in expected_order[1:]}:
+                if late in given_before_s or one != late != other:
                     assert given_s[one] - given_s[other] <= 2 * (max(lines[one]) + max(lines[other])) + 1e-9
 
 
@@ -69,14 +69,17 @@ def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]
     queue, sizes = RequestQueue(FAIR), dict[str, float]()
     for number, (tenant, seconds, sends) in enumerate(steps):
         place = QueuePosition(tenant, False, 0, float(number))
-        ahead = queue.prefill_ahead_of(place)
+        ahead_s = queue.prefill_ahead_of(place)
         name = f"{tenant}{number}"
-        held(queue, name, tenant, seconds, number)
+        put_request(queue, name, tenant, seconds, number)
         sizes[name] = seconds
         order = queue.next_requests(1000)
-        before = sum(sizes[one] for one in order[: order.index(name)])
-        ties = sum(sizes[one] for one in order if one[0] != tenant)
-        assert ahead.get("w", 0.0) == pytest.approx(before) or ahead.get("w", 0.0) <= before <= ahead.get("w", 0) + ties
+        before = sum(sizes[queued_name] for queued_name in order[: order.index(name)])
+        ties = sum(sizes[queued_name] for queued_name in order if queued_name[0] != tenant)
+        assert (
+            ahead_s.get("w", 0.0) == pytest.approx(before)
+            or ahead_s.get("w", 0.0) <= before <= ahead_s.get("w", 0) + ties
+        )
         if sends:
             first = queue.next_requests(1)[0]
             queue.charge(QueuePosition(first[0], False, 0, 0.0), sizes[first])
@@ -93,18 +96,18 @@ class Fleet:
         self.free_s = dict.fromkeys("abcdefgh"[:workers], 0.0)
         self.ends: list[tuple[float, str]] = []
         self.latency: dict[str, list[float]] = defaultdict(list)
-        self.arrived: dict[str, tuple[float, str, int]] = {}
+        self.arrivals_by_id: dict[str, tuple[float, str, int]] = {}
         self.done_tokens = 0
 
     def perform(self, instructions: list[object], now: float) -> None:
-        for one in instructions:
-            if isinstance(one, Forward):
-                worker = one.decision.worker
-                tokens = self.arrived[one.request_id][2]
+        for instruction in instructions:
+            if isinstance(instruction, Forward):
+                worker = instruction.decision.worker
+                tokens = self.arrivals_by_id[instruction.request_id][2]
                 self.free_s[worker] = max(self.free_s[worker], now) + tokens * 1e-3
-                heapq.heappush(self.ends, (self.free_s[worker], one.request_id))
+                heapq.heappush(self.ends, (self.free_s[worker], instruction.request_id))
             else:
-                assert isinstance(one, Enqueue), one
+                assert isinstance(instruction, Enqueue), instruction
 
     def run(self, arrivals: list[tuple[float, str, int]], until_s: float) -> None:
         """(time, tenant, tokens) each, in order."""
@@ -117,12 +120,12 @@ class Fleet:
                 at_s, tenant, tokens = arrivals[number]
                 name = f"{tenant}-{number}"
                 number += 1
-                self.arrived[name] = at_s, tenant, tokens
-                asked = request(name, None, prompt_tokens=tokens, tenant=tenant, output_tokens_max=1)
-                self.perform([self.core.route(asked, now)], now)
+                self.arrivals_by_id[name] = at_s, tenant, tokens
+                route_request = request(name, None, prompt_tokens=tokens, tenant=tenant, output_tokens_max=1)
+                self.perform([self.core.route(route_request, now)], now)
             else:
                 _, name = heapq.heappop(self.ends)
-                at_s, tenant, tokens = self.arrived.pop(name)
+                at_s, tenant, tokens = self.arrivals_by_id.pop(name)
                 self.latency[tenant].append(now - at_s)
                 if now <= until_s:
                     self.done_tokens += tokens
@@ -133,13 +136,13 @@ class Fleet:
 
 
 def arrivals(seed: int, tenants: dict[str, tuple[float, int]], seconds: float) -> list[tuple[float, str, int]]:
-    rng, found = random.Random(seed), []
+    rng, schedule = random.Random(seed), []
     for tenant, (rate, tokens) in sorted(tenants.items()):
         at_s = rng.expovariate(rate)
         while at_s < seconds:
-            found.append((at_s, tenant, tokens))
+            schedule.append((at_s, tenant, tokens))
             at_s += rng.expovariate(rate)
-    return sorted(found)
+    return sorted(schedule)
 
 
 def p99(values: list[float]) -> float:
@@ -162,8 +165,8 @@ def test_who_has_just_come_passes_by_nobody() -> None:
     assert isinstance(core.route(small, 0.2), Enqueue)
     assert core.tick(1.0) == []
     assert isinstance(core.route(request("big2", None, tenant="big", **asks), 1.6), Enqueue)
-    sent = [one.request_id for one in core.tick(1.6) if isinstance(one, Forward)]
-    assert sent in (["small"], ["big1"]), "whose turn it is"
+    forwarded_ids = [instruction.request_id for instruction in core.tick(1.6) if isinstance(instruction, Forward)]
+    assert forwarded_ids in (["small"], ["big1"]), "whose turn it is"
     core.check_invariants()
 
 
@@ -173,12 +176,16 @@ def test_a_tenant_that_fills_the_queue_leaves_room_and_is_told_in_the_end() -> N
     core.route(request("first", None, prompt_tokens=900_000), 0.0)
     kinds = [type(core.route(request(f"big{n}", None, prompt_tokens=900, tenant="big"), 0.0)) for n in range(20)]
     assert kinds == [Enqueue] * 8 + [Refuse] * 12
-    others = [core.route(request(f"o{n}", None, prompt_tokens=9, tenant=f"o{n % 2}"), 1.0) for n in range(20)]
-    assert sum(isinstance(one, Enqueue) for one in others) == 6, "never all of it"
+    other_placements = [core.route(request(f"o{n}", None, prompt_tokens=9, tenant=f"o{n % 2}"), 1.0) for n in range(20)]
+    assert sum(isinstance(instruction, Enqueue) for instruction in other_placements) == 6, "never all of it"
     late = core.tick(5.5)
-    assert {type(one) for one in late} == {Refuse}, "what would be sent now would be paid for by all others"
-    assert {(one.status, one.code) for one in late if isinstance(one, Refuse)} == {(429, "queue_full")}
-    assert sorted(one.request_id for one in late) == sorted(f"big{n}" for n in range(8))
+    assert {type(instruction) for instruction in late} == {Refuse}, (
+        "what would be sent now would be paid for by all others"
+    )
+    assert {(instruction.status, instruction.code) for instruction in late if isinstance(instruction, Refuse)} == {
+        (429, "queue_full")
+    }
+    assert sorted(instruction.request_id for instruction in late) == sorted(f"big{n}" for n in range(8))
     core.check_invariants()
 
 
@@ -191,10 +198,12 @@ def test_ten_times_the_load_beside_three_small_ones(seed: int) -> None:
     fair.run(arriving, 200.0)
     first_come.run(arriving, 200.0)
     for tenant in SMALL:
-        alone = Fleet(1, FAIR)
-        alone.run([one for one in arriving if one[1] == tenant], 200.0)
-        assert p99(fair.latency[tenant]) <= 1.2 * p99(alone.latency[tenant]), tenant
-        assert p99(first_come.latency[tenant]) > 20 * p99(alone.latency[tenant]), "there is something to be fair about"
+        single_tenant_fleet = Fleet(1, FAIR)
+        single_tenant_fleet.run([one for one in arriving if one[1] == tenant], 200.0)
+        assert p99(fair.latency[tenant]) <= 1.2 * p99(single_tenant_fleet.latency[tenant]), tenant
+        assert p99(first_come.latency[tenant]) > 20 * p99(single_tenant_fleet.latency[tenant]), (
+            "there is something to be fair about"
+        )
     assert fair.done_tokens >= 0.97 * first_come.done_tokens
 
 
@@ -210,9 +219,9 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
     for number in range(40):
         for tenant, share in (("one", 1.0), ("two", 2.0)):
             name = f"{tenant}-{number}"
-            fleet.arrived[name] = 0.0, tenant, 100
-            asked = request(name, None, prompt_tokens=100, tenant=tenant, share=share, output_tokens_max=1)
-            fleet.perform([fleet.core.route(asked, 0.0)], 0.0)
+            fleet.arrivals_by_id[name] = 0.0, tenant, 100
+            route_request = request(name, None, prompt_tokens=100, tenant=tenant, share=share, output_tokens_max=1)
+            fleet.perform([fleet.core.route(route_request, 0.0)], 0.0)
     fleet.run([], 0.0)
     assert sum(latency < 3.0 for latency in fleet.latency["two"]) == pytest.approx(20, abs=2)
     assert sum(latency < 3.0 for latency in fleet.latency["one"]) == pytest.approx(10, abs=2)
@@ -226,12 +235,12 @@ def test_the_background_waits_until_nothing_else_does() -> None:
     assert sent_to(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", "what is not background never waits"
     assert core.record_first_token("b1", 0.2) == []
     assert core.finish_request("b1", None, 0.3) == [], "there is a prompt to prefill"
-    (sent,) = core.record_first_token("f1", 0.4)
-    assert isinstance(sent, Forward)
-    assert sent.request_id == "b2"
+    (forward,) = core.record_first_token("f1", 0.4)
+    assert isinstance(forward, Forward)
+    assert forward.request_id == "b2"
     assert isinstance(core.route(request("b3", [7] * 100, priority=100), 0.5), Enqueue)
-    late = [one for one in core.tick(51.0) if isinstance(one, Forward)]
-    assert [one.request_id for one in late] == ["b3"], "in the end it is sent all the same"
+    late = [instruction for instruction in core.tick(51.0) if isinstance(instruction, Forward)]
+    assert [instruction.request_id for instruction in late] == ["b3"], "in the end it is sent all the same"
     core.check_invariants()
 
 
@@ -250,18 +259,18 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
     service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
     core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     core.route(request("r0", list(range(400)), output_tokens_max=1), 0.0)
-    refused = core.route(request("r1", list(range(500, 800)), output_tokens_max=1, **asks), 0.0)
-    assert isinstance(refused, Refuse)
-    assert (refused.status, refused.code) == (429, "too_slow")
-    assert refused.retry_after_s is not None
-    again_s = refused.retry_after_s
+    refusal = core.route(request("r1", list(range(500, 800)), output_tokens_max=1, **asks), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.status, refusal.code) == (429, "too_slow")
+    assert refusal.retry_after_s is not None
+    again_s = refusal.retry_after_s
     early = core.route(request("r2", list(range(500, 800)), output_tokens_max=1, **asks), again_s - 0.05)
     assert isinstance(early, Refuse), "no sooner"
     assert sent_to(core.route(request("r3", list(range(500, 800)), output_tokens_max=1, **asks), again_s + 0.05)) == "a"
-    never = core.route(request("r4", list(range(1000, 2000)), output_tokens_max=1, **asks), again_s)
-    assert isinstance(never, Refuse)
-    assert never.retry_after_s is None
-    assert "also where nothing else runs" in never.message
+    impossible = core.route(request("r4", list(range(1000, 2000)), output_tokens_max=1, **asks), again_s)
+    assert isinstance(impossible, Refuse)
+    assert impossible.retry_after_s is None
+    assert "also where nothing else runs" in impossible.message
     core.check_invariants()
 
 
@@ -273,5 +282,5 @@ def test_a_worker_that_begins_in_time_is_taken_though_another_is_cheaper() -> No
     plain = core.explain(request("r", prompt, output_tokens_max=1), 0.0)
     assert not isinstance(plain, Refuse)
     assert plain.worker == "a"
-    refused = core.route(request("r", prompt, ttft_s_max=0.5, output_tokens_max=1), 0.0)
-    assert isinstance(refused, Refuse), "neither begins in time"
+    refusal = core.route(request("r", prompt, ttft_s_max=0.5, output_tokens_max=1), 0.0)
+    assert isinstance(refusal, Refuse), "neither begins in time"

@@ -26,14 +26,14 @@ index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(ma
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("factory", index_factories)
 def test_contract(factory: Callable[[], PrefixIndex], check: Any) -> None:
-    made: list[PrefixIndex] = []
+    indexes: list[PrefixIndex] = []
 
     def make() -> PrefixIndex:
-        made.append(factory())
-        return made[-1]
+        indexes.append(factory())
+        return indexes[-1]
 
     check(make)
-    for index in made:
+    for index in indexes:
         if isinstance(index, ReferenceIndex):
             index.check_invariants()
 
@@ -62,7 +62,7 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
     index = factory()
     holders = [index.add_holder(f"w{i}", "m") for i in range(3)]
     store, clear = contract.batch(contract.run(8)), contract.batch(contract.AllBlocksCleared())
-    seen: set[int] = set()
+    lengths: set[int] = set()
     faults: list[BaseException] = []
     stop = threading.Event()
 
@@ -70,7 +70,7 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
         try:
             while not stop.is_set():
                 pin = index.pin(holders[0], contract.PROMPT, contract.SCOPE)
-                seen.update(match.tokens for match in index.match(contract.PROMPT, contract.SCOPE))
+                lengths.update(match.tokens for match in index.match(contract.PROMPT, contract.SCOPE))
                 index.stats()
                 index.unpin(pin)
         except BaseException as error:
@@ -87,7 +87,7 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
     for reader in readers:
         reader.join()
     assert not faults
-    assert seen <= {0, 128}
+    assert lengths <= {0, 128}
     assert index.stats().pins == 0
 
 
@@ -101,11 +101,11 @@ def test_digests_do_not_depend_on_how_a_prompt_is_cut() -> None:
     digester = Digester(7)
     tokens = list(range(1000, 1100))
     media = [(3, 11), (40, 12), (40, 13)]
-    whole = digester.extend(5, tokens, 0, media)
+    full_digest = digester.extend(5, tokens, 0, media)
     for cut in (1, 3, 16, 40, 41, 99):
         head = digester.extend(5, tokens[:cut], 0, media)
-        assert head + digester.extend(head[-1], tokens[cut:], cut, media) == whole
-    assert len({*whole}) == len(whole)
+        assert head + digester.extend(head[-1], tokens[cut:], cut, media) == full_digest
+    assert len({*full_digest}) == len(full_digest)
     scopes = [(None, None), ("", None), (None, ""), ("a", None), (None, "a"), ("a", "b"), ("ab", ""), ("b", "a")]
     assert len({digester.start("m", salt, lora) for salt, lora in scopes}) == len(scopes)
     assert Digester().seed != Digester().seed

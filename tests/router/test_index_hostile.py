@@ -29,13 +29,13 @@ def batch(*events: Any) -> bytes:
     return msgspec.msgpack.encode([0.0, list(events), 0])
 
 
-def stored(names: list[int], parent: int | None = None, *, size: int = 1, **fields: Any) -> dict[str, Any]:
+def stored_event(names: list[int], parent: int | None = None, *, size: int = 1, **fields: Any) -> dict[str, Any]:
     tokens = [7] * (len(names) * size)
     head = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens}
     return {**head, "block_size": size, "lora_id": None, "medium": "GPU", "lora_name": None, **fields}
 
 
-def removed(names: list[int], **fields: Any) -> dict[str, Any]:
+def removed_event(names: list[int], **fields: Any) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", **fields}
 
 
@@ -64,8 +64,8 @@ def test_names_that_meet_in_a_public_hash_are_names_like_others() -> None:
     names = [(0xABCDEF << 40 | number) * inverse % (1 << 64) for number in range(4_000)]
     names = [name ^ name >> 32 for name in names]
     index, holder = one_holder()
-    assert ingest(index, holder, batch(stored(names))).stored == len(names)
-    assert ingest(index, holder, batch(removed(names))).removed == len(names)
+    assert ingest(index, holder, batch(stored_event(names))).stored == len(names)
+    assert ingest(index, holder, batch(removed_event(names))).removed == len(names)
     assert index.stats().entries == 0
 
 
@@ -74,34 +74,34 @@ def test_names_that_meet_in_a_public_hash_are_names_like_others() -> None:
 
 def backwards(count: int) -> list[Any]:
     """A chain told from its end."""
-    return [stored([number], number - 1 if number else None) for number in reversed(range(count))]
+    return [stored_event([number], number - 1 if number else None) for number in reversed(range(count))]
 
 
 def one_name(count: int) -> list[Any]:
-    return [stored([5], 5 if number % 2 else 6) for number in range(count)]
+    return [stored_event([5], 5 if number % 2 else 6) for number in range(count)]
 
 
 def waiting(count: int) -> list[Any]:
     """Runs without a parent, all with one name, and each copy taken back."""
-    runs = [stored([5, 5, 5], 1_000_000 + number) for number in range(count)]
-    return [*runs, *[removed([5, 5, 5]) for _ in range(count)]]
+    runs = [stored_event([5, 5, 5], 1_000_000 + number) for number in range(count)]
+    return [*runs, *[removed_event([5, 5, 5]) for _ in range(count)]]
 
 
 def one_long_wait(count: int) -> list[Any]:
-    return [stored(list(range(count)), 1 << 40), *[removed([number]) for number in reversed(range(count))]]
+    return [stored_event(list(range(count)), 1 << 40), *[removed_event([number]) for number in reversed(range(count))]]
 
 
 def media(count: int) -> list[Any]:
     """A key on each block: 40,000 of them took half a minute under the lock."""
-    return [stored(list(range(1, count + 1)), extra_keys=[[["image", 0]] for _ in range(count)])]
+    return [stored_event(list(range(1, count + 1)), extra_keys=[[["image", 0]] for _ in range(count)])]
 
 
 def salts(count: int) -> list[Any]:
-    return [stored([number], extra_keys=[[f"salt {number}"]]) for number in range(1, count + 1)]
+    return [stored_event([number], extra_keys=[[f"salt {number}"]]) for number in range(1, count + 1)]
 
 
 def in_turn(count: int) -> list[Any]:
-    return [event for number in range(count) for event in (stored([number]), CLEARED)]
+    return [event for number in range(count) for event in (stored_event([number]), CLEARED)]
 
 
 def unknown(count: int) -> list[Any]:
@@ -114,9 +114,13 @@ def nils(count: int) -> list[Any]:
 
 def bare(count: int) -> list[Any]:
     """Copies that name known and unknown blocks without their tokens, with and without a group."""
-    told = {"token_ids": [], "medium": "CPU"}
-    copies = [{**stored([number % 150]), **told, "group_idx": number % 3 or None} for number in range(count)]
-    return [stored(list(range(100)), group_idx=0), *copies, *[removed([number % 150]) for number in range(count)]]
+    fields = {"token_ids": [], "medium": "CPU"}
+    copies = [{**stored_event([number % 150]), **fields, "group_idx": number % 3 or None} for number in range(count)]
+    return [
+        stored_event(list(range(100)), group_idx=0),
+        *copies,
+        *[removed_event([number % 150]) for number in range(count)],
+    ]
 
 
 SHAPES = [bare, backwards, one_name, waiting, one_long_wait, media, salts, in_turn, unknown, nils]
@@ -142,13 +146,13 @@ def test_mixed_shapes(parts: list[tuple[Any, int]], random: Any) -> None:
 def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
     source, twin = make_index(3), make_index(3)
     holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
-    source.ingest(holder, batch(stored([1])))
+    source.ingest(holder, batch(stored_event([1])))
     (chunk,) = dump(source, holder)
     content = msgspec.msgpack.decode(chunk)
     (_, key, end, length, _) = content[1][0]["blocks"][0]
     content[1][0]["blocks"] = [[name, key, end, length, 1 << 20] for name in range(50_000)]
     assert twin.ingest(copy, msgspec.msgpack.encode(content)).stored == 50_000
-    assert twin.ingest(copy, batch(removed([7]))).removed == 1
+    assert twin.ingest(copy, batch(removed_event([7]))).removed == 1
     assert twin.stats().entries == 50_000
 
 
@@ -158,8 +162,8 @@ def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
     holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
     source.declare_groups(holder, [{"group_idx": 0, "kind": "k" * 4_000, "block_size": 1}])
     for _ in range(18):
-        source.ingest(holder, batch(*[stored([1] * 65_000, group_idx=0)]))
-    source.ingest(holder, batch(stored([5], group_idx=1)))
+        source.ingest(holder, batch(*[stored_event([1] * 65_000, group_idx=0)]))
+    source.ingest(holder, batch(stored_event([5], group_idx=1)))
     for chunk in dump(source, holder):
         assert twin.ingest(copy, chunk).malformed == []
     assert twin.groups(copy) == source.groups(holder)
@@ -168,10 +172,10 @@ def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
 def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one() -> None:
     index, holder = one_holder()
     for at in range(0, 50_000, 500):
-        ingest(index, holder, batch(stored(list(range(at, at + 500)))))
+        ingest(index, holder, batch(stored_event(list(range(at, at + 500)))))
     dumping, sizes = index.begin_dump(holder), []
-    while (some := dumping.step()) is not None:
-        sizes.append(sum(len(msgspec.msgpack.decode(payload)[1][0]["blocks"]) for payload in some))
+    while (payloads := dumping.step()) is not None:
+        sizes.append(sum(len(msgspec.msgpack.decode(payload)[1][0]["blocks"]) for payload in payloads))
     assert sum(sizes) == 50_000
     assert len(sizes) > 10
     assert max(sizes) < 5_000
@@ -179,7 +183,7 @@ def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one(
     assert dumping.step() is not None
     index.declare_groups(holder, [])
     assert dumping.step() is not None
-    ingest(index, holder, batch(removed([1])))
+    ingest(index, holder, batch(removed_event([1])))
     with pytest.raises(KeyError, match="changed"):
         dumping.step()
 
@@ -192,7 +196,7 @@ def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one(
 def test_storing_and_clearing_in_turn_fills_nothing(names: int, together: bool) -> None:
     """Each clear took a fresh seat, and what all matches look at grew with the seats."""
     index, holder = one_holder()
-    turn = [stored(list(range(names))), CLEARED]
+    turn = [stored_event(list(range(names))), CLEARED]
     sizes = []
     for _ in range(3):
         turns = max(20, 60_000 // names)
@@ -201,23 +205,23 @@ def test_storing_and_clearing_in_turn_fills_nothing(names: int, together: bool) 
         sizes.append(index.stats().memory_bytes)
     assert index.stats().entries == 0
     assert sizes[2] <= sizes[0] * 1.1 + 100_000
-    index.ingest(holder, batch(stored([1])))
+    index.ingest(holder, batch(stored_event([1])))
     assert [match.tokens for match in index.match([7, 8], SCOPE)] == [1]
 
 
 def test_what_goes_beyond_a_bound_is_refused_and_counted() -> None:
     bounds: list[tuple[list[Any], str]] = [
-        ([stored(list(range(70_000)))], "at most 65536"),
-        ([stored([1], extra_keys=[["k"] * 70_000])], "at most 65536"),
-        ([stored([1], kv_cache_spec_kind="k" * 65)], "at most 64"),
-        ([{**stored([1]), "token_ids": [1] * 4_200_000}], "at most 4194304"),
+        ([stored_event(list(range(70_000)))], "at most 65536"),
+        ([stored_event([1], extra_keys=[["k"] * 70_000])], "at most 65536"),
+        ([stored_event([1], kv_cache_spec_kind="k" * 65)], "at most 64"),
+        ([{**stored_event([1]), "token_ids": [1] * 4_200_000}], "at most 4194304"),
         ([None] * 1_100_000, "too many events"),
     ]
-    for events, said in bounds:
+    for events, message in bounds:
         index, holder = one_holder()
-        report = index.ingest(holder, batch(*events, stored([99])))
+        report = index.ingest(holder, batch(*events, stored_event([99])))
         assert report.malformed_events == 1
-        assert said in report.malformed[0]
+        assert message in report.malformed[0]
         assert report.stored == (0 if len(events) > 1 else 1)
 
 
@@ -231,9 +235,9 @@ def test_the_messages_about_malformed_events_are_bounded_their_count_is_not() ->
 def test_block_lengths_are_bounded() -> None:
     """Each length that anybody uses is tried at every position of every prompt."""
     index, holder = one_holder()
-    report = index.ingest(holder, batch(*[stored([size], size=size) for size in range(1, 101)]))
+    report = index.ingest(holder, batch(*[stored_event([size], size=size) for size in range(1, 101)]))
     assert (report.stored, report.refused) == (32, 68)
-    assert index.ingest(holder, batch(stored([200], size=32))).stored == 1
+    assert index.ingest(holder, batch(stored_event([200], size=32))).stored == 1
 
 
 # -- turns: how much is done under one hold of the lock, while requests wait -----------------------------------------
@@ -243,26 +247,26 @@ TURN_BLOCKS = 4096 + PARKED
 """A run that is parked or wakes is one piece."""
 
 
-def parked(index: PrefixIndex, holder: HolderId) -> None:
+def park_events(index: PrefixIndex, holder: HolderId) -> None:
     for first in range(0, PARKED, 1024):
-        index.ingest(holder, batch(*[stored([1 << 20 | first + i], 5) for i in range(1024)]))
+        index.ingest(holder, batch(*[stored_event([1 << 20 | first + i], 5) for i in range(1024)]))
     assert index.stats().parked == PARKED
 
 
 def all_wake(index: PrefixIndex, holder: HolderId) -> None:
-    parked(index, holder)
-    index.ingest(holder, batch(stored([5])))
+    park_events(index, holder)
+    index.ingest(holder, batch(stored_event([5])))
     assert index.stats().entries == PARKED + 1
 
 
 def all_make_room(index: PrefixIndex, holder: HolderId) -> None:
-    parked(index, holder)
-    index.ingest(holder, batch(stored(list(range(1, PARKED + 1)), 1 << 40)))
+    park_events(index, holder)
+    index.ingest(holder, batch(stored_event(list(range(1, PARKED + 1)), 1 << 40)))
     assert index.stats().parked == PARKED
 
 
 def all_have_waited_too_long(index: PrefixIndex, holder: HolderId) -> None:
-    parked(index, holder)
+    park_events(index, holder)
     for _ in range(10_000):
         index.ingest(holder, batch())
     assert index.stats().parked == 0
@@ -270,13 +274,13 @@ def all_have_waited_too_long(index: PrefixIndex, holder: HolderId) -> None:
 
 def as_many_as_an_event_may_name(index: PrefixIndex, holder: HolderId) -> None:
     names = list(range(1, 65_537))
-    assert index.ingest(holder, batch(stored(names, size=4))).stored == len(names)
-    assert index.ingest(holder, batch(stored([], None), *[stored(names, size=4)])).stored == len(names)
-    assert index.ingest(holder, batch(removed(names))).removed == len(names)
+    assert index.ingest(holder, batch(stored_event(names, size=4))).stored == len(names)
+    assert index.ingest(holder, batch(stored_event([], None), *[stored_event(names, size=4)])).stored == len(names)
+    assert index.ingest(holder, batch(removed_event(names))).removed == len(names)
 
 
 def a_dump(index: PrefixIndex, holder: HolderId) -> None:
-    index.ingest(holder, batch(stored(list(range(1, 20_000)))))
+    index.ingest(holder, batch(stored_event(list(range(1, 20_000)))))
     other = index.add_holder("other", "m")
     for payload in dump(index, holder):
         index.ingest(other, payload)
@@ -285,8 +289,8 @@ def a_dump(index: PrefixIndex, holder: HolderId) -> None:
 
 def copies_without_tokens(index: PrefixIndex, holder: HolderId) -> None:
     names = list(range(1, 20_000))
-    index.ingest(holder, batch(stored(names)))
-    bare = {**stored(names), "token_ids": [], "medium": "CPU"}
+    index.ingest(holder, batch(stored_event(names)))
+    bare = {**stored_event(names), "token_ids": [], "medium": "CPU"}
     assert index.ingest(holder, batch(bare)).stored == len(names)
 
 
@@ -306,7 +310,7 @@ def test_a_declared_block_size_that_no_block_can_have_is_ignored(size: int) -> N
     index, holder = one_holder()
     index.declare_groups(holder, [{"group_idx": 0, "kind": "full_attention", "block_size": size}])
     assert [group["block_size"] for group in index.groups(holder)] == [None]
-    events = stored([1, 2], size=16, group_idx=0, kv_cache_spec_kind="full_attention")
+    events = stored_event([1, 2], size=16, group_idx=0, kv_cache_spec_kind="full_attention")
     assert ingest(index, holder, batch(events)).stored == 2
     assert [match.tokens for match in index.match([7] * 100, SCOPE)] == [32]
     index.unpin(index.pin(holder, [1] * 100, SCOPE))
@@ -316,7 +320,7 @@ def test_a_declared_block_size_that_no_block_can_have_is_ignored(size: int) -> N
 def test_a_large_payload_is_applied_in_slices() -> None:
     """So that the lock, and the thread that feeds all streams, is free in between."""
     index, holder = one_holder()
-    payload = batch(*[["x"]] * 200_000, *[stored([number], size=16) for number in range(20_000)])
+    payload = batch(*[["x"]] * 200_000, *[stored_event([number], size=16) for number in range(20_000)])
     ingesting = index.begin(holder, payload)
     steps = 1
     while ingesting.step():
@@ -324,7 +328,7 @@ def test_a_large_payload_is_applied_in_slices() -> None:
     assert 10 <= steps <= 50
     assert (ingesting.report.unknown_events, ingesting.report.stored) == (200_000, 20_000)
     other, twin = one_holder()
-    assert not other.begin(twin, batch(stored([1]))).step(), "an ordinary batch is one slice"
+    assert not other.begin(twin, batch(stored_event([1]))).step(), "an ordinary batch is one slice"
 
 
 @pytest.mark.parametrize("fault", ["cut", "no msgpack", "bytes behind", "rank"])
@@ -333,8 +337,8 @@ def test_a_payload_that_cannot_be_read_to_its_end_is_skipped_as_a_whole(fault: s
     """Of a long one the slices before the fault stayed applied: half of what a worker said, under a number that counts
     as applied. Events that say something odd cost only themselves, also there."""
     index, holder = one_holder()
-    said = [stored([number], size=16) for number in range(events)]
-    good = batch(*said, {"type": "BlockStored"})
+    stored_events = [stored_event([number], size=16) for number in range(events)]
+    good = batch(*stored_events, {"type": "BlockStored"})
     bad = {
         "cut": good[: -len(good) // 20],
         "no msgpack": good[:-30] + b"\xc1" + good[-29:],
@@ -404,5 +408,5 @@ print("done")
 
 def test_no_deadlock_between_the_lock_and_the_interpreters() -> None:
     """`groups` made objects under the lock; a finalizer gave the interpreter to a thread that waited for the lock."""
-    done = subprocess.run([sys.executable, "-c", DEADLOCK], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "done\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", DEADLOCK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "done\n", result.stderr

@@ -122,22 +122,22 @@ def test_odd_copies_take_nothing_away(layout: Any, run: Any, batch_events: int) 
     """Copies on slower tiers told without group or tokens: every prefix stays usable that was so without them."""
     index, world = make_index(1), World(layout)
     plain, odd = index.add_holder("plain", "m"), index.add_holder("odd", "m")
-    said: dict[Any, list[Any]] = {plain: [], odd: []}
-    asked: set[tuple[int, ...]] = set()
+    events_by_index: dict[Any, list[Any]] = {plain: [], odd: []}
+    prompts: set[tuple[int, ...]] = set()
     for operation in run:
         kind = operation[0]
         if kind in ("flush", "restart", "match", "groupless removal", *NEWER):
             continue
         events = drive(world, (*operation[:2], "CPU", *operation[3:]) if kind in ("groupless", "bare") else operation)
-        asked.update(value for value in operation if isinstance(value, tuple))
-        said[odd] += events
-        said[plain] += [] if kind in ("groupless", "bare") else events
-    for holder, events in said.items():
+        prompts.update(value for value in operation if isinstance(value, tuple))
+        events_by_index[odd] += events
+        events_by_index[plain] += [] if kind in ("groupless", "bare") else events
+    for holder, events in events_by_index.items():
         for at in range(0, len(events), batch_events):
             assert index.ingest(holder, encode_batch(EventBatch(0.0, events[at : at + batch_events]))).malformed == []
-    for prompt in asked:
-        found = {match.holder: (match.tokens, match.gpu_tokens) for match in index.match((*prompt, 9), SCOPE)}
-        usable, with_odd = found.get(plain, (0, 0)), found.get(odd, (0, 0))
+    for prompt in prompts:
+        matched_tokens = {match.holder: (match.tokens, match.gpu_tokens) for match in index.match((*prompt, 9), SCOPE)}
+        usable, with_odd = matched_tokens.get(plain, (0, 0)), matched_tokens.get(odd, (0, 0))
         assert with_odd[0] >= usable[0]
         assert with_odd[1] >= usable[1]
 
@@ -159,17 +159,17 @@ def test_native_equals_the_reference(
     worlds = [World(layout, names_are_bytes) for layout in layouts]
     holders = [[index.add_holder(f"w{i}", "m") for i in range(len(worlds))] for index in pair]
     assert holders[0] == holders[1]
-    asked: set[tuple[int, ...]] = {()}
+    tried_prompts: set[tuple[int, ...]] = {()}
     for pick, prompt, stays in pins:
-        prepared = [index.prepare(prompt) for index in pair]
+        prepared_prompts = [index.prepare(prompt) for index in pair]
         for ask in range(2):  # what one call computes of a prepared prompt serves the next
-            keys = [index.chunk_keys(ids, SCOPE, 1 + ask) for index, ids in zip(pair, prepared)]
+            keys = [index.chunk_keys(ids, SCOPE, 1 + ask) for index, ids in zip(pair, prepared_prompts)]
             assert keys[0] == keys[1] == pair[1].chunk_keys(prompt, SCOPE, 1 + ask)
-            assert _fields(pair[1].match(prepared[1], SCOPE)) == _fields(pair[0].match(prompt, SCOPE))
-        held = [index.pin(holders[0][pick % len(worlds)], ids, SCOPE) for index, ids in zip(pair, prepared)]
-        asked.add(prompt)
+            assert _fields(pair[1].match(prepared_prompts[1], SCOPE)) == _fields(pair[0].match(prompt, SCOPE))
+        pin_ids = [index.pin(holders[0][pick % len(worlds)], ids, SCOPE) for index, ids in zip(pair, prepared_prompts)]
+        tried_prompts.add(prompt)
         if not stays:
-            for index, pin in zip(pair, held):
+            for index, pin in zip(pair, pin_ids):
                 index.unpin(pin)
     for pick, run in steps:
         at = pick % len(worlds)
@@ -178,18 +178,18 @@ def test_native_equals_the_reference(
             if operation[0] in ("flush", "restart"):
                 payload = encode(EventBatch(0.0, pending))
                 pending = []
-                reports = [index.ingest(holders[0][at], payload, float(len(asked))) for index in pair]
+                reports = [index.ingest(holders[0][at], payload, float(len(tried_prompts))) for index in pair]
                 assert _counts(reports[0]) == _counts(reports[1])
                 if operation[0] == "restart":
                     for index in pair:
                         index.clear(holders[0][at])
             elif operation[0] == "match":
-                asked.add(operation[1])
+                tried_prompts.add(operation[1])
             else:
                 pending.extend(drive(worlds[at], operation))
-                asked.update(value for value in operation if isinstance(value, tuple))
+                tried_prompts.update(value for value in operation if isinstance(value, tuple))
         pair[0].check_invariants()
-    for prompt in [*asked, *(tuple(bits >> i & 1 for i in range(8)) for bits in range(256))]:
+    for prompt in [*tried_prompts, *(tuple(bits >> i & 1 for i in range(8)) for bits in range(256))]:
         _same_matches(pair, prompt)
         assert pair[0].gone(prompt, SCOPE, 0, 1) == pair[1].gone(prompt, SCOPE, 0, 1)
     for holder in holders[0]:
@@ -197,7 +197,7 @@ def test_native_equals_the_reference(
         twins = (ReferenceIndex(seed), make_index(seed))
         for source in pair:
             for twin in twins:
-                _check_copy(source, twin, holder, asked)
+                _check_copy(source, twin, holder, tried_prompts)
     stats = [index.stats() for index in pair]
     assert (stats[0].entries, stats[0].parked, stats[0].pins) == (stats[1].entries, stats[1].parked, stats[1].pins)
 
@@ -232,15 +232,15 @@ def test_runs_of_blocks_that_some_hold_in_part(run: Any, pinned: Any) -> None:
         _same_matches(pair, (*RUN[:length], 99))
 
 
-def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, asked: Any) -> None:
+def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, prompts: Any) -> None:
     """A dump of either implementation rebuilds the holder in either."""
     copy = twin.add_holder("copy", "m")
     for chunk in dump(source, holder):
         assert twin.ingest(copy, chunk).malformed == []
-    for prompt in asked:
+    for prompt in prompts:
         tokens = {match.holder: match.tokens for match in source.match(prompt, SCOPE)}
-        copied = {match.holder: match.tokens for match in twin.match(prompt, SCOPE)}
-        assert tokens.get(holder, 0) == copied.get(copy, 0)
+        copied_tokens = {match.holder: match.tokens for match in twin.match(prompt, SCOPE)}
+        assert tokens.get(holder, 0) == copied_tokens.get(copy, 0)
 
 
 def _counts(report: IngestReport) -> dict[str, object]:
@@ -254,6 +254,6 @@ def _fields(matches: Any) -> list[tuple[Any, ...]]:
 def _same_matches(pair: Any, prompt: tuple[int, ...]) -> None:
     expected = _fields(pair[0].match(prompt, SCOPE))
     assert expected == _fields(pair[1].match(prompt, SCOPE))
-    known = pair[1].prepare(prompt)
-    pair[1].chunk_keys(known, SCOPE, 1)  # as of a prompt that was seen before: its keys are known
-    assert expected == _fields(pair[1].match(known, SCOPE))
+    prepared_prompt = pair[1].prepare(prompt)
+    pair[1].chunk_keys(prepared_prompt, SCOPE, 1)  # as of a prompt that was seen before: its keys are known
+    assert expected == _fields(pair[1].match(prepared_prompt, SCOPE))

@@ -27,12 +27,12 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 @cache
 def payloads() -> list[bytes]:
     """The real payloads, shortest first: a shrunk failure stays small."""
-    found: set[bytes] = set()
+    messages: set[bytes] = set()
     for capture in GOLDEN.rglob("*.frames.jsonl.gz"):
         with gzip.open(capture) as file:
             frames = [json.loads(line).get("frames") for line in file]
-        found.update(bytes.fromhex(frame[-1]) for frame in frames if frame)
-    return sorted(found, key=lambda payload: (len(payload), payload))
+        messages.update(bytes.fromhex(frame[-1]) for frame in frames if frame)
+    return sorted(messages, key=lambda payload: (len(payload), payload))
 
 
 def faulty(payload: bytes, faults: list[tuple[int, int, int]]) -> bytes:
@@ -78,15 +78,15 @@ def content(index: PrefixIndex, holder: HolderId) -> list[str]:
 def check_alike(*batches: bytes) -> IngestReport:
     """Both indexes say and hold the same after the batches. Returns what was said of the last."""
     said = []
-    held = []
+    entries = []
     for index in (ReferenceIndex(1), make_index(1)):
         holder = index.add_holder("w", "m")
         reports = [index.ingest(holder, payload) for payload in batches]
         index.match([1, 2, 3] * 100, Scope("m"))
         said.append([(counts(report), len(report.malformed)) for report in reports])
-        held.append((index.stats().entries, content(index, holder)))
+        entries.append((index.stats().entries, content(index, holder)))
     assert said[0] == said[1]
-    assert held[0] == held[1]
+    assert entries[0] == entries[1]
     return reports[-1]
 
 

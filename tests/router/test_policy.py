@@ -41,7 +41,7 @@ def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTra
 def price(
     tracker: LoadTracker,
     targets: list[Target],
-    cached: list[int],
+    cached_tokens: list[int],
     tokens: int,
     now: float,
     *,
@@ -49,7 +49,7 @@ def price(
     expected: float = 0.0,
 ) -> KvCost:
     return KvCost(
-        targets, cached, None, prompt_tokens=tokens, expected_tokens=expected,
+        targets, cached_tokens, None, prompt_tokens=tokens, expected_tokens=expected,
         utilisation_factor=tracker.utilisation_factor(now), now=now,
         config=CONFIG, queued_s=queued_s,
     )  # fmt: skip
@@ -82,9 +82,9 @@ def test_every_term_by_hand() -> None:
     assert cost.congestion == pytest.approx(beta)
     assert first.ttft_s == pytest.approx(slow0 * (q0 + p0))
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
-    rest = 0.5 * (0.012 + 50e-6 + 2.5e-8 * 4000)  # its last step was seen long ago: half of one
-    assert (first.step_wait_s, second.step_wait_s) == pytest.approx((0.0, rest))
-    assert second.cost == pytest.approx(slow1 * (1 + beta) * p1 + rest)
+    step_wait_s = 0.5 * (0.012 + 50e-6 + 2.5e-8 * 4000)  # its last step was seen long ago: half of one
+    assert (first.step_wait_s, second.step_wait_s) == pytest.approx((0.0, step_wait_s))
+    assert second.cost == pytest.approx(slow1 * (1 + beta) * p1 + step_wait_s)
     assert cost.choose(0) == 1
 
 
@@ -100,11 +100,11 @@ def test_the_rest_of_the_answer_by_hand() -> None:
         tracker.record_first_token(name, 0.1)
     cost = price(tracker, targets, [499, 499], 500, 1000.0, expected=400)
     t0, c, d = 0.012, 50e-6, 2.5e-8
-    alone = 400 * (t0 + c + d * (500 + 200))
-    assert cost.terms(1, 0).decode_s == pytest.approx(alone)
+    single_s = 400 * (t0 + c + d * (500 + 200))
+    assert cost.terms(1, 0).decode_s == pytest.approx(single_s)
     together = 400 * 2 * 200 / (200 + 400)  # tokens of it that are said beside theirs
-    its_steps, theirs = together * (3 * c + d * 3000), together * 3 * (c + d * (500 + 200))
-    assert cost.terms(0, 0).decode_s == pytest.approx(alone + its_steps + theirs)
+    its_steps, other_steps = together * (3 * c + d * 3000), together * 3 * (c + d * (500 + 200))
+    assert cost.terms(0, 0).decode_s == pytest.approx(single_s + its_steps + other_steps)
     assert cost.choose(0) == 1
 
 
@@ -114,24 +114,26 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
     cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
     part = 1e-4 * (524 + (1024**2 - 500**2) / 1e5)
-    whole = 1e-4 * (1500 + (2000**2 - 500**2) / 1e5)
+    whole_prefill_s = 1e-4 * (1500 + (2000**2 - 500**2) / 1e5)
     terms = cost.terms(1, 0)
     assert cost.terms(0, 0).shared_s == 0.0
     assert terms.shared_s == pytest.approx(0.75 * part)
-    assert terms.prefill_s == pytest.approx(whole)
-    assert terms.cost == pytest.approx(targets[1].slowdown * (1 + cost.congestion) * (whole - 0.75 * part))
-    assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole), "it takes its time all the same"
+    assert terms.prefill_s == pytest.approx(whole_prefill_s)
+    assert terms.cost == pytest.approx(targets[1].slowdown * (1 + cost.congestion) * (whole_prefill_s - 0.75 * part))
+    assert terms.ttft_s == pytest.approx(targets[1].slowdown * whole_prefill_s), "it takes its time all the same"
     assert (cost.terms(0, 0).decode_stall_s, terms.decode_stall_s) == (0.0, 0.0), "nobody is there to stand still"
     for name in "xyz":
         tracker.add_request(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     cost = price(tracker, targets, [1024, 500], 2000, 0.0)
     cost.shared_prefix_tokens, cost.shared_discount = 1024, 3 / 4
-    stalled = cost.terms(1, 0)
-    assert stalled.decode_stall_s == pytest.approx(0.25 * part * 3)
+    terms_with_stall = cost.terms(1, 0)
+    assert terms_with_stall.decode_stall_s == pytest.approx(0.25 * part * 3)
     without = price(tracker, targets, [1024, 500], 2000, 0.0)
     without.shared_prefix_tokens, without.shared_discount = 1024, 1.0
     shared_s = targets[1].slowdown * (1 + cost.congestion) * 0.25 * part
-    assert stalled.cost - without.terms(1, 0).cost == pytest.approx(shared_s + 0.2 * stalled.decode_stall_s)
+    assert terms_with_stall.cost - without.terms(1, 0).cost == pytest.approx(
+        shared_s + 0.2 * terms_with_stall.decode_stall_s
+    )
 
 
 def test_all_seats_taken_is_a_wait() -> None:
@@ -207,15 +209,15 @@ def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
     utilisation = 5 * p / 60.0 / 2
     assert one_sided.congestion == pytest.approx(max(CONGESTION_MIN, utilisation / (1 - utilisation)), rel=1e-6)
     tracker.add_request("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
-    both = price(tracker, targets, [0, 0], 1000, 0.0)
+    both_busy = price(tracker, targets, [0, 0], 1000, 0.0)
     utilisation = 6 * p / 60.0 / 2
     backlogs = p * targets[1].slowdown / p
-    assert both.congestion == pytest.approx(
+    assert both_busy.congestion == pytest.approx(
         max(CONGESTION_MIN, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6
     )
-    held = price(tracker, targets, [0, 0], 1000, 0.0, queued_s=80.0)
+    with_queue = price(tracker, targets, [0, 0], 1000, 0.0, queued_s=80.0)
     backlogs += 80.0 / 2 / p
-    assert held.congestion == pytest.approx(
+    assert with_queue.congestion == pytest.approx(
         min(CONGESTION_MAX, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6
     )
     assert idle.congestion == CONGESTION_MIN
@@ -257,8 +259,8 @@ def test_the_winner_has_the_least_cost_of_the_terms(
             )
         if count > 1:
             tracker.record_first_token(f"{i}.0", 3.0)
-    cached = [min(h, tokens - 1) for _, _, h in loads]
-    cost = price(tracker, targets, cached, tokens, 4.0)
+    cached_tokens = [min(h, tokens - 1) for _, _, h in loads]
+    cost = price(tracker, targets, cached_tokens, tokens, 4.0)
     cost.shared_prefix_tokens, cost.shared_discount = tokens // 2, 0.5
     winner = cost.choose(rotation)
     costs = [cost.terms(i, 0).cost for i in range(len(loads))]
@@ -298,8 +300,8 @@ def test_chance_is_an_argument() -> None:
     from router.decide.policy import choose_random
 
     _, targets = tracker_of(4)
-    one = [choose_random(targets, random.Random(7)) for _ in range(3)]
-    assert one == [one[0]] * 3
+    first_choices = [choose_random(targets, random.Random(7)) for _ in range(3)]
+    assert first_choices == [first_choices[0]] * 3
 
 
 @pytest.mark.parametrize("name", ["nowhere:f", "math", "math:", "math:pi", ":f", "math:nothing"])
@@ -316,9 +318,9 @@ def test_a_policy_function_that_fails_leaves_the_choice_to_the_price(monkeypatch
         return answer
 
     monkeypatch.setattr(random, "own", choose, raising=False)
-    own = CustomPolicy("random:own")
-    asked = RouteRequest("r", "m", Scope("m"), None, 10)
-    assert [own.choose(asked, [TERMS, TERMS]) for _ in range(3)] == [None] * 3
-    assert own.failures == 3
+    custom_policy = CustomPolicy("random:own")
+    route_request = RouteRequest("r", "m", Scope("m"), None, 10)
+    assert [custom_policy.choose(route_request, [TERMS, TERMS]) for _ in range(3)] == [None] * 3
+    assert custom_policy.failures == 3
     monkeypatch.setattr(random, "own", lambda request, terms: 1)
-    assert CustomPolicy("random:own").choose(asked, [TERMS, TERMS]) == 1
+    assert CustomPolicy("random:own").choose(route_request, [TERMS, TERMS]) == 1

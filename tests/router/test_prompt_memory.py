@@ -41,8 +41,8 @@ def test_it_is_as_if_nothing_was_remembered(
     with is known."""
     index = make_index(seed=3)
     holder = index.add_holder("a", "m")
-    stored = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
-    index.ingest(holder, encode_batch(EventBatch(0.0, [stored])))
+    stored_event = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
+    index.ingest(holder, encode_batch(EventBatch(0.0, [stored_event])))
     ids, other = array("I", LONG[:first]), array("I", LONG[:second])
     if changed is not None and changed < second:
         other[changed] += 1
@@ -56,8 +56,8 @@ def test_it_is_as_if_nothing_was_remembered(
     for chunk in reversed(chunks):
         like = index.prepare(other, memory, None if told is None else int(told * index.shared(ids, other)))
         assert index.chunk_keys(like, after, chunk) == index.chunk_keys(other, after, chunk)
-        found, plain = index.match(like, after), index.match(index.prepare(other), after)
-        assert [(m.holder, m.tokens, m.pinned_tokens) for m in found] == [
+        matches, plain = index.match(like, after), index.match(index.prepare(other), after)
+        assert [(m.holder, m.tokens, m.pinned_tokens) for m in matches] == [
             (m.holder, m.tokens, m.pinned_tokens) for m in plain
         ]
         index.unpin(index.pin(holder, like, after))
@@ -77,9 +77,9 @@ def test_the_ids_outlive_whoever_had_them() -> None:
     keys = index.chunk_keys(prompt, SCOPES[0], 16)
     memory = index.remember(prompt)
     del prompt
-    again = index.prepare(array("I", [*LONG, 1]), memory)
+    second_prompt = index.prepare(array("I", [*LONG, 1]), memory)
     del memory
-    assert index.chunk_keys(again, SCOPES[0], 16)[: len(keys)] == keys
+    assert index.chunk_keys(second_prompt, SCOPES[0], 16)[: len(keys)] == keys
 
 
 def test_a_known_beginning_is_kept_with_it() -> None:
@@ -87,20 +87,24 @@ def test_a_known_beginning_is_kept_with_it() -> None:
     core = RouterCore(make_index(), CoreConfig())
     core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
     reading = RequestReader(core, cast(Any, None), cast(Any, None), conversations=ConversationCache(1 << 20))
-    for number, borrowed in enumerate((True, False)):
+    for number, is_borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        known = CachedConversation(
+        conversation = CachedConversation(
             "chat", 0, b"", 0, [], b"", b"", 0, [Checkpoint(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids
         )
-        route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
+        route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if is_borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
-        before = known.memory_bytes
-        asked = SimpleNamespace(base_model="m", digest_first_message=lambda: 7)
-        reading.store_conversation(cast(Any, asked), TokenizedPrompt(ids, 0.0, known), route)
-        assert (known.model, known.first_message_digest, known.is_memory_exact) == ("m", 7, borrowed)
-        assert known.prompt_memory is not None
+        before = conversation.memory_bytes
+        intent = SimpleNamespace(base_model="m", digest_first_message=lambda: 7)
+        reading.store_conversation(cast(Any, intent), TokenizedPrompt(ids, 0.0, conversation), route)
+        assert (conversation.model, conversation.first_message_digest, conversation.is_memory_exact) == (
+            "m",
+            7,
+            is_borrowed,
+        )
+        assert conversation.prompt_memory is not None
         keys = len(LONG) // 16 + 1
-        assert known.memory_bytes - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
-        assert reading.conversations.find_longest_prefix("chat", body) == (known, known.checkpoints[0])
+        assert conversation.memory_bytes - before == 8 * keys + (0 if is_borrowed else 4 * len(LONG))
+        assert reading.conversations.find_longest_prefix("chat", body) == (conversation, conversation.checkpoints[0])
         reading.conversations.check_invariants()

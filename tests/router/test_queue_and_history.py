@@ -25,34 +25,34 @@ def test_held_requests_are_tried_by_priority_then_arrival(
     steps: list[tuple[str, int, int, float]],
 ) -> None:
     queue = RequestQueue(QueueConfig(fair=True))
-    held: dict[str, tuple[int, float, float, float]] = {}
+    queued: dict[str, tuple[int, float, float, float]] = {}
     before: dict[str, tuple[float, float, int]] = {}
-    for i, (what, number, priority, work) in enumerate(steps):
+    for i, (operation, number, priority, work) in enumerate(steps):
         name, now = str(number), i * 0.5
-        if what == "put":
-            arrived, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
+        if operation == "put":
+            arrived_s, deadline, priority = before.setdefault(name, (now, now + 3.0, priority))  # also after a failure
             queue.put(
-                name, QueuePosition("", False, priority, arrived), target=f"w{number % 3}", prefill_s=work / 2,
+                name, QueuePosition("", False, priority, arrived_s), target=f"w{number % 3}", prefill_s=work / 2,
                 charge_s=work, deadline_s=deadline, refuse_at_deadline=number % 2 == 0,
             )  # fmt: skip
-            held[name] = (priority, work, arrived, deadline)
-        elif what == "drop":
-            assert queue.remove(name) == (held.pop(name, None) is not None)
+            queued[name] = (priority, work, arrived_s, deadline)
+        elif operation == "drop":
+            assert queue.remove(name) == (queued.pop(name, None) is not None)
         else:
             due = queue.pop_expired(now)
-            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in held.items() if h[3] <= now)
-            for gone, _ in due:
-                queue.remove(gone)
-                del held[gone], before[gone]
+            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in queued.items() if h[3] <= now)
+            for expired_name, _ in due:
+                queue.remove(expired_name)
+                del queued[expired_name], before[expired_name]
         queue.check_invariants()
-        assert len(queue) == len(held)
-        assert queue.next_requests(100) == sorted(held, key=lambda n: (held[n][0], held[n][2]))
-        ahead: dict[str, float] = {}
-        for n, (p, w, arrived, _) in held.items():
-            if (p, arrived) <= (0, now):
-                ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.prefill_ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead)
-        assert queue.next_deadline() <= min((h[3] for h in held.values()), default=math.inf)
+        assert len(queue) == len(queued)
+        assert queue.next_requests(100) == sorted(queued, key=lambda n: (queued[n][0], queued[n][2]))
+        ahead_s: dict[str, float] = {}
+        for n, (p, w, arrived_s, _) in queued.items():
+            if (p, arrived_s) <= (0, now):
+                ahead_s[f"w{int(n) % 3}"] = ahead_s.get(f"w{int(n) % 3}", 0.0) + w / 2
+        assert queue.prefill_ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead_s)
+        assert queue.next_deadline() <= min((h[3] for h in queued.values()), default=math.inf)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))

@@ -81,8 +81,8 @@ def sleeping(*awake: str) -> str:
     ],
 )
 def test_a_worker_sleeps_where_all_of_its_ranks_say_so(page: str, ranks: int, asleep: bool | None) -> None:
-    kept = b"\n".join(select_metric_lines(page.encode())).decode()
-    assert is_asleep(read_loads(kept, ranks)) is asleep
+    selected_lines = b"\n".join(select_metric_lines(page.encode())).decode()
+    assert is_asleep(read_loads(selected_lines, ranks)) is asleep
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "1e30", "+Inf", "-Inf", "", "0x10", "seven", "1e400", "1_0e99"])
@@ -114,9 +114,9 @@ LINES = [
 @given(st.lists(st.sampled_from(LINES), max_size=60), st.integers(1, 3))
 def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks: int) -> None:
     page = "\n".join(lines)
-    kept = b"\n".join(select_metric_lines(page.encode())).decode()
-    assert read_loads(kept, ranks) == read_loads(page, ranks)
-    assert read_cache_capacity(kept) == read_cache_capacity(page)
+    selected_lines = b"\n".join(select_metric_lines(page.encode())).decode()
+    assert read_loads(selected_lines, ranks) == read_loads(page, ranks)
+    assert read_cache_capacity(selected_lines) == read_cache_capacity(page)
 
 
 @pytest.mark.parametrize("line", ["\n", "v\n", "vllm:num_requests_running 1\n", *(line + "\n" for line in LINES[-4:])])
@@ -131,58 +131,66 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
     )
 
 
-def hear(
-    told: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
+def update(
+    reported_load: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
 ) -> ExternalLoad:
-    told.update(
+    reported_load.update(
         EngineLoad(running, waiting, usage), now, in_flight=sent, max_num_seqs=64, kv_tokens=1000, capacity=10_000
     )
-    return told.external
+    return reported_load.external
 
 
 def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
-    told = ReportedLoad()
-    assert not hear(told, 0.0, 30, sent=10)
-    assert hear(told, 4.0, 28, sent=12) == ExternalLoad(16, 0, 0)
-    assert hear(told, 8.0, 50, 5, usage=0.5, sent=10) == ExternalLoad(16, 0, 0)
-    assert hear(told, 12.0, 50, 5, usage=0.6, sent=10) == ExternalLoad(40, 5, 3500)
-    assert hear(told, 16.0, 3, sent=10) == ExternalLoad(), "who says too little is not asked to have less than was sent"
-    hear(told, 20.0, 10**6, 10**6, usage=1.0)
-    assert hear(told, 24.0, 10**6, 10**6, usage=1.0) == ExternalLoad(64, 128, 8500), "no more than there are seats"
+    reported_load = ReportedLoad()
+    assert not update(reported_load, 0.0, 30, sent=10)
+    assert update(reported_load, 4.0, 28, sent=12) == ExternalLoad(16, 0, 0)
+    assert update(reported_load, 8.0, 50, 5, usage=0.5, sent=10) == ExternalLoad(16, 0, 0)
+    assert update(reported_load, 12.0, 50, 5, usage=0.6, sent=10) == ExternalLoad(40, 5, 3500)
+    assert update(reported_load, 16.0, 3, sent=10) == ExternalLoad(), (
+        "who says too little is not asked to have less than was sent"
+    )
+    update(reported_load, 20.0, 10**6, 10**6, usage=1.0)
+    assert update(reported_load, 24.0, 10**6, 10**6, usage=1.0) == ExternalLoad(64, 128, 8500), (
+        "no more than there are seats"
+    )
 
 
 def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
-    told = ReportedLoad()
-    hear(told, 0.0, 30)
-    assert hear(told, 4.0, 30)
-    told.update(None, 8.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
-    assert told.external
-    told.update(None, 30.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
-    assert (told.external, told.latest, told.trusted_external) == (ExternalLoad(), None, None)
-    assert not hear(told, 40.0, 30)
-    assert hear(told, 44.0, 30)
+    reported_load = ReportedLoad()
+    update(reported_load, 0.0, 30)
+    assert update(reported_load, 4.0, 30)
+    reported_load.update(None, 8.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
+    assert reported_load.external
+    reported_load.update(None, 30.0, in_flight=0, max_num_seqs=64, kv_tokens=0, capacity=None)
+    assert (reported_load.external, reported_load.latest, reported_load.trusted_external) == (
+        ExternalLoad(),
+        None,
+        None,
+    )
+    assert not update(reported_load, 40.0, 30)
+    assert update(reported_load, 44.0, 30)
 
 
 def test_who_is_served_finds_a_lie_out_and_a_truth() -> None:
-    told = ReportedLoad()
-    hear(told, 0.0, 60, 20)
-    hear(told, 4.0, 60, 20)
-    assert told.is_testing, "it is new: the next one finds out"
-    assert told.trusted_external is None
+    reported_load = ReportedLoad()
+    update(reported_load, 0.0, 60, 20)
+    update(reported_load, 4.0, 60, 20)
+    assert reported_load.is_testing, "it is new: the next one finds out"
+    assert reported_load.trusted_external is None
     for count in range(DISTRUST_MISMATCHES):
-        told.start_test(9.0)
-        assert told.trusted_external is not None, count
-        told.record_wait(0.03, 0.025, 4.0)
-    told.start_test(9.5)
-    assert told.mismatches == DISTRUST_MISMATCHES
-    assert told.trusted_external is None
+        reported_load.start_test(9.0)
+        assert reported_load.trusted_external is not None, count
+        reported_load.record_wait(0.03, 0.025, 4.0)
+    reported_load.start_test(9.5)
+    assert reported_load.mismatches == DISTRUST_MISMATCHES
+    assert reported_load.trusted_external is None
     for _ in range(DISTRUST_MISMATCHES):
-        told.record_wait(0.03, 0.03, 0.04)  # tells nothing
-        told.record_wait(4.5, 0.025, 4.0)
-    assert told.mismatches == 0
-    assert told.trusted_external is not None
-    hear(told, 20.0, 60, 20)
-    assert not told.is_testing, "it was found true: it is asked less often"
+        reported_load.record_wait(0.03, 0.03, 0.04)  # tells nothing
+        reported_load.record_wait(4.5, 0.025, 4.0)
+    assert reported_load.mismatches == 0
+    assert reported_load.trusted_external is not None
+    update(reported_load, 20.0, 60, 20)
+    assert not reported_load.is_testing, "it was found true: it is asked less often"
 
 
 def core_of(workers: int) -> RouterCore:
@@ -241,10 +249,10 @@ def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)
     parts = ("routing_sim.runs", "router.shadow.ours", *(f"simulation.{n}" for n in ("cluster", "engine", "traces")))
-    found = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
-    found.play = functools.partial(play, found)
-    found.silent = functools.cache(functools.partial(play, found, None))
-    yield found
+    modules = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
+    modules.play = functools.partial(play, modules)
+    modules.silent = functools.cache(functools.partial(play, modules, None))
+    yield modules
     sys.path.remove(folder)
 
 
@@ -257,13 +265,13 @@ def play(
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
-    class ReportedLoad(sim.ours.Ours):  # type: ignore[misc, name-defined]
+    class ReportingRouter(sim.ours.Ours):  # type: ignore[misc, name-defined]
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             if say is not None:
-                cluster.at(4.0, self.look)
+                cluster.at(4.0, self.report_load)
 
-        def look(self) -> None:
+        def report_load(self) -> None:
             now = self.cluster.now
             for worker in self.cluster.workers:
                 truth = EngineLoad(worker.running, len(worker.waiting), worker.cache.usage())
@@ -271,13 +279,13 @@ def play(
                 self.core.record_engine_load(
                     name, [say(worker.number, truth, now)], self.core.in_flight_by_rank(name), now
                 )  # type: ignore[misc]
-            self.cluster.at(now + 4.0, self.look)
+            self.cluster.at(now + 4.0, self.report_load)
 
         def route(self, request: Any, now: float) -> list[tuple[int, int]]:
             if request.index in elsewhere:
                 return [(request.index, elsewhere[request.index])]
-            routed: list[tuple[int, int]] = super().route(request, now)
-            return routed
+            placements: list[tuple[int, int]] = super().route(request, now)
+            return placements
 
         def first_token(self, request: Any, worker: int, now: float) -> Any:
             return [] if request.index in elsewhere else super().first_token(request, worker, now)
@@ -288,7 +296,7 @@ def play(
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, preempts=True)
     config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, service=service, limits=limits)
-    router = ReportedLoad(CoreConfig())
+    router = ReportingRouter(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()
     mine = [r.index for r in workload.requests[count // 5 :] if r.index not in elsewhere]
@@ -298,17 +306,17 @@ def play(
 def test_the_truth_of_others_requests_helps(sim: Any) -> None:
     """Half of all requests go to two of eight workers past the router."""
     half: Any = {"direct": 0.5, "rate": 80.0, "count": 1400}
-    without, told = sim.silent(**half), sim.play(lambda worker, truth, now: truth, **half)
-    assert told[0] < 0.95 * without[0]
-    assert told[1] <= without[1]
+    without, with_reports = sim.silent(**half), sim.play(lambda worker, truth, now: truth, **half)
+    assert with_reports[0] < 0.95 * without[0]
+    assert with_reports[1] <= without[1]
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_costs_little(sim: Any, lie: str) -> None:
     """Against saying nothing: first tokens a fifth later at most, answers a twentieth."""
-    without, told = sim.silent(), sim.play(LIES[lie])
-    assert told[0] <= 1.2 * without[0], (told, without)
-    assert told[1] <= 1.05 * without[1], (told, without)
+    without, with_lies = sim.silent(), sim.play(LIES[lie])
+    assert with_lies[0] <= 1.2 * without[0], (with_lies, without)
+    assert with_lies[1] <= 1.05 * without[1], (with_lies, without)
 
 
 @pytest.mark.parametrize("lie", ["nothing", "none runs"])

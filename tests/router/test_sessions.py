@@ -24,9 +24,11 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
 SCOPE = Scope("m")
 
 
-def read(headers: dict[str, str], body: bytes = b"{}", more: tuple[str, ...] = ()) -> Session:
-    sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    return SessionNames.session_of(SessionNames(more).read_headers(sent), parse_routing("/v1/chat/completions", body))
+def read(headers: dict[str, str], body: bytes = b"{}", extra_headers: tuple[str, ...] = ()) -> Session:
+    encoded_headers = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
+    return SessionNames.session_of(
+        SessionNames(extra_headers).read_headers(encoded_headers), parse_routing("/v1/chat/completions", body)
+    )
 
 
 def body_with(path: str, value: str) -> bytes:
@@ -40,7 +42,7 @@ def test_every_name_of_the_table_is_recognised(row: NameSource) -> None:
     if row.meaning == "parent_agent":
         base["x-claude-code-agent-id"] = "a"
     headers = {**base, row.name: "true" if row.meaning == "final" else "v"} if row.source == "header" else base
-    found = read(headers, body_with(row.name, "v") if row.source == "body" else b"{}")
+    session = read(headers, body_with(row.name, "v") if row.source == "body" else b"{}")
     expected = {
         "session": Session("v"),
         "agent": Session("s/v", "s"),
@@ -48,13 +50,15 @@ def test_every_name_of_the_table_is_recognised(row: NameSource) -> None:
         "parent_agent": Session("s/a", "s/v"),
         "final": Session("s", None, True),
     }
-    assert found == expected[row.meaning]
+    assert session == expected[row.meaning]
 
 
 @pytest.mark.parametrize("row", NAME_SOURCES, ids=[f"{row.source}-{row.name}" for row in NAME_SOURCES])
 def test_every_name_stands_in_the_docs(row: NameSource) -> None:
-    told = {"parent_agent": "parent agent", "final": "end"}.get(row.meaning, row.meaning)
-    assert re.search(rf"^\| {row.source} \| `{re.escape(row.name)}` \| {told} \|", DOCS.read_text(), re.MULTILINE)
+    description = {"parent_agent": "parent agent", "final": "end"}.get(row.meaning, row.meaning)
+    assert re.search(
+        rf"^\| {row.source} \| `{re.escape(row.name)}` \| {description} \|", DOCS.read_text(), re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in NAME_SOURCES if row.source == "body"], ids=lambda row: row.name)
@@ -111,11 +115,11 @@ def core_with(**changes: Any) -> RouterCore:
 
 
 def send(core: RouterCore, name: str, ids: list[int], now: float, **changes: Any) -> str:
-    placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), **changes), now)
-    assert isinstance(placed, Forward)
+    placement = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), **changes), now)
+    assert isinstance(placement, Forward)
     core.finish_request(name, ReportedUsage(len(ids), 0, 100), now + 1.0)
     core.check_invariants()
-    return placed.decision.worker
+    return placement.decision.worker
 
 
 def test_thousands_of_names_are_forgotten_in_the_end() -> None:
@@ -137,13 +141,13 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
     core = core_with(working_set=WorkingSetConfig(chunk_tokens=64))
-    shared, sets = [7] * 640, core.cache_state.working_sets
+    shared_ids, sets = [7] * 640, core.cache_state.working_sets
     for turn, name in enumerate("xyxy"):
         tail = [ord(name)] * (1280 + 64 * turn)
-        worker = send(core, f"r{turn}", shared + tail, float(turn), session=name, worker="a")
+        worker = send(core, f"r{turn}", shared_ids + tail, float(turn), session=name, worker="a")
     assert worker == "a"
     assert needed(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
-    send(core, "end", shared + [ord("x")] * 1600, 5.0, session="x", worker="a", is_final=True)
+    send(core, "end", shared_ids + [ord("x")] * 1600, 5.0, session="x", worker="a", is_final=True)
     assert needed(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
 
 
@@ -154,7 +158,7 @@ def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:
         lengths.record(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
     sub, stranger = (RouteRequest("r", "m", SCOPE, None, 10, session="new", parent=up) for up in ("main", None))
     assert lengths.expect(sub) > 1.5 * lengths.expect(stranger)
-    own = RouteRequest("s", "m", SCOPE, None, 10, session="main")
-    before = lengths.expect(own)
-    lengths.forget_session(own)
-    assert lengths.expect(own) < before
+    main_request = RouteRequest("s", "m", SCOPE, None, 10, session="main")
+    before = lengths.expect(main_request)
+    lengths.forget_session(main_request)
+    assert lengths.expect(main_request) < before

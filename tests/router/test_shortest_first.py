@@ -34,31 +34,35 @@ def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Ta
     return tracker, targets
 
 
-def price(tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float) -> KvCost:
+def price(tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float) -> KvCost:
     factor = tracker.utilisation_factor(now)
-    return KvCost(targets, cached, None, prompt_tokens=tokens, utilisation_factor=factor, now=now, config=CostConfig())
+    return KvCost(
+        targets, cached_tokens, None, prompt_tokens=tokens, utilisation_factor=factor, now=now, config=CostConfig()
+    )
 
 
 # The price -----------------------------------------------------------------------------------------------------------
 @given(st.lists(st.integers(1, 60_000), max_size=12), st.integers(1, 60_000), st.floats(0.0, 8.0))
-def test_what_waits_before_a_prompt_is_who_has_less_left(others: list[int], own: int, passed: float) -> None:
-    assume(own not in others)  # of two that are alike, whichever goes first
+def test_what_waits_before_a_prompt_is_who_has_less_left(
+    other_tokens: list[int], own_tokens: int, elapsed_s: float
+) -> None:
+    assume(own_tokens not in other_tokens)  # of two that are alike, whichever goes first
     tracker, (target,) = tracker_of(1)
-    for i, tokens in enumerate(others):
+    for i, tokens in enumerate(other_tokens):
         tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
-    lefts = sorted(target.prefill_seconds(tokens, 0) for tokens in others)
-    own_s, wait_s = target.prefill_seconds(own, 0), target.queue_s(passed)
+    lefts = sorted(target.prefill_seconds(tokens, 0) for tokens in other_tokens)
+    own_s, wait_s = target.prefill_seconds(own_tokens, 0), target.queue_s(elapsed_s)
     if lefts:  # by how much the first is done is what `queue_s` says
         lefts[0] -= target.prefill_s - wait_s
-    before_s, later = target.shortest_first_place(own_s, wait_s)
-    assert before_s == pytest.approx(sum(left for left in lefts if left <= own_s), abs=1e-9)
-    assert later == sum(left > own_s for left in lefts)
-    assert target.seconds_before(own_s, passed) == pytest.approx(before_s)
-    cost = price(tracker, [target], [0], own, passed)
+    before_s, overtaken_count = target.shortest_first_place(own_s, wait_s)
+    assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
+    assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
+    assert target.seconds_before(own_s, elapsed_s) == pytest.approx(before_s)
+    cost = price(tracker, [target], [0], own_tokens, elapsed_s)
     terms = cost.terms(0, 0)
     assert terms.queue_s == pytest.approx(before_s)
-    assert terms.overtaking_s == pytest.approx(later * own_s)
-    least = sum(min(left, own_s) for left in lefts)
+    assert terms.overtaking_s == pytest.approx(overtaken_count * own_s)
+    least = sum(min(remaining_s, own_s) for remaining_s in lefts)
     assert terms.queue_s + terms.overtaking_s == pytest.approx(least, abs=1e-9), "the least of both, for each"
 
 
@@ -83,12 +87,12 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         tracker.add_request(str(i), target, prompt_tokens=tokens, cached_tokens=0, stream=True, now=0.0)
     assert target.queue_s(0.0) == pytest.approx(target.prefill_s)
     assert len(target.remaining_s) == 128
-    for own in (400, 1000, 3500, 9000):
-        own_s = target.prefill_seconds(own, 0)
-        before_s, later = target.shortest_first_place(own_s, target.queue_s(0.0))
+    for prompt_tokens in (400, 1000, 3500, 9000):
+        own_s = target.prefill_seconds(prompt_tokens, 0)
+        before_s, overtaken_count = target.shortest_first_place(own_s, target.queue_s(0.0))
         truth = [s for tokens in sizes if (s := target.prefill_seconds(tokens, 0)) <= own_s]
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
-        assert later == pytest.approx(count - len(truth), rel=0.12)
+        assert overtaken_count == pytest.approx(count - len(truth), rel=0.12)
     tracker.check_invariants()
 
 
@@ -101,8 +105,8 @@ def test_the_price_chosen_by_is_the_price_that_is_told() -> None:
     for now in (0.6, 0.9, 2.0):
         for tokens in (100, 3000, 20_000):
             cost = price(tracker, targets, [0, 90, 50], tokens, now)
-            told = [cost.terms(i, 0).cost for i in range(3)]
-            assert cost.choose(0) == told.index(min(told))
+            costs = [cost.terms(i, 0).cost for i in range(3)]
+            assert cost.choose(0) == costs.index(min(costs))
 
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
@@ -121,15 +125,17 @@ def test_what_other_routers_sent_counts_by_its_mean() -> None:
 )
 def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> None:
     tracker, (target,) = tracker_of(1, learn=True)
-    for i, (what, number, tokens) in enumerate(steps):
+    for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if what in ("route", "blind") and name not in tracker.requests:
-            tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
-        elif what == "first":
+        if operation in ("route", "blind") and name not in tracker.requests:
+            tracker.add_request(
+                name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
+            )
+        elif operation == "first":
             tracker.record_first_token(name, now)
-        elif what == "end":
+        elif operation == "end":
             tracker.end_request(name, now)
-        elif what == "turn":  # its engine was restarted with the other order
+        elif operation == "turn":  # its engine was restarted with the other order
             target.shortest_first = not target.shortest_first
             target.refresh_queue()
         tracker.advance(now)
@@ -139,9 +145,11 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
             flights = target.prefills.values()
             assert target.remaining_s == sorted(flight.remaining_prefill_s() for flight in flights)
             assert all(0.05 * f.prefill_s <= f.remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights)
-            before_s, later = target.shortest_first_place(target.prefill_seconds(tokens, 0), target.queue_s(now))
+            before_s, overtaken_count = target.shortest_first_place(
+                target.prefill_seconds(tokens, 0), target.queue_s(now)
+            )
             assert 0.0 <= before_s <= target.queue_s(now) + 1e-9
-            assert later <= len(flights)
+            assert overtaken_count <= len(flights)
     for name in list(tracker.requests):
         tracker.end_request(name, 1e6)
     assert (target.requests, target.prefill_s, target.remaining_s, target.waiting_s) == (0, 0.0, [], 0.0)
@@ -178,13 +186,13 @@ def test_the_engine_tells_and_an_operator_knows_better() -> None:
     assert read_shortest_first(line % "shortest")
     assert not read_shortest_first(line % "arrival")
     assert not read_shortest_first('vllm:cache_config_info{block_size="16"} 1.0\n')
-    for flag, told, expected in (
+    for flag, reported_order, expected in (
         ("url=http://a", True, True),
         ("url=http://a", False, False),
         ("url=http://a,prefill_order=arrival", True, False),
         ("url=http://a,prefill_order=shortest", False, True),
     ):
-        facts = WorkerFacts(True, shortest_first=told)
+        facts = WorkerFacts(True, shortest_first=reported_order)
         assert worker_spec(parse_worker_flag(flag), facts).shortest_first is expected
     with pytest.raises(ConfigError, match="prefill_order='longest', expected arrival or shortest"):
         parse_worker_flag("url=http://a,prefill_order=longest")
@@ -200,7 +208,7 @@ def test_a_worker_that_comes_back_with_the_other_order_is_priced_by_it() -> None
 
 
 # The simulated engine ------------------------------------------------------------------------------------------------
-def served(
+def serve_prompts(
     arrivals: list[tuple[float, int]],
     limits: EngineLimits,
     *,
@@ -218,9 +226,9 @@ def served(
         if todo and (worker.wake_s is None or todo[0][1][0] <= worker.wake_s):
             number, (at, tokens) = todo.pop(0)
             ids = [number * 10_000 + i for i in range(tokens // 16)]
-            made = SimRequest(number, number, at, tokens, 1, ids)
-            made.final_ids = ids
-            worker.submit(job := Job(made, at), at)
+            sim_request = SimRequest(number, number, at, tokens, 1, ids)
+            sim_request.final_ids = ids
+            worker.submit(job := Job(sim_request, at), at)
             if came is not None:
                 came[number] = job.came
         else:
@@ -236,8 +244,12 @@ SHORTEST = EngineLimits(shortest=True)
 
 def test_the_simulated_engine_lets_short_prompts_by() -> None:
     arrivals = [(0.0, 6400), (1.0, 128), (1.0, 64)]
-    assert served(arrivals, EngineLimits()) == {0: pytest.approx(6.4), 1: pytest.approx(6.528), 2: pytest.approx(6.592)}
-    first = served(arrivals, SHORTEST)
+    assert serve_prompts(arrivals, EngineLimits()) == {
+        0: pytest.approx(6.4),
+        1: pytest.approx(6.528),
+        2: pytest.approx(6.592),
+    }
+    first = serve_prompts(arrivals, SHORTEST)
     assert first[2] < first[1] < 1.4
     assert first[0] == pytest.approx(6.592), "nothing is computed twice"
 
@@ -246,20 +258,20 @@ def test_the_simulated_engine_lets_short_prompts_by() -> None:
 def test_who_comes_after_ten_times_a_prompts_length_was_computed_goes_behind_it(
     arrivals: list[tuple[float, int]],
 ) -> None:
-    came: dict[int, int] = {}
-    first = served(arrivals, SHORTEST, came=came)
+    arrival_s: dict[int, int] = {}
+    first = serve_prompts(arrivals, SHORTEST, came=arrival_s)
     assert len(first) == len(arrivals)
     for i, (_, tokens) in enumerate(arrivals):
-        late = [j for j in came if came[j] - came[i] > tokens / AGEING]
+        late = [j for j in arrival_s if arrival_s[j] - arrival_s[i] > tokens / AGEING]
         assert all(first[i] <= first[j] for j in late)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.just(300)), min_size=1, max_size=20))
 def test_prompts_of_one_length_go_in_their_order(arrivals: list[tuple[float, int]]) -> None:
-    assert served(arrivals, SHORTEST) == pytest.approx(served(arrivals, EngineLimits()))
+    assert serve_prompts(arrivals, SHORTEST) == pytest.approx(serve_prompts(arrivals, EngineLimits()))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(16, 600)), min_size=1, max_size=15), st.booleans())
 def test_a_cache_that_is_too_small_ends_all_the_same(arrivals: list[tuple[float, int]], preempts: bool) -> None:
     limits: Any = EngineLimits(seats=4, preempts=preempts, shortest=True)
-    assert len(served(arrivals, limits, capacity=45)) == len(arrivals)
+    assert len(serve_prompts(arrivals, limits, capacity=45)) == len(arrivals)

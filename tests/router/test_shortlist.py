@@ -42,7 +42,7 @@ def fleet(workers: int, *, cached_by: int, seed: int = 1) -> tuple[RouterCore, r
                 BlockStored(list(range(1 + 1000 * i, 1 + 1000 * i + len(ids) // 16)), None, ids, 16, None, "GPU", None)
             ])))  # fmt: skip
     for i in range(3 * workers):
-        core.route(ask(f"bg{i}", rng.randrange(20), rng), 0.001 * i / workers)
+        core.route(make_request(f"bg{i}", rng.randrange(20), rng), 0.001 * i / workers)
         if rng.random() < 0.8:
             core.record_first_token(f"bg{i}", 0.001 * i / workers)
     return core, rng
@@ -52,7 +52,7 @@ def session(number: int) -> list[int]:
     return SYSTEM + [10_000 + number] * 1024
 
 
-def ask(name: str, number: int, rng: random.Random, **changes: Any) -> RouteRequest:
+def make_request(name: str, number: int, rng: random.Random, **changes: Any) -> RouteRequest:
     ids = session(number)[: rng.choice([600, 2048, 3072])] + [rng.randrange(20_000, 90_000) for _ in range(200)]
     return RouteRequest(name, "m", SCOPE, ids, len(ids), **changes)
 
@@ -81,12 +81,12 @@ def bound(core: RouterCore, decision: Decision) -> float:
 def test_the_choice_is_within_its_bound_of_the_least_price(seed: int, workers: int, cached: float) -> None:
     core, rng = fleet(workers, cached_by=int(cached * workers), seed=seed)
     for i in range(4):
-        decision = core.explain(ask("x", rng.randrange(20), rng), 0.004)
+        decision = core.explain(make_request("x", rng.randrange(20), rng), 0.004)
         assert isinstance(decision, Decision)
         assert len(decision.candidates) == workers
-        least, chosen = decision.candidates[0].cost, decision.terms.cost
-        assert chosen <= least + bound(core, decision), i
-        core.route(ask(f"r{i}", rng.randrange(20), rng), 0.004)
+        least, chosen_cost = decision.candidates[0].cost, decision.terms.cost
+        assert chosen_cost <= least + bound(core, decision), i
+        core.route(make_request(f"r{i}", rng.randrange(20), rng), 0.004)
 
 
 @pytest.mark.parametrize("cached_by", [0, 20, 100])
@@ -94,30 +94,32 @@ def test_nearly_always_it_is_the_least_price_itself(cached_by: int) -> None:
     core, rng = fleet(100, cached_by=cached_by)
     costs: list[tuple[float, float]] = []
     for i in range(200):
-        placed = core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01 + i * 1e-4, explain=True)
-        assert isinstance(placed, Forward)
-        costs.append((placed.decision.terms.cost, placed.decision.candidates[0].cost))
+        placement = core.route(make_request(f"r{i}", rng.randrange(20), rng), 0.01 + i * 1e-4, explain=True)
+        assert isinstance(placement, Forward)
+        costs.append((placement.decision.terms.cost, placement.decision.candidates[0].cost))
         core.record_first_token(f"r{i}", 0.0101 + i * 1e-4)
     step_s = core.config.service.step_s
-    assert sum(chosen <= least + step_s for chosen, least in costs) >= 170
-    assert math.fsum(chosen - least for chosen, least in costs) <= 0.01 * math.fsum(least for _, least in costs)
+    assert sum(chosen_cost <= least + step_s for chosen_cost, least in costs) >= 170
+    assert math.fsum(chosen_cost - least for chosen_cost, least in costs) <= 0.01 * math.fsum(
+        least for _, least in costs
+    )
 
 
 @pytest.mark.parametrize("cached_by", [0, 20, 500])
 def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by: int) -> None:
     core, rng = fleet(500, cached_by=cached_by)
-    priced: list[int] = []
+    priced_counts: list[int] = []
 
-    class Counted(KvCost):
+    class CountingCost(KvCost):
         def __init__(self, targets: Any, *args: Any, **more: Any) -> None:
-            priced.append(len(targets))
+            priced_counts.append(len(targets))
             super().__init__(targets, *args, **more)
 
-    monkeypatch.setattr(chooser, "KvCost", Counted)
+    monkeypatch.setattr(chooser, "KvCost", CountingCost)
     for i in range(50):
-        core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01)
-    assert len(priced) == 50
-    assert max(priced) <= 12 * RIVALS_MIN, priced
+        core.route(make_request(f"r{i}", rng.randrange(20), rng), 0.01)
+    assert len(priced_counts) == 50
+    assert max(priced_counts) <= 12 * RIVALS_MIN, priced_counts
 
 
 def work(core: RouterCore, requests: list[RouteRequest]) -> float:
@@ -166,7 +168,7 @@ def test_a_decision_before_500_takes_at_most_2_2_times_the_work_of_one_before_8(
     counts = []
     for workers in (8, 500):
         core, rng = fleet(workers, cached_by=min(cached_by, workers))
-        requests = [ask(f"r{i}", rng.randrange(20), rng) for i in range(40)]
+        requests = [make_request(f"r{i}", rng.randrange(20), rng) for i in range(40)]
         for request in requests[:20]:  # the order of the pool is made, the first requests are placed
             core.route(request, 0.01)
         counts.append(work(core, requests[20:]))
@@ -176,33 +178,33 @@ def test_a_decision_before_500_takes_at_most_2_2_times_the_work_of_one_before_8(
 
 def test_the_order_follows_loads_peers_and_time() -> None:
     core, rng = fleet(60, cached_by=30)
-    core.route(ask("first", 1, rng), 0.01)
+    core.route(make_request("first", 1, rng), 0.01)
     (order,) = core.tracker.load_orders
     order.check_invariants()
     core.tracker.set_peer_loads("other", {"w7": PeerLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
     core.abort_request("bg5", 0.02)
-    core.route(ask("second", 1, rng), 0.03)
+    core.route(make_request("second", 1, rng), 0.03)
     order.check_invariants()
     assert order.targets[order.holders[-1]].name == "w7"
     assert order.peer_utilisation == pytest.approx(0.5)
     now = 0.03
     for i in range(60):  # past the change of scale: whatever was known is placed anew
         now += 30.0
-        core.route(ask(f"late{i}", 1, rng), now)
+        core.route(make_request(f"late{i}", 1, rng), now)
         order.check_invariants()
     order.update(core.tracker.utilisation_factor(now))  # the last one's load too
     fresh = sorted(order._sort_key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
-    known = [key for key, _ in order._order]
-    assert known == pytest.approx(fresh, abs=0.05)
+    sort_keys = [key for key, _ in order._order]
+    assert sort_keys == pytest.approx(fresh, abs=0.05)
     core.remove_worker("w3", now)
     assert core.tracker.load_orders == []
-    core.route(ask("third", 1, rng), now)
+    core.route(make_request("third", 1, rng), now)
     assert len(core.tracker.load_orders[0].targets) == 59
 
 
 def test_a_part_of_a_pool_is_priced_whole() -> None:
     core, rng = fleet(60, cached_by=60)
-    placed = core.route(ask("r", 1, rng, worker="w59"), 0.01)
-    assert isinstance(placed, Forward)
-    assert placed.decision.worker == "w59"
-    assert core.tracker.load_orders == [] or placed.decision.worker == "w59"
+    placement = core.route(make_request("r", 1, rng, worker="w59"), 0.01)
+    assert isinstance(placement, Forward)
+    assert placement.decision.worker == "w59"
+    assert core.tracker.load_orders == [] or placement.decision.worker == "w59"

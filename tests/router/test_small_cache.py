@@ -66,11 +66,11 @@ class NaiveEngine:
         for seq in self._running:
             self._name(seq)
             seq.ids.append(hash((seq.request_id, len(seq.ids))) % 900)
-        ended = [seq for seq in self._running if len(seq.ids) == seq.prompt_tokens + seq.answer_tokens]
-        for seq in ended:
+        ended_sequences = [seq for seq in self._running if len(seq.ids) == seq.prompt_tokens + seq.answer_tokens]
+        for seq in ended_sequences:
             self._running.remove(seq)
             self._give_back(seq)
-        return ended
+        return ended_sequences
 
     def _start(self, seq: Sequence_) -> bool:
         hits = []
@@ -154,20 +154,22 @@ class World:
         self.sees = not spec
         self.now, self.count, self.steps = 0.0, 0, 0
         self.live: dict[str, Decision] = {}
-        self.predicted = self.reported = self.equal = 0
+        self.predicted_tokens = self.reported_tokens = self.equal = 0
 
     def send(self, ids: list[int], answer_tokens: int) -> Decision:
         request_id, self.count = str(self.count), self.count + 1
-        asked = RouteRequest(request_id, "m", Scope("m"), ids, len(ids), output_tokens_max=answer_tokens, stream=False)
-        sent = self.core.route(asked, self.now)
-        assert isinstance(sent, Forward)
-        self.live[request_id] = sent.decision
+        route_request = RouteRequest(
+            request_id, "m", Scope("m"), ids, len(ids), output_tokens_max=answer_tokens, stream=False
+        )
+        placement = self.core.route(route_request, self.now)
+        assert isinstance(placement, Forward)
+        self.live[request_id] = placement.decision
         self.engine.add(request_id, ids, answer_tokens)
-        return sent.decision
+        return placement.decision
 
     def step(self) -> list[Sequence_]:
         self.now += 0.02
-        ended = self.engine.step()
+        ended_sequences = self.engine.step()
         if self.engine.events:
             payload = encode_batch(EventBatch(ts=self.now, events=self.engine.events))
             report = self.core.index.ingest(self.holder, payload)
@@ -175,18 +177,18 @@ class World:
                 self.full.record_batch(self.core.index.held_tokens(self.holder), report)
                 self.core.record_cache_sizes({"w": [self.full.tokens]})
             self.engine.events = []
-        for seq in ended:
-            predicted = self.live.pop(seq.request_id).predicted_cached_tokens
+        for seq in ended_sequences:
+            predicted_tokens = self.live.pop(seq.request_id).predicted_cached_tokens
             usage = ReportedUsage(seq.prompt_tokens, seq.cached_tokens, seq.answer_tokens)
             self.core.finish_request(seq.request_id, usage, self.now)
-            self.predicted += predicted
-            self.reported += seq.cached_tokens or 0
-            self.equal += predicted == seq.cached_tokens
+            self.predicted_tokens += predicted_tokens
+            self.reported_tokens += seq.cached_tokens or 0
+            self.equal += predicted_tokens == seq.cached_tokens
         self.core.tick(self.now)
         self.steps += 1
         if self.steps % 8 == 0:
             self.core.check_invariants()
-        return ended
+        return ended_sequences
 
 
 def play(
@@ -194,12 +196,12 @@ def play(
 ) -> None:
     """Beginnings that many share and more than there is room for, each with an end of its own; in bursts, or as many at
     once all the time."""
-    shared = [[rng.randrange(3, 900) for _ in range(rng.randrange(100, 500))] for _ in range(2 * max(at_once, 10))]
+    shared_ids = [[rng.randrange(3, 900) for _ in range(rng.randrange(100, 500))] for _ in range(2 * max(at_once, 10))]
     while world.count < count or world.live:
         room = at_once - len(world.live)
         for _ in range(room if world.count < count and (room == at_once or not together) else 0):
-            own = [rng.randrange(3, 900) for _ in range(40)]
-            world.send(rng.choice(shared) + own, rng.randrange(*answers))
+            own_ids = [rng.randrange(3, 900) for _ in range(40)]
+            world.send(rng.choice(shared_ids) + own_ids, rng.randrange(*answers))
         world.step()
 
 
@@ -235,8 +237,8 @@ def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is
             world.step()
     assert (world.full.evictions, world.core.registry.targets_of("w")[0].capacity_tokens) == (0, None)
     full = ObservedCapacity()
-    for held in range(320, 3200, 320):
-        full.record_batch(held, IngestReport(stored=10))
+    for held_tokens in range(320, 3200, 320):
+        full.record_batch(held_tokens, IngestReport(stored=10))
     for _ in range(20):  # removed by age, while little is stored
         full.record_batch(3200, IngestReport(removed=5))
     assert full.tokens is None
@@ -258,8 +260,8 @@ def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
     world = World(70)
     (target,) = world.core.registry.targets_of("w")
     world.core.record_cache_sizes({"w": [2240]})
-    sent = world.send([1] * 100, 5)
-    assert (target.capacity_tokens, sent.terms.cached_tokens) == (2240, 0)
+    request_id = world.send([1] * 100, 5)
+    assert (target.capacity_tokens, request_id.terms.cached_tokens) == (2240, 0)
     assert target.free_tokens < 2240
     world.core.record_cache_sizes({"w": [None]})
     assert (target.capacity_tokens, target.free_tokens) == (None, float("inf"))
@@ -273,7 +275,7 @@ def test_promises_that_are_evicted_before_their_requests_run_raise_the_alarm(spe
     world = World(70, **spec)
     world.sees = False
     play(world, random.Random(0), 240, 10, together=True)
-    assert world.predicted > 1.3 * world.reported
+    assert world.predicted_tokens > 1.3 * world.reported_tokens
     (alarm,) = [a for a in world.core.watchdog.alarms("w") if a.startswith("promised")]
     assert "its cache is too small for what it gets" in alarm
 
@@ -282,7 +284,7 @@ def test_promises_that_are_evicted_before_their_requests_run_raise_the_alarm(spe
 def test_one_after_the_other_nothing_is_lowered_that_is_there(block_count: int) -> None:
     world = World(block_count, cache_tokens=block_count * 32)
     play(world, random.Random(3), 200, 1, together=True)
-    assert world.predicted == world.reported > 0
+    assert world.predicted_tokens == world.reported_tokens > 0
     assert world.equal == world.count
 
 
@@ -296,4 +298,4 @@ def test_a_chat_goes_on_from_what_was_answered() -> None:
             for seq in world.step():
                 chat = next(i for i, ids in enumerate(chats) if seq.ids[: len(ids)] == ids)
                 chats[chat] = seq.ids if len(seq.ids) < 900 else chats[chat][:50]
-    assert abs(world.predicted - world.reported) <= 0.05 * world.reported
+    assert abs(world.predicted_tokens - world.reported_tokens) <= 0.05 * world.reported_tokens

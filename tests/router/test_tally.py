@@ -19,22 +19,22 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     index = make_index(seed=1)
     native, naive = [index.tally() for _ in range(3)], [NaiveTally() for _ in range(3)]
     tally = native[0]
-    held: list[list[int]] = []
+    key_lists: list[list[int]] = []
     for now_s, (adds, conversation, chunks) in enumerate(orders):
-        if adds or not held:
+        if adds or not key_lists:
             keys = [conversation * 1_000_003 + i for i in range(chunks)]
-            held.append(keys)
+            key_lists.append(keys)
             assert tally.enter(keys, *native[1:], now_s) == naive[0].enter(keys, *naive[1:], now_s)
         else:
-            keys = held.pop(conversation % len(held))
+            keys = key_lists.pop(conversation % len(key_lists))
             assert tally.leave(keys, *native[1:]) == naive[0].leave(keys, *naive[1:])
-        for one, other in zip(native, naive):
-            assert one.leading(keys, least) == other.leading(keys, least)
-            assert one.counts() == other.counts()
+        for native_tally, naive_tally in zip(native, naive):
+            assert native_tally.leading(keys, least) == naive_tally.leading(keys, least)
+            assert native_tally.counts() == naive_tally.counts()
         assert [tally.since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
-    for keys in held:
+    for keys in key_lists:
         tally.leave(keys, *native[1:])
-    assert [one.counts() for one in native] == [{}, {}, {}]
+    assert [native_tally.counts() for native_tally in native] == [{}, {}, {}]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -47,11 +47,11 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
         if adds or not running:
             running.append(([conversation * 1_000_003 + i for i in range(chunks)], place))
             keys = running[-1][0]
-            told = [all[0].enter(keys, all[2 + place], all[1], float(now_s)) for all in (native, naive)]
+            counts = [all[0].enter(keys, all[2 + place], all[1], float(now_s)) for all in (native, naive)]
         else:
             keys, place = running.pop(conversation % len(running))
-            told = [all[0].leave(keys, all[2 + place], all[1]) for all in (native, naive)]
-        assert told[0] == told[1]
+            counts = [all[0].leave(keys, all[2 + place], all[1]) for all in (native, naive)]
+        assert counts[0] == counts[1]
         assert [tally.counts() for tally in native] == [tally.counts() for tally in naive]
         assert [native[0].since_s(key) for key in keys] == [naive[0].since_s(key) for key in keys]
 

@@ -78,15 +78,17 @@ def test_steady_load_shows_as_utilisation() -> None:
 )
 def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]) -> None:
     tracker, target = make(learn=True)
-    for i, (what, number, tokens) in enumerate(steps):
+    for i, (operation, number, tokens) in enumerate(steps):
         name, now = str(number), i * 0.1
-        if what in ("route", "blind") and name not in tracker.requests:
-            tracker.add_request(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
-        elif what == "first":
+        if operation in ("route", "blind") and name not in tracker.requests:
+            tracker.add_request(
+                name, target, prompt_tokens=tokens, cached_tokens=0, stream=operation == "route", now=now
+            )
+        elif operation == "first":
             tracker.record_first_token(name, now)
-        elif what == "end":
+        elif operation == "end":
             tracker.end_request(name, now)
-        elif what == "progress":
+        elif operation == "progress":
             tracker.record_progress(name, tokens)
         tracker.advance(now)
         tracker.check_invariants()
@@ -100,9 +102,9 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
 def observation(rng: random.Random, truth: ServiceModel, *, noise: float = 0.0) -> Observation:
     """One interval of a worker that is exactly `truth`, up to relative noise."""
     length = rng.randint(200, 30_000)
-    cached = rng.choice([0, 0, length // 2, length * 9 // 10])
+    cached_tokens = rng.choice([0, 0, length // 2, length * 9 // 10])
     decoding, context = rng.randint(0, 60), rng.randint(0, 400_000)
-    u, q = length - cached, float(length**2 - cached**2)
+    u, q = length - cached_tokens, float(length**2 - cached_tokens**2)
     steps = max(1.0, u / truth.step_tokens)
     seconds = truth.prefill_s_per_token * (u + q / (2 * truth.quadratic_tokens))
     per_step = truth.step_s + truth.decode_request_s * decoding + truth.decode_context_s * context
@@ -125,13 +127,13 @@ def test_a_worker_is_learned_within_a_hundred_requests(truth: ServiceModel, nois
     estimate = SpeedEstimate(ServiceModel(), LearnConfig())
     for _ in range(100):
         estimate.observe(observation(rng, truth, noise=noise))
-    learned = estimate.model()
-    for length, cached in ((1000, 0), (8000, 4000), (30_000, 0), (30_000, 27_000)):
+    service = estimate.model()
+    for length, cached_tokens in ((1000, 0), (8000, 4000), (30_000, 0), (30_000, 27_000)):
         seconds = [
-            m.prefill_s_per_token * (length - cached + (length**2 - cached**2) / (2 * m.quadratic_tokens))
-            for m in (truth, learned)
+            m.prefill_s_per_token * (length - cached_tokens + (length**2 - cached_tokens**2) / (2 * m.quadratic_tokens))
+            for m in (truth, service)
         ]
-        assert 0.7 < seconds[1] / seconds[0] < 1.25, (length, cached, learned)
+        assert 0.7 < seconds[1] / seconds[0] < 1.25, (length, cached_tokens, service)
 
 
 def test_outliers_that_are_slow_do_not_mislead() -> None:
@@ -140,13 +142,13 @@ def test_outliers_that_are_slow_do_not_mislead() -> None:
     truth = ServiceModel(prefill_s_per_token=2e-4)
     estimate = SpeedEstimate(ServiceModel(), LearnConfig())
     for _ in range(300):
-        seen = observation(rng, truth, noise=0.1)
+        sample = observation(rng, truth, noise=0.1)
         if rng.random() < 0.1:
-            seen = Observation(
-                seen.elapsed_s * 20, seen.uncached_tokens, seen.quadratic, seen.steps, seen.decode_requests,
-                seen.decode_context,
+            sample = Observation(
+                sample.elapsed_s * 20, sample.uncached_tokens, sample.quadratic, sample.steps, sample.decode_requests,
+                sample.decode_context,
             )  # fmt: skip
-        estimate.observe(seen)
+        estimate.observe(sample)
     assert 0.7 * 2e-4 < estimate.model().prefill_s_per_token < 1.2 * 2e-4
 
 
@@ -192,8 +194,10 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
         names = [str(count + i) for i in range(6)]
         count += 6
         for i, name in enumerate(names):  # while the first is computed
-            cached = 0 if i == 5 else 3968
-            tracker.add_request(name, target, prompt_tokens=4050, cached_tokens=cached, stream=True, now=now + 0.05)
+            cached_tokens = 0 if i == 5 else 3968
+            tracker.add_request(
+                name, target, prompt_tokens=4050, cached_tokens=cached_tokens, stream=True, now=now + 0.05
+            )
         now += truth.step_s + 4050 * truth.prefill_s_per_token
         tracker.record_first_token("first", now)
         now += truth.step_s + 4096 * truth.prefill_s_per_token
@@ -204,10 +208,10 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
         for name in ("first", *names):
             tracker.end_request(name, now)
         now += 1.0
-    learned = target.service
-    taken_s = learned.prefill_s_per_token * (4050 + 4050**2 / (2 * learned.quadratic_tokens)) + learned.step_s
+    service = target.service
+    taken_s = service.prefill_s_per_token * (4050 + 4050**2 / (2 * service.quadratic_tokens)) + service.step_s
     assert taken_s == pytest.approx(0.415, rel=0.1)
-    assert learned.prefill_s_per_token * 82 + learned.step_s < 0.05
+    assert service.prefill_s_per_token * 82 + service.step_s < 0.05
 
 
 def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> None:
@@ -220,8 +224,10 @@ def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> Non
         now = 0.0
         for i in range(150):
             length = rng.randint(1000, 9000)
-            predicted = length * 9 // 10 if i % 3 else 0
-            tracker.add_request(str(i), target, prompt_tokens=length, cached_tokens=predicted, stream=True, now=now)
+            predicted_tokens = length * 9 // 10 if i % 3 else 0
+            tracker.add_request(
+                str(i), target, prompt_tokens=length, cached_tokens=predicted_tokens, stream=True, now=now
+            )
             now += 2e-4 * (length + length**2 / 1e5) + max(1, -(-length // 2048)) * 0.012
             tracker.record_first_token(str(i), now)
             now += 0.5
@@ -251,7 +257,7 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
     seconds, and the step of ten sequences is known to a fifth."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
-    rng, said = random.Random(4), dict[str, float]()
+    rng, output_tokens = random.Random(4), dict[str, float]()
 
     def step_s(target: Target) -> float:
         return (
@@ -262,17 +268,17 @@ def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -
         now = 0.05 * tick
         for name, flight in tracker.requests.items():
             if flight.phase is RequestPhase.DECODE:
-                said[name] += 0.05 / step_s(flight.target)
+                output_tokens[name] += 0.05 / step_s(flight.target)
                 if tick % 5 == 0:
-                    tracker.record_progress(name, int(said[name]), now)
+                    tracker.record_progress(name, int(output_tokens[name]), now)
         target = targets[rng.randrange(8) if tick % 8 else 0]
         tracker.add_request(f"r{tick}", target, prompt_tokens=2080, cached_tokens=2000, stream=True, now=now)
         own_s = 80 * LIVE.prefill_s_per_token * (1 + 2040 / LIVE.quadratic_tokens)
         tracker.record_first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
-        said[f"r{tick}"] = 1.0
-    learned = targets[0].service
-    assert learned.step_s + 10 * learned.decode_request_s == pytest.approx(0.030, rel=0.2), learned
-    assert learned.decode_request_s > 5 * ServiceModel().decode_request_s, learned
+        output_tokens[f"r{tick}"] = 1.0
+    service = targets[0].service
+    assert service.step_s + 10 * service.decode_request_s == pytest.approx(0.030, rel=0.2), service
+    assert service.decode_request_s > 5 * ServiceModel().decode_request_s, service
 
 
 def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> None:
@@ -348,8 +354,8 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
         tracker.add_request(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
         step = truth.step_s + truth.decode_request_s * target.decode_requests
         wait = rng.random() * step if target.decode_requests else 0.0
-        own = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
-        tracker.record_first_token(f"r{i}", now + wait + step + own)
+        prefill_s = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
+        tracker.record_first_token(f"r{i}", now + wait + step + prefill_s)
         if i >= 80:
             tracker.end_request(f"r{i - 80}", now + 0.03)
     services = {target.service for target in targets}
@@ -361,14 +367,20 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
     tracker, target = make(learn=True)
     rng, now, before = random.Random(3), 0.0, target.service.prefill_s_per_token
     for i in range(60):
-        uncached = rng.randrange(500, 4000)
+        uncached_tokens = rng.randrange(500, 4000)
         loads = i % 2 == 1
         load_s = 4000 * 2e-6 if loads else 0.0
         tracker.add_request(
-            str(i), target, prompt_tokens=8000, cached_tokens=8000 - uncached, stream=True, now=now, tier_load_s=load_s
+            str(i),
+            target,
+            prompt_tokens=8000,
+            cached_tokens=8000 - uncached_tokens,
+            stream=True,
+            now=now,
+            tier_load_s=load_s,
         )
-        steps = max(1.0, uncached / ServiceModel().step_tokens)
-        now += _compute_s(uncached, steps) + 30 * load_s
+        steps = max(1.0, uncached_tokens / ServiceModel().step_tokens)
+        now += _compute_s(uncached_tokens, steps) + 30 * load_s
         tracker.record_first_token(str(i), now)
         tracker.end_request(str(i), now + 0.001)
         now += 1.0
@@ -377,11 +389,11 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
     assert target.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
 
 
-def _compute_s(uncached: int, steps: float) -> float:
+def _compute_s(uncached_tokens: int, steps: float) -> float:
     """As the prior has it, after a long cached prefix."""
     service = ServiceModel()
-    quadratic = (8000**2 - (8000 - uncached) ** 2) / (2 * service.quadratic_tokens)
-    return service.prefill_s_per_token * (uncached + quadratic) + service.step_s * steps
+    quadratic = (8000**2 - (8000 - uncached_tokens) ** 2) / (2 * service.quadratic_tokens)
+    return service.prefill_s_per_token * (uncached_tokens + quadratic) + service.step_s * steps
 
 
 def test_loads_that_seem_to_take_no_time_or_for_ever_are_bounded() -> None:

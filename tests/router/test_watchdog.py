@@ -134,26 +134,26 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
 
 
 def test_a_worker_stands_still_while_others_move() -> None:
-    still = StallDetector(10.0)
+    detector = StallDetector(10.0)
     for now in range(9):
-        assert still.update({"a": 0.0, "b": float(now)}, float(now)) == set()
-    assert [still.update({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
-    assert still.alarms("a", 11.0) == ["stalled: none of its streams has moved for 11 s"]
-    assert still.alarms("b", 11.0) == []
-    assert still.update({"a": 11.5, "b": 12.0}, 12.0) == {"a"}  # it moves again
-    assert still.stalled_workers == {}
+        assert detector.update({"a": 0.0, "b": float(now)}, float(now)) == set()
+    assert [detector.update({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
+    assert detector.alarms("a", 11.0) == ["stalled: none of its streams has moved for 11 s"]
+    assert detector.alarms("b", 11.0) == []
+    assert detector.update({"a": 11.5, "b": 12.0}, 12.0) == {"a"}  # it moves again
+    assert detector.stalled_workers == {}
 
 
 def test_where_nothing_moves_nobody_is_named() -> None:
-    still = StallDetector(10.0)
+    detector = StallDetector(10.0)
     for now in range(0, 40, 2):
-        assert still.update({"a": 0.0, "b": 0.0}, float(now)) == set()
-    assert still.update({"a": 0.0}, 40.0) == {"a"}  # the only one: nobody else could be slow
-    assert still.update({}, 41.0) == {"a"}  # its streams have ended
+        assert detector.update({"a": 0.0, "b": 0.0}, float(now)) == set()
+    assert detector.update({"a": 0.0}, 40.0) == {"a"}  # the only one: nobody else could be slow
+    assert detector.update({}, 41.0) == {"a"}  # its streams have ended
 
 
 def test_a_look_that_comes_late_names_nobody_new() -> None:
-    still = StallDetector(10.0)
-    still.update({"a": 0.0, "b": 0.0}, 0.0)
-    assert still.update({"a": 0.0, "b": 29.9}, 30.0) == set()  # the router itself stood still
-    assert still.update({"a": 0.0, "b": 30.9}, 31.0) == {"a"}
+    detector = StallDetector(10.0)
+    detector.update({"a": 0.0, "b": 0.0}, 0.0)
+    assert detector.update({"a": 0.0, "b": 29.9}, 30.0) == set()  # the router itself stood still
+    assert detector.update({"a": 0.0, "b": 30.9}, 31.0) == {"a"}

@@ -39,14 +39,16 @@ class Naive:
         return [tuple(ids[: CHUNK * (j + 1)]) for j in range((len(ids) - 1) // CHUNK)]
 
     def expire(self, now: float) -> None:
-        self.last = {path: known for path, known in self.last.items() if known[1] >= now - self.live_s}
+        self.last = {path: use for path, use in self.last.items() if use[1] >= now - self.live_s}
 
     def send(self, target: str, ids: list[int], now: float) -> None:
         self.last.update({path: (target, now, path in self.last) for path in self.paths(ids)})
 
     def need(self, target: str, without: list[int] | None = None) -> int:
-        own = set(self.paths(without or []))
-        return CHUNK * sum(1 for p, (home, _, used) in self.last.items() if home == target and used and p not in own)
+        own_paths = set(self.paths(without or []))
+        return CHUNK * sum(
+            1 for p, (home, _, is_used) in self.last.items() if home == target and is_used and p not in own_paths
+        )
 
     def over(self, target: str, ids: list[int], cached_share: float) -> float:
         over = self.need(target, without=ids) + len(ids) - self.capacity[target]
@@ -73,18 +75,18 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         sets.set_capacity(name, tokens)
     naive = Naive(capacity, 10.0)
     now = 0.0
-    for what, target, path, tail, passed in steps:
-        now += passed
+    for operation, target, path, tail, elapsed_s in steps:
+        now += elapsed_s
         ids = prompt(path, tail)
         keys = INDEX.chunk_keys(ids, SCOPE, CHUNK)
         naive.expire(now)
         assert needed(sets, target, now) == naive.need(target)
-        if what == "send":
+        if operation == "send":
             sets.add_prompt(target, keys, len(ids), now, cached_share=0.5)
             naive.send(target, ids, now)
-        elif what == "clear":
+        elif operation == "clear":
             sets.clear(target)
-            naive.last = {p: known for p, known in naive.last.items() if known[0] != target}
+            naive.last = {p: use for p, use in naive.last.items() if use[0] != target}
         else:
             share = tail / 5
             expected = [naive.over("a", ids, share), naive.over("b", ids, 0.0)]
@@ -120,11 +122,11 @@ def pool(*, capacity: int | None) -> RouterCore:
 
 
 def send(core: RouterCore, name: str, ids: list[int], now: float, worker: str | None = None) -> Forward:
-    placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), worker=worker), now, explain=True)
-    assert isinstance(placed, Forward)
+    placement = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), worker=worker), now, explain=True)
+    assert isinstance(placement, Forward)
     core.record_first_token(name, now + 0.5)
     core.finish_request(name, None, now + 1.0)
-    return placed
+    return placement
 
 
 def sessions(core: RouterCore) -> None:
