@@ -42,7 +42,7 @@ std::optional<u32> Holder::home(const std::vector<u32>& homes, const u64* names,
 void Holder::remember(const Batch& batch, const Stored& event) {
     for (std::size_t i = 0; event.bare() && i < event.names.count; ++i) {
         const u64 name = batch.names[event.names.begin + i];
-        if (const std::optional<Place> place = place_of(name)) taught_.put(name, *place);
+        if (const std::optional<NamePosition> place = place_of(name)) taught_.put(name, *place);
     }
 }
 
@@ -53,7 +53,7 @@ void Holder::store_copies(const Batch& batch, const Stored& event, Report& repor
     const std::vector<u32> known = event.group ? std::vector<u32>() : homes();
     std::vector<u64> placed;
     for (std::size_t i = 0; i < event.names.count; ++i) {
-        const std::optional<Place> place = place_of(names[i]);
+        const std::optional<NamePosition> place = place_of(names[i]);
         std::optional<u32> ordinal = home(known, &names[i], 1);
         if (!ordinal) ordinal = find_ordinal(event.group);
         const u64 length = place && ordinal ? length_of_copy(names[i], *ordinal, event.block_size) : 0;

@@ -152,12 +152,12 @@ void Holder::forget_blocks() {
     }
     entries_ = 0;
     if (names_.size() <= kForgottenAtOnce) {
-        Estate few{std::move(names_), std::move(links_), seat};
+        PendingCleanup few{std::move(names_), std::move(links_), seat};
         while (seats_.drain_some(few)) {
         }
         return;
     }
-    seats_.retire(Estate{std::move(names_), std::move(links_), seat});
+    seats_.retire(PendingCleanup{std::move(names_), std::move(links_), seat});
     seat = seats_.take(this);
 }
 
@@ -190,20 +190,20 @@ void Holder::clear() {
 
 void Holder::leave() {
     forget_blocks();
-    seats_.retire(Estate{Names(pages_), Links(), seat});
+    seats_.retire(PendingCleanup{Names(pages_), Links(), seat});
 }
 
 // -- names ------------------------------------------------------------------------------------------------------------
 
-std::optional<Place> Holder::place_of(u64 name) const {
-    if (const Place* place = taught_.get(name)) return *place;
+std::optional<NamePosition> Holder::place_of(u64 name) const {
+    if (const NamePosition* place = taught_.get(name)) return *place;
     const NameEntry* entry = find(name);
     if (entry == nullptr) return std::nullopt;
-    return Place{nodes_[entry->node].key, nodes_[entry->node].end};
+    return NamePosition{nodes_[entry->node].key, nodes_[entry->node].end};
 }
 
-void Holder::add(u64 name, const Place& place, u32 slot, u32 length, u32 copies) {
-    Names::Spot spot = names_.spot(NameTraits::hash_of(name));
+void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies) {
+    Names::HashSlot spot = names_.spot(NameTraits::hash_of(name));
     NameEntry* entry = find(spot, name);
     if (entry != nullptr && (nodes_[entry->node].key != place.key || nodes_[entry->node].end != place.end)) {
         forget_name(entry);  // the engine gave the name to another block: the newest word counts
@@ -239,7 +239,7 @@ void Holder::add(u64 name, const Place& place, u32 slot, u32 length, u32 copies)
 }
 
 // The name is stored in the slot already: another copy, or the same block announced with another length.
-void Holder::again(u32& node, u32& meta, const Place& place, u32 slot, u32 length, u32 copies) {
+void Holder::again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies) {
     const u32 before = nodes_[node].length;
     if (before != length) {
         const u32 moved = nodes_.add(place.key, static_cast<u32>(place.end), length, seat, slot);
@@ -326,12 +326,12 @@ Seat Seats::take(Holder* owner) {
     return static_cast<Seat>(owners_.size() - 1);
 }
 
-void Seats::retire(Estate estate) {
+void Seats::retire(PendingCleanup estate) {
     owners_[estate.seat] = nullptr;
     estates_.push_back(std::move(estate));
 }
 
-bool Seats::drain_some(Estate& estate) {
+bool Seats::drain_some(PendingCleanup& estate) {
     return estate.names.drain_some([&](const NameEntry& entry) {
         Holder::each_slot(entry, estate.links, [&](u32 node, u32 meta) {
             nodes_.remove(node, estate.seat, Holder::slot_of(meta));
@@ -341,7 +341,7 @@ bool Seats::drain_some(Estate& estate) {
 
 bool Seats::settle_some() {
     if (estates_.empty()) return false;
-    Estate& estate = estates_.back();
+    PendingCleanup& estate = estates_.back();
     if (drain_some(estate)) return true;
     free_.push_back(estate.seat);
     estates_.pop_back();
@@ -350,19 +350,19 @@ bool Seats::settle_some() {
 
 std::size_t Seats::bytes() const {
     std::size_t sum = owners_.capacity() * sizeof(Holder*);
-    for (const Estate& estate : estates_) sum += estate.names.bytes() + estate.links.bytes();
+    for (const PendingCleanup& estate : estates_) sum += estate.names.bytes() + estate.links.bytes();
     return sum;
 }
 
 // -- places of names in a batch ----------------------------------------------------------------------------------------
 
-void Taught::clear(std::size_t names) {
+void BatchNames::clear(std::size_t names) {
     names_ = 0;
     ++epoch_;
     while (entries_.size() < 2 * names + 16) grow();
 }
 
-void Taught::grow() {
+void BatchNames::grow() {
     std::vector<Entry> old(entries_.empty() ? 32 : entries_.size() * 2, Entry{0, {}, 0});
     old.swap(entries_);
     shift_ = 64 - static_cast<u32>(__builtin_ctzll(entries_.size()));
@@ -372,7 +372,7 @@ void Taught::grow() {
     }
 }
 
-void Taught::put(u64 name, const Place& place) {
+void BatchNames::put(u64 name, const NamePosition& place) {
     if (2 * names_ + 16 > entries_.size()) grow();
     for (std::size_t at = home(name);; at = (at + 1) & (entries_.size() - 1)) {
         Entry& entry = entries_[at];
@@ -383,7 +383,7 @@ void Taught::put(u64 name, const Place& place) {
     }
 }
 
-const Place* Taught::get(u64 name) const {
+const NamePosition* BatchNames::get(u64 name) const {
     if (names_ == 0) return nullptr;
     for (std::size_t at = home(name);; at = (at + 1) & (entries_.size() - 1)) {
         const Entry& entry = entries_[at];

@@ -53,7 +53,7 @@ private:
 };
 
 // Where a known name stands.
-struct Place {
+struct NamePosition {
     u64 key = 0;
     u64 end = 0;
 };
@@ -133,7 +133,7 @@ struct Model {
 };
 
 // Names and links of a holder's past life, waiting to be taken out of the nodes bit by bit.
-struct Estate {
+struct PendingCleanup {
     Names names;
     Links links;
     Seat seat = 0;
@@ -151,9 +151,9 @@ constexpr std::size_t kTurnBlocks = 4096;  // a millisecond or two
 // The most blocks that a thread changed under one hold; for tests.
 inline thread_local std::size_t longest_turn = 0;
 
-class Turn {
+class LockSlice {
 public:
-    explicit Turn(std::shared_mutex& mutex) : lock_(mutex) {}
+    explicit LockSlice(std::shared_mutex& mutex) : lock_(mutex) {}
 
     void pay(std::size_t blocks) {
         paid_ += blocks;
@@ -185,10 +185,10 @@ public:
     explicit Seats(Nodes& nodes) : nodes_(nodes) {}
 
     Seat take(Holder* owner);
-    void retire(Estate estate);
+    void retire(PendingCleanup estate);
     // One small step of clearing away; false where nothing is left to do.
     bool settle_some();
-    bool drain_some(Estate& estate);
+    bool drain_some(PendingCleanup& estate);
     // As many steps as clear about `names` away; a part of a step is kept for the next call.
     void settle(std::size_t names) {
         for (owed_ = estates_.empty() ? 0 : owed_ + names; owed_ >= kNamesAStep; owed_ -= kNamesAStep) settle_some();
@@ -203,21 +203,21 @@ private:
     std::size_t owed_ = 0;
     std::vector<Holder*> owners_;
     std::vector<Seat> free_;
-    std::vector<Estate> estates_;
+    std::vector<PendingCleanup> estates_;
 };
 
 // Places of the names that a batch spells out, by name. A flat table that is reused: an entry counts in its epoch only.
-class Taught {
+class BatchNames {
 public:
     void clear(std::size_t names);
-    void put(u64 name, const Place& place);
-    const Place* get(u64 name) const;
+    void put(u64 name, const NamePosition& place);
+    const NamePosition* get(u64 name) const;
     void end() { names_ = 0; }
 
 private:
     struct Entry {
         u64 name;
-        Place place;
+        NamePosition place;
         u64 epoch;
     };
     std::size_t home(u64 name) const { return keyed(name) >> shift_; }
@@ -232,7 +232,7 @@ private:
 class Holder {
 public:
     Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats,
-           Departed& departed)
+           RemovedBlocks& departed)
         : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), pages_(pages),
           nodes_(nodes), seats_(seats), departed_(departed), names_(pages) {}
 
@@ -245,7 +245,7 @@ public:
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     // `first`: of the slices of its payload.
-    void apply(const Batch& batch, bool first, Turn& turn, Report& report);
+    void apply(const Batch& batch, bool first, LockSlice& turn, Report& report);
     // These names are coming: asks for the first of them.
     void expect(const u64* names, std::size_t count) const {
         for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
@@ -313,8 +313,8 @@ private:
     void teach_open(const Batch& batch, const std::vector<std::size_t>& open);
     bool teach_run(const Batch& batch, std::size_t run);
     void remember(const Batch& batch, const Stored& event);
-    std::optional<Place> place_of(u64 name) const;
-    std::optional<Place> start_of(const Batch& batch, const Stored& event) const;
+    std::optional<NamePosition> place_of(u64 name) const;
+    std::optional<NamePosition> start_of(const Batch& batch, const Stored& event) const;
     u32 length_of_partial(const Stored& event, u32 slot) const;
     u64 start_digest(const Text& salt, const Text& lora) const;
     u32 hear(const Stored& event);
@@ -332,11 +332,11 @@ private:
     std::vector<u64> attach(const ParkedRun& run);
 
     NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
-    NameEntry* find(const Names::Spot& spot, u64 name) const {
+    NameEntry* find(const Names::HashSlot& spot, u64 name) const {
         return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
     }
-    void add(u64 name, const Place& place, u32 slot, u32 length, u32 copies = 1);
-    void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length, u32 copies);
+    void add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies = 1);
+    void again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies);
     bool remove(u64 name, u32 slot, std::optional<u32> left = std::nullopt);
     bool keeps(u32& meta, std::optional<u32> left) const;
     void forget_name(NameEntry* entry);
@@ -352,19 +352,19 @@ private:
     Pages& pages_;
     Nodes& nodes_;
     Seats& seats_;
-    Departed& departed_;
+    RemovedBlocks& departed_;
     Names names_;
     Links links_;
     Parking parking_;
-    Taught taught_;
-    std::vector<Place> places_;    // per name of the batch, where its run has been resolved
+    BatchNames taught_;
+    std::vector<NamePosition> places_;    // per name of the batch, where its run has been resolved
     std::vector<bool> resolved_;   // per stored event of the batch
     u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0, shape_ = 0;
     // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
     u64 fresh_ = 0;
     u32 fresh_slot_ = 0, fresh_length_ = 0;
     bool teaching_ = true;
-    Turn* turn_ = nullptr;  // while a batch is applied
+    LockSlice* turn_ = nullptr;  // while a batch is applied
 };
 
 }  // namespace blockcast

@@ -52,7 +52,7 @@ private:
 
 }  // namespace
 
-void Holder::apply(const Batch& batch, bool first, Turn& turn, Report& report) {
+void Holder::apply(const Batch& batch, bool first, LockSlice& turn, Report& report) {
     turn_ = &turn;
     ++changes_;
     batch_ += first;
@@ -162,12 +162,12 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
     const Stored& event = batch.stored[run];
     const u64* names = batch.names.data() + event.names.begin;
     const ExtraKey* extras = batch.extras.data() + event.extras.begin;
-    Place* places = places_.data() + event.names.begin;
+    NamePosition* places = places_.data() + event.names.begin;
     std::size_t first = 0;
-    Place place;
-    if (const std::optional<Place> start = start_of(batch, event)) {
+    NamePosition place;
+    if (const std::optional<NamePosition> start = start_of(batch, event)) {
         place = *start;
-    } else if (const std::optional<Place> own = place_of(names[0])) {
+    } else if (const std::optional<NamePosition> own = place_of(names[0])) {
         place = places[0] = *own;
         first = 1;
     } else {
@@ -190,18 +190,18 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
 
 // Where the run begins: behind its parent; behind the tokens that the event says were skipped after an ancestor; or at the
 // start of a prompt, also where a publisher calls that the parent 0.
-std::optional<Place> Holder::start_of(const Batch& batch, const Stored& event) const {
+std::optional<NamePosition> Holder::start_of(const Batch& batch, const Stored& event) const {
     const auto root = [&] {
         const ExtraKey* salt = salt_of_first(batch.extras.data() + event.extras.begin, event.extras.count);
-        return Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
+        return NamePosition{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
     };
     if (!event.has_parent) return root();
-    if (const std::optional<Place> parent = place_of(event.parent)) return parent;
+    if (const std::optional<NamePosition> parent = place_of(event.parent)) return parent;
     if (event.skipped.count != 0) {
-        const std::optional<Place> from = event.has_ancestor ? place_of(event.ancestor) : Place{start_digest(event.salt, event.lora), 0};
+        const std::optional<NamePosition> from = event.has_ancestor ? place_of(event.ancestor) : NamePosition{start_digest(event.salt, event.lora), 0};
         if (!from) return std::nullopt;
         const u32* tokens = batch.skipped.data() + event.skipped.begin;
-        return Place{digester_.extend(from->key, tokens, event.skipped.count), from->end + event.skipped.count};
+        return NamePosition{digester_.extend(from->key, tokens, event.skipped.count), from->end + event.skipped.count};
     }
     if (event.parent == 0) return root();
     return std::nullopt;
@@ -258,7 +258,7 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     }
     if (!resolved_[run]) return store_unresolved(batch, event, ordinal, slot, report);
     const u64* names = batch.names.data() + event.names.begin;
-    const Place* places = places_.data() + event.names.begin;
+    const NamePosition* places = places_.data() + event.names.begin;
     const std::size_t count = event.names.count;
     for (std::size_t i = 0; i < count; ++i) {
         if (i + kAhead < count) {
@@ -282,7 +282,7 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
         std::none_of(groups.begin(), groups.end(), [](const Group& group) { return group.teaches(); })) {
         place_last(batch, event, names[0]);
     }
-    std::vector<std::optional<Place>> places(count);
+    std::vector<std::optional<NamePosition>> places(count);
     bool all = true;
     for (std::size_t i = 0; i < count; ++i) {
         places[i] = place_of(names[i]);
@@ -335,10 +335,10 @@ void Holder::park(ParkedRun run) {
 
 // A state event with one hash names the end of its tokens; for models without full attention to say so.
 void Holder::place_last(const Batch& batch, const Stored& event, u64 name) {
-    const std::optional<Place> start = start_of(batch, event);
+    const std::optional<NamePosition> start = start_of(batch, event);
     if (!start) return;
     const u32* tokens = batch.tokens.data() + event.tokens.begin;
-    taught_.put(name, Place{digester_.extend(start->key, tokens, event.tokens.count), start->end + event.tokens.count});
+    taught_.put(name, NamePosition{digester_.extend(start->key, tokens, event.tokens.count), start->end + event.tokens.count});
 }
 
 // The places of `names` are known now: attach what waited for them, and what waited for that.
@@ -360,12 +360,12 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
     if (!has_room(run.slot / kTiers, run.length, run.names.size())) return {};
     if (run.is_run) {
         std::size_t first = 0;
-        std::optional<Place> place = place_of(run.awaits);
+        std::optional<NamePosition> place = place_of(run.awaits);
         if (!place) place = place_of(run.names[0]), first = 1;
         RunMedia of_blocks(run.extras.data(), run.extras.size(), true);
         for (std::size_t i = first; place && i < run.names.size(); ++i) {
             const std::vector<Media>& media = of_blocks.of(i, place->end);
-            place = Place{digester_.extend(place->key, run.tokens.data() + i * run.length, run.length, place->end,
+            place = NamePosition{digester_.extend(place->key, run.tokens.data() + i * run.length, run.length, place->end,
                                            media.data(), media.size()),
                           place->end + run.length};
             taught_.put(run.names[i], *place);
@@ -373,7 +373,7 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
     }
     std::vector<u64> attached;
     for (std::size_t i = 0; i < run.names.size(); ++i) {
-        const std::optional<Place> place = place_of(run.names[i]);
+        const std::optional<NamePosition> place = place_of(run.names[i]);
         if (!run.waits[i] || !place) continue;
         add(run.names[i], *place, run.slot, run.length);
         attached.push_back(run.names[i]);
@@ -405,7 +405,7 @@ void Holder::load(const Digests& digests, Report& report) {
             ++report.refused;
             continue;
         }
-        add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length),
+        add(row.name, NamePosition{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length),
             reannounces ? 1 : static_cast<u32>(row.copies));
         worked(1);
         names.push_back(row.name);

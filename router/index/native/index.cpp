@@ -94,7 +94,7 @@ bool Index::step(Ingest& ingest) {
     for (std::string& what : batch_.malformed) {
         if (report.malformed.size() < kMalformedKept) report.malformed.push_back(std::move(what));
     }
-    Turn turn(mutex_);
+    LockSlice turn(mutex_);
     const Seat seat = holder->seat;
     departed_.now_s = ingest.now_s;
     holder->apply(batch_, first, turn, report);
@@ -155,13 +155,13 @@ std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope,
     return keys;
 }
 
-std::optional<Gone> Index::gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
+std::optional<RemovedPrefix> Index::gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
     const Query asked = query(prompt, scope);
     Prefixes prefixes(asked, digester_, step);
     const std::shared_lock lock(mutex_);
-    std::optional<Gone> found;
+    std::optional<RemovedPrefix> found;
     for (u64 end = start - start % step + step; end < prompt.count; end += step) {
-        const std::optional<Gone> left = departed_.find(prefixes.at(end));
+        const std::optional<RemovedPrefix> left = departed_.find(prefixes.at(end));
         if (!left) break;
         if (!found) found = left;
         found->end = end;

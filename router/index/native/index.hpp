@@ -78,7 +78,7 @@ public:
     void unpin(u64 pin);
     // What of the prompt behind `start` was held and left last, in blocks of `step` tokens; nothing where the first of them
     // is not remembered.
-    std::optional<Gone> gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
+    std::optional<RemovedPrefix> gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
     Stats stats() const;
 
     // visit(const Holder&), under the reader's lock.
@@ -119,9 +119,9 @@ private:
     Pages pages_, pin_pages_;  // before everything that lives in them
     Nodes nodes_;
     Seats seats_;
-    Departed departed_;
+    RemovedBlocks departed_;
     Boundaries boundaries_;
-    Promises checkpoints_;
+    PinnedBlocks checkpoints_;
     std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
     std::unordered_map<u64, std::unique_ptr<Holder>> holders_;
     std::unordered_map<u64, Pin> pins_;

@@ -210,7 +210,7 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
 }  // namespace
 
 void ModelHolders::place(const Holder* holder, bool leaves) {
-    Standing& standing = now_;
+    HolderPosition& standing = now_;
     standing.clear();
     if (!leaves) standing_of(*holder, pins.count(holder) != 0, standing);
     const auto known = standings_.find(holder);
@@ -226,7 +226,7 @@ void ModelHolders::place(const Holder* holder, bool leaves) {
     }
 }
 
-void ModelHolders::stand(const Holder* holder, const Standing& standing, bool on) {
+void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, bool on) {
     const auto list = [&](std::vector<const Holder*>& among) {
         const auto at = std::lower_bound(among.begin(), among.end(), holder,
                                          [](const Holder* a, const Holder* b) { return a->id < b->id; });
@@ -241,7 +241,7 @@ void ModelHolders::stand(const Holder* holder, const Standing& standing, bool on
     if (standing.cut != 0 && (cuts[standing.cut] += on ? 1 : u64(-1)) == 0) cuts.erase(standing.cut);
     if (standing.other) list(others);
     if (standing.length == 0) return;
-    Alike& among = alike[standing.length];
+    LayoutGroup& among = alike[standing.length];
     list(among.holders);
     if (among.holders.empty()) {
         alike.erase(standing.length);
@@ -256,7 +256,7 @@ void ModelHolders::stand(const Holder* holder, const Standing& standing, bool on
 }
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Boundaries& boundaries, const Promises& checkpoints) {
+                             const Seats& seats, const Boundaries& boundaries, const PinnedBlocks& checkpoints) {
     const std::vector<u32> lengths = lengths_in_use(model);
     if (query.count < 2 || lengths.empty()) return {};
     u64 unit = 0;

@@ -20,27 +20,27 @@ struct Match {
 using Words = std::vector<u64>;
 
 // One group's demand on a prefix of n blocks.
-struct Demand {
+struct GroupDemand {
     u32 ordinal;
     Role role;
     u64 blocks;   // window or chunk in blocks
     bool sparse;  // a prompt in flight leaves only its checkpoint behind
     auto tied() const { return std::tie(ordinal, role, blocks, sparse); }
-    bool operator<(const Demand& other) const { return tied() < other.tied(); }
-    bool operator==(const Demand& other) const { return tied() == other.tied(); }
+    bool operator<(const GroupDemand& other) const { return tied() < other.tied(); }
+    bool operator==(const GroupDemand& other) const { return tied() == other.tied(); }
 };
 
-using Layout = std::vector<Demand>;
+using Layout = std::vector<GroupDemand>;
 
 // The holders that cut all their blocks alike; bits are by seat.
-struct Alike {
+struct LayoutGroup {
     std::vector<const Holder*> holders;  // by id
     std::map<Layout, Words> layouts;     // who has each
     Words pinning;                       // who has prompts in flight
 };
 
 // Where a holder stands among those of its model.
-struct Standing {
+struct HolderPosition {
     u32 length = 0;  // of all its blocks; 0: it is none of the alike ones
     u32 cut = 0;     // block length of its prompts in flight; 0: it has none
     bool other = false;
@@ -51,7 +51,7 @@ struct Standing {
         other = false;
         layout.clear();
     }
-    bool operator==(const Standing& to) const {
+    bool operator==(const HolderPosition& to) const {
         return std::tie(length, cut, other, seat, layout) == std::tie(to.length, to.cut, to.other, to.seat, to.layout);
     }
 };
@@ -60,7 +60,7 @@ struct Standing {
 struct ModelHolders : Model {
     std::vector<const Holder*> holders;           // in the order they were added
     std::unordered_map<const Holder*, u64> pins;  // holders with prompts in flight, and how many
-    std::map<u32, Alike> alike;                   // by block length
+    std::map<u32, LayoutGroup> alike;                   // by block length
     std::vector<const Holder*> others;            // that have anything; by id
     std::map<u32, u64> cuts;                      // block lengths of prompts in flight: of how many holders
 
@@ -68,10 +68,10 @@ struct ModelHolders : Model {
     void place(const Holder* holder, bool leaves = false);
 
 private:
-    void stand(const Holder* holder, const Standing& standing, bool on);
+    void stand(const Holder* holder, const HolderPosition& standing, bool on);
 
-    std::unordered_map<const Holder*, Standing> standings_;
-    Standing now_;  // of the holder that is placed: every payload asks, and nearly none changes it
+    std::unordered_map<const Holder*, HolderPosition> standings_;
+    HolderPosition now_;  // of the holder that is placed: every payload asks, and nearly none changes it
 };
 
 struct KeyMemo;
@@ -121,7 +121,7 @@ struct KeyMemo {
 };
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Boundaries& boundaries, const Promises& checkpoints);
+                             const Seats& seats, const Boundaries& boundaries, const PinnedBlocks& checkpoints);
 
 
 // -- what the ways of matching share --
@@ -183,7 +183,7 @@ struct Context {
     const Nodes& nodes;
     const Seats& seats;
     const Boundaries& boundaries;
-    const Promises& checkpoints;
+    const PinnedBlocks& checkpoints;
     const std::vector<u32> lengths;  // block lengths in use, ascending
     const u64 unit;                  // their greatest common divisor
     const u64 limit;                 // the last token of a prompt is always computed
@@ -198,7 +198,7 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
 }
 
 // match_planes.cpp: the holders that cut all their blocks to `length`, 64 at a time. `standing_of` says who fits.
-void standing_of(const Holder& holder, bool pinned, Standing& standing);
-void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches);
+void standing_of(const Holder& holder, bool pinned, HolderPosition& standing);
+void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches);
 
 }  // namespace blockcast

@@ -25,20 +25,20 @@ void add_layout(const Holder& holder, u64 length, Layout& layout) {
         const u64 blocks = group.role() == Role::Window  ? (window - 1 + length - 1) / length
                            : group.role() == Role::Chunk ? window / length
                                                          : 0;
-        layout.push_back(Demand{i, group.role(), blocks, group.sparse});
+        layout.push_back(GroupDemand{i, group.role(), blocks, group.sparse});
     }
-    if (holder.groups.empty()) layout.push_back(Demand{0, Role::Full, 0, false});
+    if (holder.groups.empty()) layout.push_back(GroupDemand{0, Role::Full, 0, false});
 }
 
 class Planes {
 public:
-    Planes(const Context& context, u32 length, const Alike& alike)
+    Planes(const Context& context, u32 length, const LayoutGroup& alike)
         : c_(context), length_(length), stride_(length / context.prefixes.unit()), words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
           layouts_(alike.layouts), pinning_(alike.pinning) {
         pinning_.resize(words_);
         for (auto& [layout, members] : layouts_) members.resize(words_);
         for (const auto& [layout, members] : layouts_) {
-            for (const Demand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
+            for (const GroupDemand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
         }
         for (std::vector<u64>& found : found_) found.assign(words_ * 64, 0);
     }
@@ -62,7 +62,7 @@ public:
 private:
     [[gnu::always_inline]] u32 next_node(u32 before, u64 step) {
         // A prompt in flight is walked beyond what is resident: off the runs, each search is a far one.
-        const u64 ahead = step + Promises::kAhead;
+        const u64 ahead = step + PinnedBlocks::kAhead;
         if (before == 0 && pins_ && ahead * length_ <= c_.limit) {
             c_.nodes.prefetch(Nodes::hash(key(ahead), static_cast<u32>(length_)));
         }
@@ -74,7 +74,7 @@ private:
     // Boundaries of prompts in flight lie scattered: the one some steps ahead is asked for early.
     template <class Of>
     void promise(const Of& promises, u64 step, u64* words) const {
-        const u64 ahead = step + Promises::kAhead;
+        const u64 ahead = step + PinnedBlocks::kAhead;
         if (ahead * length_ <= c_.limit) promises.prefetch(key(ahead));
         promises.each(key(step), [&](u32 word, u64 bits) { words[word] |= bits; });
     }
@@ -157,7 +157,7 @@ private:
             read_step(id, step, views);
             more = 0;
             for (auto& [layout, words] : reach) {
-                for (const Demand& demand : *layout) {
+                for (const GroupDemand& demand : *layout) {
                     if (demand.role != Role::Full) continue;
                     const u64* held = &planes_[demand.ordinal].held[pins_ ? kPinned : kAll][step * words_];
                     for (std::size_t word = 0; word < words_; ++word) words[word] &= held[word];
@@ -194,7 +194,7 @@ private:
         }
         // What a prompt in flight leaves behind depends on the group's kind, and that on the layout.
         for (const auto& [layout, members] : layouts_) {
-            for (const Demand& demand : layout) {
+            for (const GroupDemand& demand : layout) {
                 const bool lands = demand.role == Role::State;
                 if (demand.sparse && !lands) continue;
                 const u64* promised = lands ? &checkpoint_[at] : boundary_.data();
@@ -208,7 +208,7 @@ private:
     void settle(const Layout& layout, const Words& members, View view, u64 steps) {
         Words able((steps + 1) * words_);
         for (u64 step = 0; step <= steps; ++step) std::copy(members.begin(), members.end(), &able[step * words_]);
-        for (const Demand& demand : layout) {
+        for (const GroupDemand& demand : layout) {
             const Words& held = planes_[demand.ordinal].held[view];
             switch (demand.role) {
                 case Role::Full: meet(able, since(held, steps, 0)); break;
@@ -316,7 +316,7 @@ private:
 }  // namespace
 
 // `standing`: a clear one.
-void standing_of(const Holder& holder, bool pinned, Standing& standing) {
+void standing_of(const Holder& holder, bool pinned, HolderPosition& standing) {
     standing.seat = holder.seat;
     standing.cut = pinned ? holder.cut() : 0;
     standing.other = pinned || holder.entries() != 0;
@@ -338,7 +338,7 @@ void standing_of(const Holder& holder, bool pinned, Standing& standing) {
     add_layout(holder, length, standing.layout);
 }
 
-void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches) {
+void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches) {
     Planes(context, length, alike).run(alike.holders, matches);
 }
 

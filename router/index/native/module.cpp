@@ -142,8 +142,8 @@ struct Prompt {
 };
 
 // A prompt that may begin another one, with what was computed of it. Never changed.
-struct Memory {
-    explicit Memory(Prompt& prompt) : ids(prompt.ids.owner()) {
+struct PromptMemory {
+    explicit PromptMemory(Prompt& prompt) : ids(prompt.ids.owner()) {
         const nb::gil_scoped_release released;
         const std::lock_guard alone(prompt.mutex);
         memo = prompt.memo;
@@ -154,9 +154,9 @@ struct Memory {
 };
 
 // What a call was given: a Prompt, which it then has for itself as long as it works, or ids of any form.
-class Given {
+class PromptArgument {
 public:
-    explicit Given(nb::handle source) {
+    explicit PromptArgument(nb::handle source) {
         if (nb::isinstance<Prompt>(source)) {
             prompt_ = nb::cast<Prompt*>(source);
         } else {
@@ -289,7 +289,7 @@ std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector
 }
 
 nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t keep) {
-    const Given prompt(token_ids);
+    const PromptArgument prompt(token_ids);
     const auto scope = scope_of(index, of);
     std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope->view()); });
     if (!order.is_none()) matches = unbeaten(matches, holders_of(order), keep);
@@ -367,7 +367,7 @@ NB_MODULE(_native, module) {
 
     nb::class_<Prompt>(module, "Prompt").def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
-    nb::class_<Memory>(module, "PromptMemory").def_prop_ro("nbytes", &Memory::bytes);
+    nb::class_<PromptMemory>(module, "PromptMemory").def_prop_ro("nbytes", &PromptMemory::bytes);
 
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
@@ -451,7 +451,7 @@ NB_MODULE(_native, module) {
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("tally", [](const Index&) { return new Tally(); })
         .def("prepare",
-             [](Index&, nb::handle token_ids, const Memory* like, std::optional<std::size_t> alike) {
+             [](Index&, nb::handle token_ids, const PromptMemory* like, std::optional<std::size_t> alike) {
                  auto prompt = std::make_unique<Prompt>(token_ids);
                  if (like == nullptr) return prompt.release();
                  const std::size_t most = std::min(prompt->ids.size(), like->ids.size());
@@ -461,21 +461,21 @@ NB_MODULE(_native, module) {
              },
              nb::arg("token_ids"), nb::arg("like") = nb::none(), nb::arg("alike") = nb::none())
         .def("remember",
-             [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new Memory(prompt); },
+             [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new PromptMemory(prompt); },
              nb::arg("prompt"))
         .def("shared", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
-                 const Given prompt(token_ids);
+                 const PromptArgument prompt(token_ids);
                  const auto scope = scope_of(index, of);
                  return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope->view()); });
              },
              nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
         .def("chunk_keys",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
-                 const Given prompt(token_ids);
+                 const PromptArgument prompt(token_ids);
                  const auto scope = scope_of(index, of);
                  if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
                  return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope->view(), chunk); });
@@ -483,10 +483,10 @@ NB_MODULE(_native, module) {
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
         .def("gone",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
-                 const Given prompt(token_ids);
+                 const PromptArgument prompt(token_ids);
                  const auto scope = scope_of(index, of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
-                 const std::optional<Gone> gone =
+                 const std::optional<RemovedPrefix> gone =
                      prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope->view(), start, step); });
                  if (!gone) return nb::none();
                  return nb::make_tuple(gone->end, gone->holder, gone->at_s);

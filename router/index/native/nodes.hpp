@@ -216,7 +216,7 @@ public:
 
     // One more presence. Returns the node.
     u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
-        const Table::Spot spot = table_.spot(hash(key, length));
+        const Table::HashSlot spot = table_.spot(hash(key, length));
         u32 id = find(spot, key, length);
         if (id == 0) {
             id = pool_.allocate();
@@ -268,7 +268,7 @@ private:
 
     using Table = SegmentedTable<Entry, Traits>;
 
-    u32 find(const Table::Spot& spot, u64 key, u32 length) const {
+    u32 find(const Table::HashSlot& spot, u64 key, u32 length) const {
         const Entry* entry = table_.find(spot, [&](const Entry& it) {
             return it.hash == spot.hash && pool_[it.id].key == key && pool_[it.id].length == length;
         });
@@ -288,12 +288,12 @@ private:
 constexpr std::size_t kDepartedMax = std::size_t{1} << 18;
 
 // What of a prompt's beginning was held and is not: [start, end), by whom, and when its first block left.
-struct Gone {
+struct RemovedPrefix {
     u64 end, holder;
     double at_s;
 };
 
-class Departed {
+class RemovedBlocks {
 public:
     double now_s = 0;  // of the batch that is applied
 
@@ -307,10 +307,10 @@ public:
     }
 
     // The entry of the prefix with this key; nothing where none is remembered.
-    std::optional<Gone> find(u64 key) const {
+    std::optional<RemovedPrefix> find(u64 key) const {
         if (!entries_) return std::nullopt;
         for (const Entry* entry = entries_.get() + place(key), *end = entry + 2; entry != end; ++entry) {
-            if (entry->key == key && entry->by != 0) return Gone{0, entry->by - 1, entry->at_s};
+            if (entry->key == key && entry->by != 0) return RemovedPrefix{0, entry->by - 1, entry->at_s};
         }
         return std::nullopt;
     }

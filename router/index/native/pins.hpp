@@ -17,17 +17,17 @@
 
 namespace blockcast {
 
-class Promises {
+class PinnedBlocks {
 public:
-    explicit Promises(Pages& pages) : table_(pages), more_(pages) {}
-    Promises(const Promises&) = delete;
-    ~Promises() {
+    explicit PinnedBlocks(Pages& pages) : table_(pages), more_(pages) {}
+    PinnedBlocks(const PinnedBlocks&) = delete;
+    ~PinnedBlocks() {
         table_.each([&](Entry& entry) { entry.holders.drop(heap_); });
     }
 
     // Whether it is the first of this seat.
     bool add(u64 key, Seat seat) {
-        const Table::Spot spot = table_.spot(hash_of(key));
+        const Table::HashSlot spot = table_.spot(hash_of(key));
         Entry* entry = find(spot, key);
         if (entry == nullptr) {
             Entry fresh{key, Presence()};
@@ -47,7 +47,7 @@ public:
 
     // Whether it was the last of this seat.
     bool remove(u64 key, Seat seat) {
-        const Table::Spot spot = table_.spot(hash_of(key));
+        const Table::HashSlot spot = table_.spot(hash_of(key));
         Entry* entry = find(spot, key);
         if (entry == nullptr) return false;
         if (More* more = more_.size() == 0 ? nullptr : find_more(key, seat)) {
@@ -98,7 +98,7 @@ private:
     // Keys are 61-bit digests with a random base: mixed with a seat they are as unlikely to collide as they are alone.
     static u64 more_id(u64 key, Seat seat) { return key * 0xD6E8FEB86659FD93ull + seat; }
     using Table = SegmentedTable<Entry, Traits>;
-    Entry* find(const typename Table::Spot& spot, u64 key) const {
+    Entry* find(const typename Table::HashSlot& spot, u64 key) const {
         return table_.find(spot, [&](const Entry& entry) { return entry.key == key; });
     }
     Entry* find(u64 key) const { return find(table_.spot(hash_of(key)), key); }
@@ -119,18 +119,18 @@ public:
 
     // `keys`: of a prompt's boundaries, from the first on.
     void add(const std::vector<u64>& keys, Seat seat, u64 cut) {
-        Promises& promises = cuts_.try_emplace(cut, pages_).first->second;
+        PinnedBlocks& promises = cuts_.try_emplace(cut, pages_).first->second;
         for (std::size_t i = keys.size(); i > 0; --i) {
-            if (i > Promises::kAhead) promises.prefetch(keys[i - 1 - Promises::kAhead]);
+            if (i > PinnedBlocks::kAhead) promises.prefetch(keys[i - 1 - PinnedBlocks::kAhead]);
             if (!promises.add(keys[i - 1], seat)) break;
         }
     }
     void remove(const std::vector<u64>& keys, Seat seat, u64 cut) {
         const auto found = cuts_.find(cut);
         if (found == cuts_.end()) return;
-        Promises& promises = found->second;
+        PinnedBlocks& promises = found->second;
         for (std::size_t i = keys.size(); i > 0; --i) {
-            if (i > Promises::kAhead) promises.prefetch(keys[i - 1 - Promises::kAhead]);
+            if (i > PinnedBlocks::kAhead) promises.prefetch(keys[i - 1 - PinnedBlocks::kAhead]);
             if (!promises.remove(keys[i - 1], seat)) break;
         }
         if (promises.empty() && cuts_.size() > kCutsKept) cuts_.erase(found);
@@ -158,7 +158,7 @@ public:
 private:
     static constexpr std::size_t kCutsKept = 2;  // a table that is used again and again is not made again and again
     Pages& pages_;
-    std::map<u64, Promises> cuts_;
+    std::map<u64, PinnedBlocks> cuts_;
 };
 
 // How many prompts have each key. Of one thread.

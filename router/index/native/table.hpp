@@ -107,27 +107,27 @@ public:
     }
 
     // Where an entry of some hash is at home. Holds until the table changes.
-    struct Spot {
+    struct HashSlot {
         u32 hash, number, at;  // segment, chunk in it
         Chunk* chunk;          // null where the table is empty
     };
 
-    Spot spot(u32 hash) const {
-        if (directory_.empty()) return Spot{hash, 0, 0, nullptr};
+    HashSlot spot(u32 hash) const {
+        if (directory_.empty()) return HashSlot{hash, 0, 0, nullptr};
         const u32 number = directory_[index(hash)];
         const Segment& segment = segments_[number];
         const u32 at = home(scramble(hash), segment.size);
-        return Spot{hash, number, at, chunk_of(segment, at)};
+        return HashSlot{hash, number, at, chunk_of(segment, at)};
     }
 
     template <class Equal>
-    Entry* find(const Spot& spot, Equal equal) const {
+    Entry* find(const HashSlot& spot, Equal equal) const {
         Entry* entry = find_in_segment(spot, equal);
         return entry == nullptr && spills_ ? find_spilled(equal) : entry;
     }
 
     template <class Equal>
-    Entry* find_in_segment(const Spot& spot, Equal equal) const {
+    Entry* find_in_segment(const HashSlot& spot, Equal equal) const {
         Chunk* chunk = spot.chunk;
         if (chunk == nullptr) return nullptr;
         const Segment& segment = segments_[spot.number];
@@ -151,7 +151,7 @@ public:
     }
 
     // Adds an entry that is not there yet. Pointers into the table are invalid afterwards.
-    void insert(const Spot& spot, const Entry& entry) {
+    void insert(const HashSlot& spot, const Entry& entry) {
         if (spot.chunk == nullptr || is_full(segments_[spot.number])) return insert(entry);
         const u32 room = spot.chunk->with_tag(0);
         if (room == 0) return insert(entry);
@@ -205,7 +205,7 @@ public:
     }
 
     // The same where the search for it began at this spot.
-    void erase(const Spot& spot, Entry* entry) {
+    void erase(const HashSlot& spot, Entry* entry) {
         if (entry < spot.chunk->slots || entry >= spot.chunk->slots + kSlots) return erase(entry);
         take_out(segments_[spot.number], spot.chunk, entry);
     }
