@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from prompts.errors import RequestError, bad_value
 from prompts.routing import KINDS
 from router.app.dashboard import Dashboard
-from router.app.metrics_page import Report, families, render
+from router.app.metrics_page import CacheCounts, Report, families, render
 from router.app.request_reader import RequestReader
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
@@ -225,7 +225,7 @@ class AdminRoutes:
         segments = self._prompts.cache_stats()
         return Report(
             tokenize_cpu_s=self._prompts.cpu_s + self._request_reader.worker_pool.cpu_s,
-            conversation_cache=(
+            conversation_cache=CacheCounts(
                 self._request_reader.conversations.hits,
                 self._request_reader.conversations.misses,
                 self._request_reader.conversations.used_bytes,
@@ -236,7 +236,8 @@ class AdminRoutes:
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
             segments={
-                model: (stats.hit_tokens, stats.miss_tokens, stats.used_bytes) for model, stats in segments.items()
+                model: CacheCounts(stats.hit_tokens, stats.miss_tokens, stats.used_bytes)
+                for model, stats in segments.items()
             },
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from options.tls import server_context
 from router.app.config import ProcessConfig
@@ -18,13 +19,20 @@ from router.http.listener import Listener
 log = logging.getLogger("router")
 
 
+class FlaggedListener(NamedTuple):
+    """A listener, and the flag that asked for its address."""
+
+    flag: str
+    address: tuple[str, int]
+    listener: Listener
+
+
 class ListenAddresses:
     """`bind`, then `listen`. `make_app` makes what serves an address, whose admin routes its `Guard` protects."""
 
     def __init__(self, config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application]) -> None:
         self._config = config
-        self._listeners: list[tuple[str, tuple[str, int], Listener]] = []
-        """Each with its flag and with what the flag said."""
+        self._listeners: list[FlaggedListener] = []
         self._admin_key = admin_key
         self._make_app = make_app
 
@@ -47,8 +55,8 @@ class ListenAddresses:
 
     async def listen(self) -> None:
         """Accept connections on every address. Raises OSError."""
-        for flag, address, listener in self._listeners:
-            with name_flag_in_errors(flag, "{}:{}".format(*address)):
+        for flag, (host, port), listener in self._listeners:
+            with name_flag_in_errors(flag, f"{host}:{port}"):
                 await listener.listen()
 
     async def _bind(
@@ -56,7 +64,7 @@ class ListenAddresses:
     ) -> int:
         config = self._config
         listener = Listener(self._make_app(guard), config.edge.client_timeouts, connections_max)
-        self._listeners.append((flag, address, listener))
+        self._listeners.append(FlaggedListener(flag, address, listener))
         with name_flag_in_errors(flag, "{}:{}".format(*address)):
             return await listener.bind(
                 *address,
@@ -67,9 +75,9 @@ class ListenAddresses:
     @property
     def is_busy(self) -> bool:
         """A request is being answered."""
-        return any(listener.busy for _, _, listener in self._listeners)
+        return any(flagged.listener.busy for flagged in self._listeners)
 
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """`step` on every listener."""
-        for _, _, listener in self._listeners:
-            step(listener)
+        for flagged in self._listeners:
+            step(flagged.listener)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -24,15 +24,23 @@ Rows = Iterator[tuple[str, str, str, Values]]
 """(name, text, labels, values) of families."""
 
 
+class CacheCounts(NamedTuple):
+    """Counters of a cache, and its memory."""
+
+    hits: int
+    misses: int
+    memory_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Figures of the page that neither the metrics nor the core nor the index have."""
 
     tokenize_cpu_s: float
-    conversation_cache: tuple[int, int, int]
-    """(bodies whose beginning was known, those that might have been, bytes) of what is known of bodies."""
-    segments: dict[str, tuple[int, int, int]]
-    """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
+    conversation_cache: CacheCounts
+    """Hits and misses are bodies."""
+    segments: dict[str, CacheCounts]
+    """model -> counts of its segment cache. Hits and misses are tokens."""
     large_bodies: dict[str, int]
     """outcome -> bodies given to worker processes."""
     waiting_bytes: int
@@ -113,13 +121,13 @@ def _counter_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unus
         "segment_cache_hit_tokens",
         "Prompt tokens found encoded.",
         "model",
-        {name: stats[0] for name, stats in segments},
+        {name: counts.hits for name, counts in segments},
     )
     yield (
         "segment_cache_miss_tokens",
         "Prompt tokens encoded anew.",
         "model",
-        {name: stats[1] for name, stats in segments},
+        {name: counts.misses for name, counts in segments},
     )
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
@@ -130,9 +138,9 @@ def _counter_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, unus
         ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
          report.tokenize_cpu_s),
         ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
-         report.conversation_cache[0]),
+         report.conversation_cache.hits),
         ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
-         report.conversation_cache[1]),
+         report.conversation_cache.misses),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
          report.event_faults),
         ("event_messages_ignored", "Event messages of topics that nobody follows.", report.events_ignored),
@@ -149,14 +157,14 @@ def feed_families(events: dict[str, dict[str, int]]) -> Iterator[Family]:
 
 
 def _gauge_rows(metrics: Metrics, report: Report, snapshot: CoreSnapshot, index: IndexStats) -> Rows:
-    memory_bytes = {name: stats[2] for name, stats in report.segments.items()}
+    memory_bytes = {name: counts.memory_bytes for name, counts in report.segments.items()}
     yield "segment_cache_bytes", "Memory of encoded segments.", "model", memory_bytes
     for name, text, value in (
         ("request_buffer_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.request_buffer_bytes),
         ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
         ("queued", "Requests that wait in the router.", snapshot.queued_requests),
         ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
-        ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache[2]),
+        ("conversation_cache_bytes", "Memory of cached conversations.", report.conversation_cache.memory_bytes),
         ("index_holders", "Event streams in the index.", index.holders),
         ("index_entries", "(holder, group, block) presences in the index.", index.entries),
         ("index_parked", "Events waiting for their parent block.", index.parked),

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -94,6 +94,17 @@ class RoutingHeaders:
         self.session: NamesByMeaning = names.read_headers(request.headers)
 
 
+class ResolvedModel(NamedTuple):
+    """The model that a request names, as workers serve it."""
+
+    name: str
+    base: str
+    """Its base model."""
+    lora: str | None = None
+    tokens_max: int | None = None
+    """Tokens that it takes, where that is known."""
+
+
 class RequestIntent(ConversationTurn):
     """What a request asks for."""
 
@@ -117,7 +128,7 @@ class RequestIntent(ConversationTurn):
 
     def __init__(
         self, request: HttpRequest, body_request: RoutingRequest, headers: RoutingHeaders, holding_worker: str | None,
-        model: str, base: str, lora: str | None, tokens_max: int | None,
+        model: ResolvedModel,
     ) -> None:  # fmt: skip
         """`holding_worker`: the worker that alone can answer."""
         super().__init__(body_request, SessionNames.session_of(headers.session, body_request))
@@ -130,12 +141,12 @@ class RequestIntent(ConversationTurn):
         """Its conversation and size, where it has images or other media."""
         self.field_spans: FieldSpans | None = None
         """Spans of its body's fields, once they were located."""
-        self.model = model
-        self.is_renamed = model != body_request.model and bool(headers.model or body_request.model)
+        self.model = model.name
+        self.is_renamed = model.name != body_request.model and bool(headers.model or body_request.model)
         """The body names another model, or none where a gateway names one."""
-        self.base_model = base
-        self.lora = lora
-        self.tokens_max = tokens_max
+        self.base_model = model.base
+        self.lora = model.lora
+        self.tokens_max = model.tokens_max
         """What the model takes, where that is known."""
         self.body_bytes = 0 if request.path in COUNTING_PATHS else request.body_bytes
         """Of what a model reads."""
@@ -219,8 +230,7 @@ class RequestReader:
         name = headers.model or body_request.model
         if self.model_names is not None and name is not None:
             name = self._resolve_alias(self.model_names, name, body_request, headers, holding_worker)
-        model, base, lora, tokens_max = self._resolve_model(name)
-        return RequestIntent(request, body_request, headers, holding_worker, model, base, lora, tokens_max)
+        return RequestIntent(request, body_request, headers, holding_worker, self._resolve_model(name))
 
     def _resolve_alias(
         self,
@@ -456,16 +466,14 @@ class RequestReader:
         would price its worker out."""
         return min(max(1, intent.body_bytes // CHARS_PER_TOKEN), intent.tokens_max or ESTIMATE_MAX)
 
-    def _resolve_model(self, name: str | None) -> tuple[str, str, str | None, int | None]:
-        """Return (name, base model, LoRA, tokens that it takes) of a model; without a name, of the first there is."""
+    def _resolve_model(self, name: str | None) -> ResolvedModel:
+        """Resolve the name of a model; without a name, the first model there is."""
         if name is None:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served_model = self._core.resolve_model(name)
-        return (
-            (name, name, None, None)
-            if served_model is None
-            else (name, served_model.base, served_model.lora, served_model.max_model_len)
-        )
+        if served_model is None:
+            return ResolvedModel(name, name)
+        return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len)
 
     def _scope_of(self, base: str, salt: str | None, lora: str | None) -> Scope:
         """Return the scope of a prompt. Without a salt it is one object for all requests of a model that is served."""

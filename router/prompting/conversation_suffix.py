@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -52,6 +52,15 @@ _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
+class MessagesSpan(NamedTuple):
+    """Offsets in a body: of its array of messages, and of the last messages in it."""
+
+    start: int
+    last_start: int
+    """Where the last messages begin, or the white space before them."""
+    end: int
+
+
 class SuffixBody:
     """The suffix of a body, read behind the placeholder message."""
 
@@ -88,14 +97,12 @@ class SuffixResult:
         reused_tokens: int,
         suffix_text: str,
     ) -> None:
-        self.suffix, self.conversation, self.checkpoint, self.token_ids, self.reused_tokens = (
-            suffix,
-            conversation,
-            checkpoint,
-            token_ids,
-            reused_tokens,
-        )
-        """`reused_tokens`: how many of the first ids are those of the cached prompt."""
+        self.suffix = suffix
+        self.conversation = conversation
+        self.checkpoint = checkpoint
+        self.token_ids = token_ids
+        self.reused_tokens = reused_tokens
+        """Number of the first ids that are those of the cached prompt."""
         self.suffix_text = suffix_text
         """Text of the prompt from the last cached message on."""
         self._new_fingerprints: bytes | None = None
@@ -196,11 +203,11 @@ def cache_conversation(
     if chat_outline is None or _has_developer_message(messages):
         return None
     for volatile_messages in (VOLATILE_MESSAGES, 1):
-        place = _locate_last_messages(body, volatile_messages)
-        suffix = _read_suffix(kind, *place[:2], body, tokenizer) if place is not None else None
-        if place is None or suffix is None or suffix.chat.messages is None:
+        span = _locate_last_messages(body, volatile_messages)
+        suffix = None if span is None else _read_suffix(kind, span.start, span.last_start, body, tokenizer)
+        if span is None or suffix is None or suffix.chat.messages is None:
             continue
-        start, end, close = place
+        start, end, close = span
         message_count = len(messages) - len(suffix.new_messages)
         if (
             messages[: suffix.system_messages] != suffix.chat.messages[: suffix.system_messages]
@@ -265,10 +272,11 @@ def advance_conversation(result: SuffixResult, body: bytes, tokenizer: Tokenizer
     body_with_placeholder = suffix.body_with_placeholder or _with_placeholder(
         body, conversation.messages_start, checkpoint.body_end
     )
-    place = _locate_last_messages(body_with_placeholder, volatile_messages, conversation.messages_start)
-    if place is None:
+    span = _locate_last_messages(body_with_placeholder, volatile_messages, conversation.messages_start)
+    if span is None:
         return None
-    end, close = (at + len(body) - len(body_with_placeholder) for at in place[1:])
+    removed_bytes = len(body) - len(body_with_placeholder)
+    end, close = span.last_start + removed_bytes, span.end + removed_bytes
     if end <= checkpoint.body_end or _depends_on_template(suffix.request):
         return None
     new_count = len(suffix.new_messages) - volatile_messages
@@ -473,9 +481,8 @@ def _make_checkpoint(
     )
 
 
-def _locate_last_messages(body: bytes, count: int, start: int | None = None) -> tuple[int, int, int] | None:
-    """Return the offsets at which the array of messages begins, its last `count` messages begin (or the white space
-    before them), and the array ends. None where it has no more messages. `start`: of the array, if known."""
+def _locate_last_messages(body: bytes, count: int, start: int | None = None) -> MessagesSpan | None:
+    """Locate the last `count` messages of a body. None where it has no more. `start`: of the array, if known."""
     try:
         raw = bytes(_fields_decoder.decode(body).get("messages", b""))
         items = _items_decoder.decode(raw)
@@ -490,7 +497,7 @@ def _locate_last_messages(body: bytes, count: int, start: int | None = None) -> 
     end = close = start + len(raw) - 1
     for item in reversed(items[-count:]):
         end = _skip_white_space_back(body, _skip_white_space_back(body, end) - len(bytes(item))) - 1
-    return start, _skip_white_space_back(body, end), close
+    return MessagesSpan(start, _skip_white_space_back(body, end), close)
 
 
 def _skip_white_space_back(body: bytes, position: int) -> int:

@@ -84,6 +84,14 @@ class ReadResult(NamedTuple):
     """Whether it was not read in time."""
 
 
+class BodyRead(NamedTuple):
+    """A body that a worker process has read."""
+
+    request: RoutingRequest
+    spans: FieldSpans
+    result: ReadResult
+
+
 class PromptWorkerPool:
     """`await read(...)` reads one body."""
 
@@ -105,7 +113,7 @@ class PromptWorkerPool:
         make_task: Callable[[RoutingRequest], ReadTask],
         is_wanted: Callable[[], bool],
         tenant: str = "",
-    ) -> tuple[RoutingRequest, FieldSpans, ReadResult]:
+    ) -> BodyRead:
         """Read a body, in pieces: its request, the spans of its fields, what was read of its prompt. `kind`: of its
         path; None where the body tells. `make_task` says how to read it, `is_wanted` whether its client is there.
         Neither may raise. Raises RequestError for a body that is no JSON object, or that cannot be read now."""
@@ -131,7 +139,7 @@ class PromptWorkerPool:
             result = ReadResult(is_overdue=True)
         finally:
             self._add_waiting(tenant, -size)
-        return *inspected[0], result
+        return BodyRead(*inspected[0], result)
 
     def _check_capacity(self, tenant: str, size: int) -> None:
         """Raises RequestError. Behind its first body, a tenant may fill as much as it leaves free for others."""
