@@ -23,10 +23,10 @@ from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
     LiveFrame,
+    build_request,
     parse_live,
     parse_reply,
     parse_snapshot,
-    request_frames,
 )
 from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
@@ -192,9 +192,9 @@ class EventFeed:
                 self._run_guarded(stream, self._reopen, stream)
             elif not stream.is_busy:
                 self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
-        for due, pause, source in list(self._unopened_sources.values()):
-            if now >= due:
-                self._run_guarded(None, self._add, source, min(2 * pause, RETRY_S_MAX))
+        for retry_at, pause_s, source in list(self._unopened_sources.values()):
+            if now >= retry_at:
+                self._run_guarded(None, self._add, source, min(2 * pause_s, RETRY_S_MAX))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """The boundary: whatever raises behind it ends one message, or begins one stream anew; the others go on."""
@@ -211,13 +211,13 @@ class EventFeed:
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
         """Forget what the stream announced, and follow it again after a while."""
         stream.faults += 1
-        pause = min(RETRY_S * 2 ** min(stream.faults - 1, 10), RETRY_S_MAX)
+        pause_s = min(RETRY_S * 2 ** min(stream.faults - 1, 10), RETRY_S_MAX)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
-        logger.error("stream %s begins anew in %g s: %s", stream_id, pause, reason, exc_info=stream.faults == 1)
+        logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=stream.faults == 1)
         self._cancel_request(stream)
         self._busy_streams.discard(stream)
-        stream.reset(time.monotonic() + pause)
+        stream.reset(time.monotonic() + pause_s)
         handler = self._handler
         for notify in (
             lambda: handler.handle(stream_id, Clear(reason), stream.topic),
@@ -325,7 +325,11 @@ class EventFeed:
         self._handler.connection_changed(stream.source.stream_id, False)
 
     def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
-        for topic in [t for t, d in subscription.topic_connections.items() if d == descriptor]:
+        for topic in [
+            bound_topic
+            for bound_topic, bound_descriptor in subscription.topic_connections.items()
+            if bound_descriptor == descriptor
+        ]:
             del subscription.topic_connections[topic]
             stream = subscription.streams_by_topic.get(topic)
             if stream is not None:
@@ -441,7 +445,7 @@ class EventFeed:
                 continue
             instruction = stream.pop_instruction()
             if isinstance(instruction, RequestReplay):
-                replay = request_frames(instruction.start_seq)
+                replay = build_request(instruction.start_seq)
                 self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
             elif isinstance(instruction, RequestSnapshot):
                 self._request_snapshot(stream, instruction.request_id)
@@ -458,7 +462,7 @@ class EventFeed:
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
         source = stream.source
         if source.snapshot_endpoint is None:
-            self._send_request(stream, request_id, source.replay_endpoint, request_frames(SNAPSHOT_SEQ))
+            self._send_request(stream, request_id, source.replay_endpoint, build_request(SNAPSHOT_SEQ))
         else:
             self._send_request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
             stream.awaits_snapshot = True

@@ -76,7 +76,7 @@ def parse_live(frames: Sequence[bytes]) -> LiveFrame:
     return LiveFrame(frames[0], seq, frames[2], publisher_id)
 
 
-def request_frames(start_seq: int) -> list[bytes]:
+def build_request(start_seq: int) -> list[bytes]:
     """What a DEALER sends to ask for replay from `start_seq`, or for a snapshot (SNAPSHOT_SEQ)."""
     return [b"", pack_seq(start_seq)]
 
@@ -88,7 +88,7 @@ def parse_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
     return frames[0], _parse_seq(frames[2])[0]
 
 
-def reply_frames(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+def build_reply(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
     """One reply as the ROUTER sends it, with the topic, as current vLLM does."""
     return [identity, b"", topic, pack_seq(seq), payload]
 

@@ -130,7 +130,7 @@ def format_notice(notice: object) -> str:
     return "UP       connected" if notice.up else "DOWN     connection lost"
 
 
-def text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
+def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
     clock = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
         yield f"{clock} {item.stream_id} {format_notice(item.content)}"
@@ -146,7 +146,7 @@ def text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: b
         yield f"{head} UNKNOWN  {count} x {kind}"
 
 
-def json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
+def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
     if isinstance(item, Notice):
         fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}
         yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
@@ -156,20 +156,20 @@ def json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[st
     for event in filter(event_filter.matches, batch.events):
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**head, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
-        yield json.dumps(line, default=bytes_as_json)
+        yield json.dumps(line, default=encode_bytes)
     for problem in item.decoded_batch.errors:
         yield json.dumps({**head, "malformed": problem})
     for kind, count in item.decoded_batch.unknown_type_counts.items():
         yield json.dumps({**head, "unknown_type": kind, "count": count})
 
 
-def bytes_as_json(value: object) -> object:
+def encode_bytes(value: object) -> object:
     """32-byte names, as the golden captures write them."""
     assert isinstance(value, bytes), value
     return {"__bytes__": value.hex()}
 
 
-def frames_line(item: Message) -> str:
+def format_frames(item: Message) -> str:
     """A line of the golden captures' frames.jsonl."""
     frames = [item.topic.hex(), pack_seq(item.seq or 0).hex(), item.payload.hex()]
     return json.dumps({"t": time.time(), "stream": item.stream_id, "frames": frames})
@@ -250,12 +250,14 @@ def command(
                 positions.save(time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
-                for line in json_lines(item, event_filter) if as_json else text_lines(item, event_filter, tokens):
+                for line in (
+                    format_json_lines(item, event_filter) if as_json else format_text_lines(item, event_filter, tokens)
+                ):
                     print(line, flush=True)
                 positions.record(item)
                 if isinstance(item, Message):
                     if file is not None and item.seq is not None:
-                        print(frames_line(item), file=file, flush=True)
+                        print(format_frames(item), file=file, flush=True)
                     remaining = None if remaining is None else remaining - 1
         except (KeyboardInterrupt, BrokenPipeError):
             pass

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, rank_endpoint, should_bind
-from events.frames import HANDSHAKE_MS_MAX, REQUEST_BYTES_MAX, SNAPSHOT_SEQ, parse_request, reply_frames
+from events.frames import HANDSHAKE_MS_MAX, REQUEST_BYTES_MAX, SNAPSHOT_SEQ, build_reply, parse_request
 from events.loop_thread import WakeupPipe
 from events.replay_buffer import ReplayBuffer, ReplayEntry
 from events.replies import Reply, iter_replay, iter_snapshot
@@ -226,7 +226,7 @@ class EventPublisher:
             entries = self._ring.entries_from(start_seq)
         # What has not reached the resident set yet is still to be sent live.
         last_seq = self._last_applied.seq if self._last_applied else -1
-        return Reply(identity, iter_replay([e for e in entries if e.seq <= last_seq]), now)
+        return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay: zmq.Socket[bytes]) -> bool:
         """Send a slice of the replies under way, in turns; True where every peer is busy."""
@@ -239,7 +239,7 @@ class EventPublisher:
             if message is None:
                 continue
             try:
-                replay.send_multipart(reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
+                replay.send_multipart(build_reply(reply.identity, self._topic, *message), zmq.NOBLOCK)
             except zmq.Again:
                 busy_peers += 1
                 if time.monotonic() - reply.progress_at < REPLY_STALL_S:

@@ -103,7 +103,7 @@ def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
     Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
     """
     run: list[ResidentBlock] = []
-    for block in _parents_first(sorted(blocks, key=_is_partial_attention)):
+    for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
         continues = run and block.parent == run[-1].name and block.stored_event == run[-1].stored_event
         if run and (not continues or len(run) >= EVENT_BLOCKS_MAX):
             yield _replace_blocks(run[0].stored_event, run)
@@ -113,7 +113,7 @@ def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
         yield _replace_blocks(run[0].stored_event, run)
 
 
-def _parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
+def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
     """In order, but each full-attention block behind what it hangs from, on whatever medium that is."""
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks

@@ -144,12 +144,12 @@ class StreamState:
             return self._handle_restart("the publisher has another id", now)
         self._deadline = now + self.config.request_timeout_s
         if self.phase is StreamPhase.SNAPSHOT:
-            return self._snapshot_reply(seq, payload)
+            return self._handle_snapshot_reply(seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return []
         if self.phase is StreamPhase.REBUILD:
-            return self._rebuild_reply(seq, payload, now)
-        return self._repair_reply(seq, payload, now)
+            return self._handle_rebuild_reply(seq, payload, now)
+        return self._handle_repair_reply(seq, payload, now)
 
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
         """The end marker of a reply came."""
@@ -248,7 +248,7 @@ class StreamState:
 
     # Replies, by phase
 
-    def _repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+    def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         assert self._next_seq is not None
         if self._last_batch_unconfirmed:
             if seq < self._next_seq - 1:
@@ -268,7 +268,7 @@ class StreamState:
         self._attempts = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
-    def _rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+    def _handle_rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         if self._next_seq is None or seq == self._next_seq:
             return [self._apply(seq, payload, Origin.REPLAY)]
         return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
@@ -280,7 +280,7 @@ class StreamState:
             return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
         return self._start_repair(now)
 
-    def _snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
+    def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
         if seq == SNAPSHOT_SEQ and self._snapshot_seqs == 0:
             self._snapshot_chunks += 1
             self._has_state = True

@@ -424,14 +424,14 @@ def _reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> s
 def _distinguishes_no_effort(template: ChatTemplate) -> bool:
     """Whether the effort "none" makes another prompt than every other one."""
 
-    def prompt(effort: str) -> str | None:
+    def render_with_effort(effort: str) -> str | None:
         chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
         try:
             return render_chat(template, chat)
         except RequestError:
             return None
 
-    prompt_without_effort = prompt("none")
+    prompt_without_effort = render_with_effort("none")
     return prompt_without_effort is not None and all(
-        prompt(effort) != prompt_without_effort for effort in get_args(Effort)
+        render_with_effort(effort) != prompt_without_effort for effort in get_args(Effort)
     )

@@ -272,13 +272,13 @@ _ASCII = (1 << 128) - 1
 _UNLIMITED = 1 << 31
 
 
-def _chars(text: str) -> int:
+def _char_bits(text: str) -> int:
     """A set of characters as bits."""
     return sum(1 << ord(char) for char in set(text))
 
 
-_SPACE, _DIGIT = _chars(" \t\n\r\f\v"), _chars("0123456789")
-_WORD = _DIGIT | _chars("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+_SPACE, _DIGIT = _char_bits(" \t\n\r\f\v"), _char_bits("0123456789")
+_WORD = _DIGIT | _char_bits("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _CATEGORIES = {
     sre.CATEGORY_SPACE: _SPACE, sre.CATEGORY_NOT_SPACE: _ASCII & ~_SPACE,
     sre.CATEGORY_DIGIT: _DIGIT, sre.CATEGORY_NOT_DIGIT: _ASCII & ~_DIGIT,
@@ -291,50 +291,52 @@ def compile_pattern(pattern: str) -> list[PatternRow] | None:
     re.error."""
     rows: list[PatternRow] = [(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
 
-    def add(kind: int, next_row: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), is_positive: bool = True,
+    def add_row(kind: int, next_row: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), is_positive: bool = True,
             branches: Sequence[int] = ()) -> int:  # fmt: skip
         low, high = chars & (1 << 64) - 1, chars >> 64
         rows.append((kind, low, high, times[0], min(int(times[1]), _UNLIMITED), is_positive, list(branches), next_row))
         return len(rows) - 1
 
-    def before(items: Sequence[Any], next_row: int, ignores_case: bool) -> int:
-        """The part with which these begin, where `after` comes behind them."""
+    def compile_items(items: Sequence[Any], next_row: int, ignores_case: bool) -> int:
+        """Return the row at which these items begin, where `next_row` follows them."""
         for op, value in reversed(list(items)):
             chars = _char_set(op, value, ignores_case)
             if chars is not None:
-                next_row = add(_SET, next_row, chars=chars)
+                next_row = add_row(_SET, next_row, chars=chars)
             elif op is sre.MAX_REPEAT:
                 count_min, count_max, inner_items = value[0], value[1], list(value[2])
                 chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
                 if chars is not None:
-                    next_row = add(_SET, next_row, chars=chars, times=(count_min, count_max))
+                    next_row = add_row(_SET, next_row, chars=chars, times=(count_min, count_max))
                 elif (count_min, count_max) == (0, 1):
-                    next_row = add(
-                        _ALTERNATIVES, next_row, branches=[before(inner_items, next_row, ignores_case), next_row]
+                    next_row = add_row(
+                        _ALTERNATIVES, next_row, branches=[compile_items(inner_items, next_row, ignores_case), next_row]
                     )
                 else:
                     raise KeyError(op)
             elif op is sre.BRANCH:
-                next_row = add(
-                    _ALTERNATIVES, next_row, branches=[before(branch, next_row, ignores_case) for branch in value[1]]
+                next_row = add_row(
+                    _ALTERNATIVES,
+                    next_row,
+                    branches=[compile_items(branch, next_row, ignores_case) for branch in value[1]],
                 )
             elif op is sre.SUBPATTERN and not value[2]:
-                next_row = before(value[3], next_row, ignores_case or bool(value[1] & re.IGNORECASE))
+                next_row = compile_items(value[3], next_row, ignores_case or bool(value[1] & re.IGNORECASE))
             elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
                 inner_items = list(value[1])
                 chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
                 if chars is None:
                     raise KeyError(op)
-                next_row = add(_LOOKAHEAD, next_row, chars=chars, is_positive=op is sre.ASSERT)
+                next_row = add_row(_LOOKAHEAD, next_row, chars=chars, is_positive=op is sre.ASSERT)
             else:
                 raise KeyError(op)
         return next_row
 
     try:
-        first = before(sre_parse.parse(pattern, re.ASCII), 0, False)
+        first = compile_items(sre_parse.parse(pattern, re.ASCII), 0, False)
     except KeyError:
         return None
-    add(_ALTERNATIVES, first, branches=[first])
+    add_row(_ALTERNATIVES, first, branches=[first])
     return rows
 
 
@@ -342,7 +344,7 @@ def _char_set(op: Any, value: Any, ignores_case: bool) -> int | None:
     """The characters that a single-character item matches; None for any other. Raises KeyError."""
     if op is sre.LITERAL:
         char = chr(value)
-        return (_chars(char.lower() + char.upper() if ignores_case else char) if value < 128 else 0) & _ASCII
+        return (_char_bits(char.lower() + char.upper() if ignores_case else char) if value < 128 else 0) & _ASCII
     if op is sre.NOT_LITERAL and not ignores_case:
         return _ASCII & ~(1 << int(value))
     if op is not sre.IN or (ignores_case and any(item is not sre.LITERAL for item, _ in value)):

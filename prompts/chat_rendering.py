@@ -135,22 +135,22 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
     ):
         content = "\n".join(_part_text(part) for part in content)
         content_format = "string"  # also where the template loops over parts: most handle a tool's text only
-    converted: Message = {"role": role, "content": _convert_content(content, content_format)}
+    template_message: Message = {"role": role, "content": _convert_content(content, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
-            converted["tool_calls"] = [_convert_tool_call(call) for call in calls]
+            template_message["tool_calls"] = [_convert_tool_call(call) for call in calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
-                converted[name] = message[name]
+                template_message[name] = message[name]
     elif role == "tool" and "tool_call_id" in message:
-        converted["tool_call_id"] = message["tool_call_id"]
+        template_message["tool_call_id"] = message["tool_call_id"]
     elif role == "developer" and message.get("tools") is not None:
-        converted["tools"] = message["tools"]
+        template_message["tools"] = message["tools"]
     for name in ("name", "task"):
         if isinstance(message.get(name), str):
-            converted[name] = message[name]
-    return converted
+            template_message[name] = message[name]
+    return template_message
 
 
 def _developer_as_system(messages: list[Message]) -> list[Message]:
@@ -163,7 +163,9 @@ def _developer_as_system(messages: list[Message]) -> list[Message]:
     systems = [message["content"] for message in renamed_messages if message["role"] == "system"]
     if len(systems) == 1 and renamed_messages[0]["role"] == "system":
         return [
-            {k: v for k, v in message.items() if k != "tools"} if message["role"] == "system" else message
+            {name: value for name, value in message.items() if name != "tools"}
+            if message["role"] == "system"
+            else message
             for message in renamed_messages
         ]
     texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in systems]
@@ -243,11 +245,11 @@ def _convert_tool(tool: Message) -> Message:
     if not isinstance(function, dict):
         return tool
     ordered_fields = {name: function.get(name) for name in ("name", "description", "parameters")}
-    converted = {
+    template_tool = {
         "type": tool.get("type", "function"),
         "function": {**ordered_fields, **_without_names(function, ordered_fields)},
     }
-    return {**converted, **_without_names(tool, converted)}
+    return {**template_tool, **_without_names(tool, template_tool)}
 
 
 def _without_names(values: Message, names: Message) -> Message:

@@ -235,7 +235,7 @@ class _CompiledTemplate:
             template = suffix
         context = template.new_context({**self._globals, **values}, shared=True)
         if seconds_max is not None:
-            context.limit(seconds_max)  # type: ignore[attr-defined]
+            context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
         return template.environment.concat(template.root_render_func(context))
 
 
@@ -266,7 +266,7 @@ def _needs_system_first(source: str, seconds_max: float | None) -> bool:
         template = env.from_string(tree if seconds_max is None else template_limits.add_limits(tree) or "")
         context = template.new_context({"messages": chat, "add_generation_prompt": False})
         if seconds_max is not None:
-            context.limit(seconds_max)  # type: ignore[attr-defined]
+            context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
         for _ in template.root_render_func(context):
             pass
     except Exception:  # noqa: BLE001  a template is a program
@@ -294,7 +294,7 @@ class ChatTemplate:
         self.is_bounded = True
         """Every rendering ends soon: there is a limit where others wait for it, or nobody waits."""
 
-    def limit(self, seconds_max: float) -> None:
+    def set_time_limit(self, seconds_max: float) -> None:
         """Let no rendering take more CPU time than this: others wait for it. Where that cannot be promised, or was seen
         not to do, `is_bounded` says so, and nothing is rendered here."""
         self._seconds_max = seconds_max
@@ -425,7 +425,7 @@ def _without_calls(message: Message) -> Message:
 def _without_nulls(message: Message) -> Message:
     for value in message.values():
         if value is None:
-            return {k: v for k, v in message.items() if v is not None}
+            return {name: field_value for name, field_value in message.items() if field_value is not None}
     return message
 
 
@@ -445,8 +445,10 @@ def _tag_final_message(chat: list[Message], field: str, source: str) -> str:
     final = chat[-1].get(field)
     if final is None:
         raise RequestError(f'{param}: the last message has no "{field}" to continue', param=param)
-    fields = [f for f in _REASONING_FIELDS if chat[-1].get(f) == final] if field in _REASONING_FIELDS else [field]
-    if not any(f in source for f in fields):
+    fields = (
+        [name for name in _REASONING_FIELDS if chat[-1].get(name) == final] if field in _REASONING_FIELDS else [field]
+    )
+    if not any(name in source for name in fields):
         raise RequestError(f'{param}: the chat template does not read "{field}"', param=param)
     if isinstance(final, str):
         chat[-1] = {**chat[-1], **dict.fromkeys(fields, final + _CONTINUE_TAG)}

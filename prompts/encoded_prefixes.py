@@ -48,7 +48,7 @@ class EncodedPrefixCache:
         """The longest kept beginning of `text`."""
         size_class = _size_class(len(text))
         while size_class >= LENGTH_MIN:
-            key = _key(text, size_class)
+            key = _lookup_key(text, size_class)
             candidates = self._candidates_by_key.get(key, ())
             match = max(
                 (prefix for prefix in candidates if text.startswith(prefix.text)),
@@ -67,13 +67,13 @@ class EncodedPrefixCache:
         """Remember it; of those that look alike, what it continues and the oldest make way."""
         if not LENGTH_MIN <= len(new_prefix.text) <= LENGTH_MAX or new_prefix.size_bytes > self._max_bytes // 4:
             return
-        key = _key(new_prefix.text, _size_class(len(new_prefix.text)))
+        key = _lookup_key(new_prefix.text, _size_class(len(new_prefix.text)))
         candidates = self._candidates_by_key.setdefault(key, [])
-        for outdated in [prefix for prefix in candidates if new_prefix.text.startswith(prefix.text)] or candidates[
+        for old_prefix in [prefix for prefix in candidates if new_prefix.text.startswith(prefix.text)] or candidates[
             : len(candidates) + 1 - _CANDIDATES_MAX
         ]:
-            candidates.remove(outdated)
-            self.used_bytes -= outdated.size_bytes
+            candidates.remove(old_prefix)
+            self.used_bytes -= old_prefix.size_bytes
         candidates.append(new_prefix)
         self._candidates_by_key.move_to_end(key)
         self.used_bytes += new_prefix.size_bytes
@@ -92,7 +92,7 @@ class EncodedPrefixCache:
         assert self.used_bytes <= self._max_bytes
         for key, candidates in self._candidates_by_key.items():
             assert 0 < len(candidates) <= _CANDIDATES_MAX
-            assert all(_key(prefix.text, _size_class(len(prefix.text))) == key for prefix in candidates)
+            assert all(_lookup_key(prefix.text, _size_class(len(prefix.text))) == key for prefix in candidates)
 
 
 def _size_class(length: int) -> int:
@@ -100,7 +100,7 @@ def _size_class(length: int) -> int:
     return 1 << (length.bit_length() - 1) if length else 0
 
 
-def _key(text: str, size_class: int) -> _Key:
+def _lookup_key(text: str, size_class: int) -> _Key:
     middle = size_class // 2
     return (
         size_class,

@@ -54,7 +54,9 @@ def _is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
-def context_overflow(path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, is_exact: bool = True) -> str:
+def describe_context_overflow(
+    path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, is_exact: bool = True
+) -> str:
     """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
     `answer_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
     number; else the prompt has more."""

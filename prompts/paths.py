@@ -26,7 +26,9 @@ def nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
     return close_matches[0] if close_matches else None
 
 
-def unknown_path(path: str, served_paths: Iterable[str], *, reason: str = "there is no such path") -> RequestError:
+def unknown_path_error(
+    path: str, served_paths: Iterable[str], *, reason: str = "there is no such path"
+) -> RequestError:
     """Return the 404 for a path that nobody serves, with the one that was meant. `reason`: said where none is near."""
     suggestion = nearest_path(path, served_paths)
     if suggestion is None:

@@ -450,19 +450,19 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
 
 def _convert_tools(tools: list[Item]) -> list[Message]:
     """Those that a model is shown: functions, free-text ones, and those of a namespace under its name."""
-    converted: list[Message] = []
+    chat_tools: list[Message] = []
     for tool in tools:
         namespace = tool["name"] if tool["type"] == "namespace" else None
         for inner_tool in tool["tools"] if tool["type"] == "namespace" else (tool,):
             if inner_tool["type"] == "custom":
-                converted.append(
+                chat_tools.append(
                     _convert_function(
                         {**inner_tool, "parameters": CUSTOM_INPUT}, _flat_name(namespace, inner_tool["name"])
                     )
                 )
             elif inner_tool["type"] == "function":
-                converted.append(_convert_function(inner_tool, _flat_name(namespace, inner_tool["name"])))
-    return converted
+                chat_tools.append(_convert_function(inner_tool, _flat_name(namespace, inner_tool["name"])))
+    return chat_tools
 
 
 def _convert_function(tool: Item, name: str) -> Message:

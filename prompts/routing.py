@@ -154,31 +154,31 @@ def _read_kind(kind: Kind, data: bytes) -> RoutingRequest:
 
 def read_values(kind: Kind, body: RoutedBody) -> RoutingRequest:
     """The routing view of a body's fields. Raises RequestError where its priority is no integer."""
-    messages = _dicts(body.messages)
+    messages = _as_objects(body.messages)
     output_max, output_min = _read_output(body)
-    echoes = _bool(body.echo) is True and _int(body.top_logprobs if messages else body.logprobs) is not None
+    echoes = _as_bool(body.echo) is True and _as_int(body.top_logprobs if messages else body.logprobs) is not None
     return RoutingRequest(
         kind=kind,
-        model=_str(body.model),
+        model=_as_string(body.model),
         messages=messages or None,
-        prompt=_prompt(body.prompt),
-        tools=_dicts(body.tools),
-        documents=_dicts(body.documents),
-        chat_template=_str(body.chat_template),
+        prompt=_as_prompt(body.prompt),
+        tools=_as_objects(body.tools),
+        documents=_as_objects(body.documents),
+        chat_template=_as_string(body.chat_template),
         chat_template_kwargs=body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else None,
-        add_generation_prompt=_bool(body.add_generation_prompt),
-        continue_final_message=_bool(body.continue_final_message),
-        add_special_tokens=_bool(body.add_special_tokens),
-        reasoning_effort=_str(body.reasoning_effort),
-        truncate_prompt_tokens=_int(body.truncate_prompt_tokens),
-        cache_salt=_str(body.cache_salt) or None,
+        add_generation_prompt=_as_bool(body.add_generation_prompt),
+        continue_final_message=_as_bool(body.continue_final_message),
+        add_special_tokens=_as_bool(body.add_special_tokens),
+        reasoning_effort=_as_string(body.reasoning_effort),
+        truncate_prompt_tokens=_as_int(body.truncate_prompt_tokens),
+        cache_salt=_as_string(body.cache_salt) or None,
         priority=read_priority(body.priority),
-        stream=_bool(body.stream) is True,
+        stream=_as_bool(body.stream) is True,
         output_max=output_max,
         output_min=output_min,
-        user=_str(body.user),
-        prompt_cache_key=_str(body.prompt_cache_key),
-        metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
+        user=_as_string(body.user),
+        prompt_cache_key=_as_string(body.prompt_cache_key),
+        metadata_user_id=_as_string(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
         scores_prompt=body.prompt_logprobs is not None or (echoes and not messages),
         echoes_chat=echoes and bool(messages),
         has_media=has_media(messages),
@@ -202,7 +202,7 @@ def _from_messages(source: MessagesRequest) -> RoutingRequest:
         priority=read_priority(source.priority),
         stream=source.stream is True,
         output_max=source.max_tokens,
-        metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
+        metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
     )
 
 
@@ -218,7 +218,7 @@ def _from_response(source: ResponsesRequest) -> RoutingRequest:
         truncate_prompt_tokens=-1 if source.truncation == "auto" else None,
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
-        metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
+        metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
         stored_response_id=source.previous_response_id or _referenced_response_id(source),
     )
 
@@ -259,11 +259,11 @@ def check_object(data: bytes) -> None:
         raise RequestError(f"the body is not valid JSON: expected {expected}", param=None)
 
 
-def _str(value: Any) -> str | None:
+def _as_string(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _bool(value: Any) -> bool | None:
+def _as_bool(value: Any) -> bool | None:
     """A flag, as pydantic reads it."""
     if isinstance(value, bool):
         return value
@@ -272,7 +272,7 @@ def _bool(value: Any) -> bool | None:
     return _FLAG_WORDS.get(value.lower()) if isinstance(value, str) else None
 
 
-def _int(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     """An integer, as pydantic reads it: also a whole float, a text, a flag."""
     if type(value) is int:
         return value
@@ -288,7 +288,7 @@ def read_priority(value: Any) -> int:
     """Return a body's `priority`, of 64 bits; 0 where it has none. Raises RequestError where it is no integer."""
     if value is None:
         return 0
-    number = _int(value)
+    number = _as_int(value)
     if number is None:
         raise bad_value("priority", value, "an integer")
     return max(-_PRIORITY_MAX, min(number, _PRIORITY_MAX))
@@ -296,12 +296,12 @@ def read_priority(value: Any) -> int:
 
 def _read_output(body: RoutedBody) -> tuple[int, int]:
     """(most, fewest) tokens that all choices of a body can have; 0 where it sets no limit."""
-    limit = _int(body.max_completion_tokens)
+    limit = _as_int(body.max_completion_tokens)
     if limit is None:
-        limit = _int(body.max_tokens)
-    choices = max(_int(body.n) or 1, 1)
-    ends_at_limit = _bool(body.ignore_eos) is True and not body.stop and not body.stop_token_ids
-    min_tokens = limit if ends_at_limit else _int(body.min_tokens)
+        limit = _as_int(body.max_tokens)
+    choices = max(_as_int(body.n) or 1, 1)
+    ends_at_limit = _as_bool(body.ignore_eos) is True and not body.stop and not body.stop_token_ids
+    min_tokens = limit if ends_at_limit else _as_int(body.min_tokens)
     return max(limit or 0, 0) * choices, max(min_tokens or 0, 0) * choices
 
 
@@ -311,16 +311,16 @@ def read_form_fields(values: dict[str, str]) -> RoutingRequest:
         kind="other",
         model=values.get("model"),
         priority=read_priority(values.get("priority")),
-        stream=_bool(values.get("stream")) is True,
+        stream=_as_bool(values.get("stream")) is True,
     )
 
 
-def _dicts(value: Any) -> list[Message] | None:
+def _as_objects(value: Any) -> list[Message] | None:
     """A list of objects, or None for anything else."""
     return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else None
 
 
-def _prompt(value: Any) -> Prompt | None:
+def _as_prompt(value: Any) -> Prompt | None:
     """One of the four prompt forms, judged by the first item; the tokenizing side checks the rest."""
     if isinstance(value, str):
         return value

@@ -75,7 +75,7 @@ class SegmentPlan:
             before, *parts = self.splitter.split(text)  # token, text, token, text ...
             segments = list(map(operator.add, parts[::2], parts[1::2]))
             return [before, *segments] if before else segments
-        starts = [m.start() for m in self.pattern.finditer(text) if m.group() in self.cuts]
+        starts = [match.start() for match in self.pattern.finditer(text) if match.group() in self.cuts]
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
         starts.append(len(text))
@@ -162,8 +162,8 @@ class SegmentCache:
         segments = plan.split(text if prefix is None else text[prefix.end :])
         cached_ids = self._look_up(segments)
         missing = [segment for segment, ids in zip(segments, cached_ids) if ids is None]
-        encoded = self._encode_missing(missing) if missing else {}
-        parts = [encoded[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
+        new_ids = self._encode_missing(missing) if missing else {}
+        parts = [new_ids[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
         if len(text) >= LENGTH_MIN:
             self._store_prefix(text, prefix, segments, parts)
         if prefix is not None:
@@ -239,8 +239,8 @@ class SegmentCache:
 
     def _encode_missing(self, missing: Iterable[str]) -> dict[str, bytes]:
         unique = list(dict.fromkeys(missing))
-        encoded: dict[str, bytes] = {}
-        unencoded = unique
+        new_ids: dict[str, bytes] = {}
+        remaining_segments = unique
         if self._plan.bpe_encoder is not None:
             chars_since_pause = 0
             for segment in unique:
@@ -250,18 +250,19 @@ class SegmentCache:
                     chars_since_pause = len(segment)
                 ids = self._plan.bpe_encoder.encode(segment)
                 if ids is not None:
-                    encoded[segment] = ids
-            unencoded = [segment for segment in unique if segment not in encoded]
-        if unencoded:
-            encodings = self._hf.encode_batch_fast(unencoded, add_special_tokens=False)
-            encoded |= {
-                segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(unencoded, encodings)
+                    new_ids[segment] = ids
+            remaining_segments = [segment for segment in unique if segment not in new_ids]
+        if remaining_segments:
+            encodings = self._hf.encode_batch_fast(remaining_segments, add_special_tokens=False)
+            new_ids |= {
+                segment: array(ID_TYPE, encoding.ids).tobytes()
+                for segment, encoding in zip(remaining_segments, encodings)
             }
         with self._lock:
-            for segment, ids in encoded.items():
+            for segment, ids in new_ids.items():
                 self._miss_tokens += len(ids) // _ID_BYTES
                 self._store_segment(segment, ids)
-        return encoded
+        return new_ids
 
     def _store_segment(self, segment: str, ids: bytes) -> None:
         size_bytes = _entry_bytes(segment, ids)
@@ -407,8 +408,12 @@ def _self_check(hf: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str])
     """Encode sample chats both ways; the first difference is the reason not to use the plan."""
     cuts = sorted(plan.cuts)
     tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
-    texts = ["".join(a + b for a, b in zip(_SAMPLE_TEXTS, _cycle(tokens, shift))) for shift in range(len(tokens))]
-    texts += ["".join(b + a for a, b in zip(_SAMPLE_TEXTS, _cycle(tokens, shift))) for shift in range(len(tokens))]
+    texts = [
+        "".join(a + b for a, b in zip(_SAMPLE_TEXTS, _rotate_tokens(tokens, shift))) for shift in range(len(tokens))
+    ]
+    texts += [
+        "".join(b + a for a, b in zip(_SAMPLE_TEXTS, _rotate_tokens(tokens, shift))) for shift in range(len(tokens))
+    ]
     texts += [first + second for first in tokens for second in tokens[:6]]
     for text in texts:
         pieces = [encode_plain(hf, segment, add_special_tokens=False) for segment in plan.split(text)]
@@ -417,5 +422,5 @@ def _self_check(hf: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str])
     return None
 
 
-def _cycle(tokens: Sequence[str], shift: int) -> list[str]:
+def _rotate_tokens(tokens: Sequence[str], shift: int) -> list[str]:
     return [tokens[(i + shift) % len(tokens)] for i in range(len(_SAMPLE_TEXTS))]

@@ -215,11 +215,11 @@ class _AbstractInterpreter:
                 return kinds
             return kinds | (frozenset((_OTHER,)) if node.expr2 is None else self.evaluate(node.expr2, names))
         if isinstance(node, (nodes.And, nodes.Or)):
-            left, short_circuit = self.evaluate(node.left, names), self._evaluate_condition(node.left, names)
+            left_kinds, short_circuit = self.evaluate(node.left, names), self._evaluate_condition(node.left, names)
             if short_circuit is isinstance(node, nodes.Or):
-                return left
-            right = self.evaluate(node.right, names)
-            return right if short_circuit is not None else left | right
+                return left_kinds
+            right_kinds = self.evaluate(node.right, names)
+            return right_kinds if short_circuit is not None else left_kinds | right_kinds
         if isinstance(node, (nodes.Test, nodes.Compare, nodes.Not)):
             self._evaluate_condition(node, names)
             return frozenset((_OTHER,))
@@ -282,7 +282,11 @@ class _AbstractInterpreter:
             return kinds if kinds == {_TEXT} else kinds | {_OTHER}
         if kinds in ({_LIST}, {_PARTS}) and has_no_arguments and node.name in ("length", "count"):
             return frozenset((_OTHER,))
-        if kinds == {_LIST} and node.name in ("selectattr", "rejectattr") and _is_const(node.args[:1], "role"):
+        if (
+            kinds == {_LIST}
+            and node.name in ("selectattr", "rejectattr")
+            and _is_constant_argument(node.args[:1], "role")
+        ):
             self._require_plain((arg.value if isinstance(arg, nodes.Keyword) else arg for arg in args if arg), names)
             return kinds
         if not kinds <= _PLAIN_KINDS:
@@ -364,15 +368,15 @@ class _AbstractInterpreter:
             return None if holds is None else not holds
         if isinstance(node, (nodes.And, nodes.Or)):
             short_circuit = isinstance(node, nodes.Or)
-            left = self._evaluate_condition(node.left, names)
-            if left is short_circuit:
+            left_truth = self._evaluate_condition(node.left, names)
+            if left_truth is short_circuit:
                 return short_circuit
-            right = self._evaluate_condition(node.right, names)
+            right_truth = self._evaluate_condition(node.right, names)
             return (
                 short_circuit
-                if right is short_circuit
+                if right_truth is short_circuit
                 else None
-                if left is None or right is None
+                if left_truth is None or right_truth is None
                 else not short_circuit
             )
         if isinstance(node, nodes.Test):
@@ -398,18 +402,21 @@ class _AbstractInterpreter:
         return outcomes.pop() if len(outcomes) == 1 else None
 
     def _evaluate_compare(self, node: nodes.Compare, names: Names) -> bool | None:
-        left, rights = self.evaluate(node.expr, names), [self.evaluate(operand.expr, names) for operand in node.ops]
-        if left <= _PLAIN_KINDS and all(right <= _PLAIN_KINDS for right in rights):
+        left_kinds, operand_kinds = (
+            self.evaluate(node.expr, names),
+            [self.evaluate(operand.expr, names) for operand in node.ops],
+        )
+        if left_kinds <= _PLAIN_KINDS and all(right_kinds <= _PLAIN_KINDS for right_kinds in operand_kinds):
             return None
         if len(node.ops) != 1:
             raise _UnsupportedTemplate
-        operator, right = node.ops[0].op, rights[0]
+        operator, right_kinds = node.ops[0].op, operand_kinds[0]
         if operator in ("in", "notin") and isinstance(node.expr, nodes.Const) and isinstance(node.expr.value, str):
-            container_kinds, text = right, node.expr.value
+            container_kinds, text = right_kinds, node.expr.value
             if len(container_kinds) == 1 and container_kinds <= self._items.keys():
                 return (text in self._items[next(iter(container_kinds))]) is (operator == "in")
         elif operator in ("eq", "ne") and isinstance(node.ops[0].expr, nodes.Const):
-            container_kinds, text = left, node.ops[0].expr.value
+            container_kinds, text = left_kinds, node.ops[0].expr.value
             if not isinstance(text, str) or not text:
                 text = None
         else:
@@ -427,12 +434,12 @@ def _target_names(node: nodes.Node) -> list[str]:
 
 def _merge_branches(branches: Sequence[Names]) -> Names:
     """What a name may be behind several ways."""
-    merged: Names = {}
+    names: Names = {}
     for name in dict.fromkeys(name for branch in branches for name in branch):
         kinds = [branch.get(name, frozenset((_OTHER,))) for branch in branches]
-        merged[name] = frozenset[Kind]().union(*kinds)
-    return merged
+        names[name] = frozenset[Kind]().union(*kinds)
+    return names
 
 
-def _is_const(arguments: Sequence[nodes.Node], value: str) -> bool:
+def _is_constant_argument(arguments: Sequence[nodes.Node], value: str) -> bool:
     return len(arguments) == 1 and isinstance(arguments[0], nodes.Const) and arguments[0].value == value

@@ -74,7 +74,7 @@ class RenderContext(jinja2.runtime.Context):
     """When to look at its CPU time (`time.perf_counter`)."""
     started_cpu_s = 0.0
 
-    def limit(self, seconds_max: float) -> None:
+    def set_time_limit(self, seconds_max: float) -> None:
         self.seconds_max = seconds_max
         self.started_cpu_s = time.thread_time()
         self.deadline_s = time.perf_counter() + seconds_max

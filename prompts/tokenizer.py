@@ -57,7 +57,9 @@ class Tokenizer:
         vocabulary = hf.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
-        self.special_ids = frozenset(i for i, t in hf.get_added_tokens_decoder().items() if t.special)
+        self.special_ids = frozenset(
+            token_id for token_id, token in hf.get_added_tokens_decoder().items() if token.special
+        )
         plan = plan_segments(hf) if cache_bytes > 0 else None
         self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
 
@@ -80,7 +82,7 @@ class Tokenizer:
             template = _load_template(folder, config, chat_template, named_tokens)
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
-        eos_ids = _eos_ids(hf, folder, named_tokens)
+        eos_ids = _read_eos_ids(hf, folder, named_tokens)
         return cls(hf, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -183,7 +185,10 @@ def _load_backend(folder: Path) -> HfTokenizer:
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
     if not file.is_file():
-        files = [p.name for p in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))]
+        files = [
+            file_path.name
+            for file_path in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))
+        ]
         if files:
             raise TokenizerError(
                 f"{folder}: has {', '.join(sorted(files))} but no tokenizer.json; convert it once with transformers: "
@@ -222,7 +227,7 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _added_token(value: Any, *, special: bool) -> AddedToken:
+def _make_added_token(value: Any, *, special: bool) -> AddedToken:
     if not isinstance(value, dict):
         return AddedToken(value, special=special, normalized=False)
     flags = {name: bool(value.get(name, False)) for name in ("single_word", "lstrip", "rstrip")}
@@ -243,14 +248,14 @@ def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]
     if not all(key.isdigit() and _token_text(value) for key, value in decoder.items()):
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
     configured_tokens = [decoder[key] for key in sorted(decoder, key=int)]
-    new_tokens = [_added_token(value, special=False) for value in configured_tokens]
+    new_tokens = [_make_added_token(value, special=False) for value in configured_tokens]
     extra = sources.get("additional_special_tokens") or sources.get("extra_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
     flags = {_token_text(value): value for value in configured_tokens}
     for value in [*(sources.get(name) for name in named_tokens), *extra]:
         text = _token_text(value)
         if text is not None:
-            new_tokens.append(_added_token(flags.get(text, value), special=True))
+            new_tokens.append(_make_added_token(flags.get(text, value), special=True))
     for token in new_tokens:
         if token.content not in known_contents:
             known_contents.add(token.content)
@@ -293,7 +298,7 @@ def _read_override(override: str) -> str:
         ) from error
 
 
-def _eos_ids(hf: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
+def _read_eos_ids(hf: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
     tokenizer_eos_id = hf.token_to_id(named_tokens["eos_token"]) if "eos_token" in named_tokens else None
     ids: list[Any] = [tokenizer_eos_id]
     for name in ("generation_config.json", "config.json"):

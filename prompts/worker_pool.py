@@ -146,8 +146,8 @@ class WorkerPool:
             self._release(process)
 
     async def _acquire(self, body_prefix: bytes, tenant: str) -> WorkerProcess:
-        preferred = self.processes[zlib.crc32(body_prefix[:AFFINITY_BYTES]) % len(self.processes)]
-        for process in (preferred, *self.processes):
+        usual_process = self.processes[zlib.crc32(body_prefix[:AFFINITY_BYTES]) % len(self.processes)]
+        for process in (usual_process, *self.processes):
             if not process.is_busy:
                 process.is_busy = True
                 return process

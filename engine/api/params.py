@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.types import Constraint, SamplingParams
-from prompts.errors import RequestError, bad_value, context_overflow
+from prompts.errors import RequestError, bad_value, describe_context_overflow
 from prompts.schemas import ChatRequest, CompletionRequest
 from simulation.spec import ScriptTurn
 
@@ -134,7 +134,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
     _check_vocabulary(param, (min(token_ids), max(token_ids)), limits)
     if len(token_ids) >= limits.max_model_len:
         # Clients shorten a conversation where they know the words: a field's name before them would hide these.
-        message = context_overflow(path, len(token_ids), limits.max_model_len)
+        message = describe_context_overflow(path, len(token_ids), limits.max_model_len)
         raise RequestError(message, param=param, code="context_length_exceeded")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from prompts.errors import context_overflow
+from prompts.errors import describe_context_overflow
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
 from router.edge.carrier import Carrier, gives_up
@@ -200,4 +200,4 @@ def _words(refusal: Refuse, exchange: Exchange) -> str:
     if refusal.context_max is None or route is None:
         return refusal.message
     tokens = route.longest_prompt_tokens or route.prompt_tokens
-    return context_overflow(exchange.request.path, tokens, refusal.context_max, is_exact=route.is_counted)
+    return describe_context_overflow(exchange.request.path, tokens, refusal.context_max, is_exact=route.is_counted)

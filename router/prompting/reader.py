@@ -269,7 +269,7 @@ class PromptReader:
     def _read_folder(self, folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes)
         if self._render_s_max is not None and tokenizer.chat_template is not None:
-            tokenizer.chat_template.limit(self._render_s_max)
+            tokenizer.chat_template.set_time_limit(self._render_s_max)
         return tokenizer
 
     def read(

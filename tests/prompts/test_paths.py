@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prompts.errors import RequestError
-from prompts.paths import nearest_path, unknown_path
+from prompts.paths import nearest_path, unknown_path_error
 
 SERVED = [
     "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages",
@@ -40,7 +40,7 @@ def test_the_path_that_was_meant(path: str, meant: str | None) -> None:
 
 def test_the_error_says_how_the_base_url_ends() -> None:
     def said(path: str) -> str:
-        error = unknown_path(path, SERVED)
+        error = unknown_path_error(path, SERVED)
         assert (error.status, error.code) == (404, "not_found")
         return error.message
 

@@ -17,7 +17,7 @@ END = "{% endfor %}"
 
 def limited(source: str, seconds: float = 0.05) -> ChatTemplate:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    template.limit(seconds)
+    template.set_time_limit(seconds)
     return template
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts.errors import context_overflow
+from prompts.errors import describe_context_overflow
 from prompts.tokenizer import Tokenizer
 from router.prompting import encode
 
@@ -168,8 +168,10 @@ def test_a_text_beyond_all_bounds_is_not_counted_to_its_end(
 
 
 def test_the_words_for_a_prompt_that_just_fills_the_context() -> None:
-    assert context_overflow("/v1/messages", 50, 50) == "prompt is too long: 51 tokens > 50 maximum"
-    assert context_overflow("/v1/messages/count_tokens", 80, 50) == "prompt is too long: 80 tokens > 50 maximum"
-    assert context_overflow("/v1/completions", 40, 50, answer_tokens=20).startswith(
+    assert describe_context_overflow("/v1/messages", 50, 50) == "prompt is too long: 51 tokens > 50 maximum"
+    assert (
+        describe_context_overflow("/v1/messages/count_tokens", 80, 50) == "prompt is too long: 80 tokens > 50 maximum"
+    )
+    assert describe_context_overflow("/v1/completions", 40, 50, answer_tokens=20).startswith(
         "This model's maximum context length is 50 tokens. However, you requested 60 tokens (40 in the prompt, 20 in "
     )
