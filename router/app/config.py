@@ -160,9 +160,9 @@ class ProcessConfig:
         return self.port
 
     @staticmethod
-    def verify(loaded: LoadedConfig) -> ProcessConfig:
+    def verify(loaded_config: LoadedConfig) -> ProcessConfig:
         """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
-        config: ProcessConfig = loaded.config
+        config: ProcessConfig = loaded_config.config
         if config.workers_file is not None:
             read_workers_file(Path(config.workers_file))
         return config

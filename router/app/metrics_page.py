@@ -74,8 +74,8 @@ def families(
         ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
     ):
         family = HistogramMetricFamily(PREFIX + name, text, labels=["worker", "model", "stream"])
-        for labels, one in histograms.by_labels.items():
-            family.add_metric(labels, one.buckets(), one.total)
+        for labels, labelled_histogram in histograms.by_labels.items():
+            family.add_metric(labels, labelled_histogram.buckets(), labelled_histogram.total)
         yield family
     for name, text, histogram in (
         ("routing_seconds", "From a complete request to its dispatch, tokenising included.", metrics.routing_s),

@@ -195,8 +195,8 @@ class RouterProcess:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal)
             waiting = self._loop.create_task(self._stop.wait())
-            finished, _ = await asyncio.wait({waiting, timers}, return_when=asyncio.FIRST_COMPLETED)
-            if timers in finished:
+            ended_tasks, _ = await asyncio.wait({waiting, timers}, return_when=asyncio.FIRST_COMPLETED)
+            if timers in ended_tasks:
                 timers.result()
             self._admin.draining = True
             await self._drain()
@@ -205,11 +205,17 @@ class RouterProcess:
 
     def _connections_max(self) -> int:
         """Number of connections of each address, for which file descriptors are enough."""
-        limit, workers, configured = raise_file_limit(), len(self._config.workers), self._config.edge.connections_max
-        possible = connections_limit(limit, workers, configured)
-        if possible < (CONNECTIONS_EXPECTED if configured == CONNECTIONS_MAX else configured):
-            log.warning(too_few_files_message(limit, workers, configured))
-        return possible
+        limit, workers, connections_wanted = (
+            raise_file_limit(),
+            len(self._config.workers),
+            self._config.edge.connections_max,
+        )
+        connections_possible = connections_limit(limit, workers, connections_wanted)
+        if connections_possible < (
+            CONNECTIONS_EXPECTED if connections_wanted == CONNECTIONS_MAX else connections_wanted
+        ):
+            log.warning(too_few_files_message(limit, workers, connections_wanted))
+        return connections_possible
 
     def _start_feed(self) -> None:
         self._feed.start()

@@ -214,15 +214,15 @@ class RequestReader:
             if not (fields or intent.body_request.has_worker_fields) or _IS_JSON.match(request.pieces[0]) is None:
                 return
             intent.field_spans = locate_fields(request.body)
-        spans, allowed = intent.field_spans, self.allowed_fields
-        removed = [name for name in spans.spans if is_worker_field(name) and name not in allowed]
+        spans, allowed_fields = intent.field_spans, self.allowed_fields
+        removed_fields = [name for name in spans.spans if is_worker_field(name) and name not in allowed_fields]
         for name in CONTAINER_FIELDS:
-            if name in spans.spans and name not in allowed:
-                stripped = _strip_worker_fields(request.body[slice(*spans.spans[name])], allowed)
-                if stripped is not None:
-                    fields[name] = stripped
-        if fields or removed:
-            request.pieces = splice(request.pieces, spans.edits(fields, removed))
+            if name in spans.spans and name not in allowed_fields:
+                client_value = _strip_worker_fields(request.body[slice(*spans.spans[name])], allowed_fields)
+                if client_value is not None:
+                    fields[name] = client_value
+        if fields or removed_fields:
+            request.pieces = splice(request.pieces, spans.edits(fields, removed_fields))
 
     def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
         holding_worker = self.stored_responses.holder(request, body_request.stored_response_id)
@@ -532,15 +532,15 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
     return read_form(request.pieces, request.header(b"content-type") or b"")
 
 
-def _strip_worker_fields(value: bytes, allowed: frozenset[str]) -> Any:
+def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
     """An object of a body, or a form's text of one, without the fields that are not the client's; None where it has
     none of those."""
     try:
         fields = msgspec.json.decode(value)
     except msgspec.DecodeError:
         return None
-    stripped = without_worker_fields(fields, allowed)
-    return None if stripped == fields else stripped
+    client_fields = without_worker_fields(fields, allowed_fields)
+    return None if client_fields == fields else client_fields
 
 
 def _integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -101,9 +101,11 @@ class RouterApp:
         self._reasons = reasons
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
         self._discover_model = discover_model
-        forwarded = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS) if forwards else {}
-        self._forwarded_paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded
-        self._forwarded_folders = [(path[:-1], methods) for path, methods in forwarded.items() if path.endswith("/*")]
+        forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS) if forwards else {}
+        self._forwarded_paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
+        self._forwarded_folders = [
+            (path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")
+        ]
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
         self._pending: set[asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]] = set()

@@ -34,9 +34,9 @@ class FieldSpans(msgspec.Struct):
     key_starts: dict[str, int] = {}
     """Field -> start of its name."""
 
-    def edits(self, fields: Mapping[str, object], removed: Collection[str] = ()) -> list[Edit]:
+    def edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
         """Return the edits that give these fields these values, and take out those that are removed."""
-        edits = self._removals(removed)
+        edits = self._removals(removed_fields)
         missing: dict[str, object] = {}
         for name, value in fields.items():
             if name in self.spans:
@@ -45,19 +45,19 @@ class FieldSpans(msgspec.Struct):
                 missing[name] = value
         if missing:
             insertion = msgspec.json.encode(missing)[1:-1]
-            has_remaining = any(name not in removed for name in self.spans)
+            has_remaining = any(name not in removed_fields for name in self.spans)
             edits.append((self.content_start, self.content_start, insertion + b"," if has_remaining else insertion))
         return edits
 
-    def _removals(self, removed: Collection[str]) -> list[Edit]:
+    def _removals(self, removed_fields: Collection[str]) -> list[Edit]:
         """Remove each field with the comma before it; those in front of all that stay, with the comma behind them."""
         names = list(self.spans)
-        first = next((i for i, name in enumerate(names) if name not in removed), len(names))
+        first = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
         edits: list[Edit] = []
         if first:
             edits.append((self.content_start, self._start_of(names, first), b""))
         for before, name in zip(names[first:], names[first + 1 :]):
-            if name in removed:
+            if name in removed_fields:
                 edits.append((self.spans[before][1], self.spans[name][1], b""))
         return edits
 
@@ -69,8 +69,8 @@ class FieldSpans(msgspec.Struct):
 class FormSpans(FieldSpans):
     """Places in a multipart form (router/prompting/forms.py), whose values are plain text. A missing field stays so."""
 
-    def edits(self, fields: Mapping[str, object], removed: Collection[str] = ()) -> list[Edit]:
-        values = {**fields, **dict.fromkeys(removed, "")}
+    def edits(self, fields: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
+        values = {**fields, **dict.fromkeys(removed_fields, "")}
         texts = {name: v if isinstance(v, str) else msgspec.json.encode(v).decode() for name, v in values.items()}
         return [(*self.spans[name], text.encode()) for name, text in texts.items() if name in self.spans]
 

@@ -119,13 +119,13 @@ class PromptWorkerPool:
         Neither may raise. Raises RequestError for a body that is no JSON object, or that cannot be read now."""
         size = sum(map(len, body))
         self._check_capacity(tenant, size)
-        inspected: list[tuple[RoutingRequest, FieldSpans]] = []
+        inspections: list[tuple[RoutingRequest, FieldSpans]] = []
 
         async def work(process: WorkerProcess) -> ReadResult:
             if not is_wanted():
                 raise _overloaded_error("the client left")
-            inspected.append(await self._inspect(process, body, kind))
-            return await self._run_task(process, make_task(inspected[0][0]))
+            inspections.append(await self._inspect(process, body, kind))
+            return await self._run_task(process, make_task(inspections[0][0]))
 
         result = ReadResult()
         self._add_waiting(tenant, size)
@@ -134,12 +134,12 @@ class PromptWorkerPool:
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
-            if not inspected:
+            if not inspections:
                 raise _overloaded_error("the body could not be read in time") from None
             result = ReadResult(is_overdue=True)
         finally:
             self._add_waiting(tenant, -size)
-        return BodyRead(*inspected[0], result)
+        return BodyRead(*inspections[0], result)
 
     def _check_capacity(self, tenant: str, size: int) -> None:
         """Raises RequestError. Behind its first body, a tenant may fill as much as it leaves free for others."""

@@ -1,7 +1,7 @@
 """Which tokenizer a model has here, and a request's prompt as token ids.
 
 Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once, in a thread, in
-a helper process, or by asking a worker.
+a worker process, or by an engine.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class PromptReader:
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
         if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
-            log.info("chats of %s are rendered by helper processes: its template might take long", model)
+            log.info("chats of %s are rendered by worker processes: its template might take long", model)
 
     def _read_folder(self, folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes)

@@ -72,11 +72,11 @@ class Session(NamedTuple):
     def of_tenant(self, tenant: str) -> Session:
         """Return this session with the tenant's name in front, apart from equally named ones of other tenants."""
         name, parent, is_final = self
-        prefixed = [
+        names = [
             None if session_name is None else shorten_name(f"{tenant}/{session_name}")
             for session_name in (name, parent)
         ]
-        return Session(prefixed[0], prefixed[1], is_final)
+        return Session(names[0], names[1], is_final)
 
 
 class SessionNames:
