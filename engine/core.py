@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -137,6 +137,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_steps: int
 
 
+class _CompilingRequest(NamedTuple):
+    """A request that waits for its grammar."""
+
+    request: Request
+    arrival_s: float
+    compiling: Future[Any]
+
+
 class EngineCore:
     """The step loop over a scheduler and a runner."""
 
@@ -165,8 +173,8 @@ class EngineCore:
         self._publish = publish
         self._grammars = grammars
         self._copy_s = copy_s
-        self._compiling: dict[str, tuple[Request, float, Future[Any]]] = {}
-        """Requests whose grammar is being compiled, when they came, and what ends with that."""
+        self._compiling: dict[str, _CompilingRequest] = {}
+        """Requests whose grammar is being compiled."""
         self._steps = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
@@ -187,7 +195,7 @@ class EngineCore:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
             if (compiling := self._grammars.prepare(constraint.lark)) is not None:
-                self._compiling[request.request_id] = request, now, compiling
+                self._compiling[request.request_id] = _CompilingRequest(request, now, compiling)
                 return
         self.scheduler.add(request, now)
 
@@ -219,8 +227,8 @@ class EngineCore:
     def _add_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
         if not self.scheduler.has_work:
-            wait({compiling for _, _, compiling in self._compiling.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
-        compiled_ids = [request_id for request_id, (_, _, compiling) in self._compiling.items() if compiling.done()]
+            wait({entry.compiling for entry in self._compiling.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
+        compiled_ids = [request_id for request_id, entry in self._compiling.items() if entry.compiling.done()]
         rejected = []
         for request_id in compiled_ids:
             request, arrival_s, compiling = self._compiling.pop(request_id)

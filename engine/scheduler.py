@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from engine.cache.kv_cache import KVCache
 from engine.decode_batch import DecodeBatch, RequestEntry
@@ -102,6 +102,18 @@ class _PlanDraft:
     """Nobody is admitted any more."""
 
 
+class _InFlightPlan(NamedTuple):
+    """A plan that is out."""
+
+    plan: StepPlan
+    entries: list[RequestEntry]
+    """Those that it has chunks of."""
+    loading_entries: list[RequestEntry]
+    """Those that it only loads from host memory for."""
+    decode_batch: DecodeBatch | None
+    """Where they decode together."""
+
+
 class _MustDrain(Exception):
     """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
 
@@ -127,10 +139,7 @@ class Scheduler:
         self._new_arrivals: list[RequestEntry] = []
         self._plan_count = self._applied_count = 0
         """Plans that were made, and those of them that were applied or failed."""
-        self._plans_in_flight: deque[tuple[StepPlan, list[RequestEntry], list[RequestEntry], DecodeBatch | None]] = (
-            deque()
-        )
-        """(plan, those that it has chunks of, those that it only loads from host memory for, who decode together)."""
+        self._plans_in_flight: deque[_InFlightPlan] = deque()
         self._last_decode_entries: list[RequestEntry] = []
         """Those of the last plan, where all that run decode in it."""
         self._decode_batch: DecodeBatch | None = None
@@ -245,7 +254,7 @@ class Scheduler:
             entry.last_plan_number = number
         for entry in loading_entries:
             entry.last_plan_number = number
-        self._plans_in_flight.append((plan, entries, loading_entries, decode_batch))
+        self._plans_in_flight.append(_InFlightPlan(plan, entries, loading_entries, decode_batch))
         return plan
 
     @property
@@ -481,7 +490,7 @@ class Scheduler:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
         if self.cache.host_loads is None or not self.cache.host_loads.planned_loads:
             return []
-        seqs = {load[0] for load in self.cache.host_loads.planned_loads if load is not None}
+        seqs = {load.seq for load in self.cache.host_loads.planned_loads if load is not None}
         return [entry for entry in self._running if entry.seq in seqs and entry not in chunks_by_entry]
 
     def _undo_unexecuted(self, entry: RequestEntry, start: int) -> None:

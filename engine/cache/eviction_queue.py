@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 
@@ -56,6 +56,15 @@ class StateValuation(Generic[EvictableT]):
         return _UNRESUMABLE_VALUE if saved_blocks is None else saved_blocks / (saved_blocks + self.blocks_per_state)
 
 
+class QueueKey(NamedTuple):
+    """Paths of equal class, gap and value share a queue."""
+
+    turn_class: object
+    gap_step: int
+    """log2 of the gap after which their turns are due, in steps of a queue."""
+    value_log2: int
+
+
 class CachedPath(Generic[EvictableT]):
     """A path that can be shortened at `leaf`, kept for the sake of `turn`."""
 
@@ -64,7 +73,7 @@ class CachedPath(Generic[EvictableT]):
     def __init__(self, leaf: EvictableT, turn: ConversationTurn) -> None:
         self.leaf = leaf
         self.turn = turn
-        self.queue_key: tuple[object, int, int] | None = None
+        self.queue_key: QueueKey | None = None
         """None: left behind, by a conversation that went on elsewhere."""
 
 
@@ -79,7 +88,7 @@ class EvictionQueue(Generic[EvictableT]):
         self._abandoned_paths: OrderedDict[CachedPath[EvictableT], None] = OrderedDict()
         self._superseded_states: OrderedDict[EvictableT, tuple[float, int]] = OrderedDict()
         """States that go by themselves: what each is worth, and since when."""
-        self._queues: dict[tuple[object, int, int], OrderedDict[CachedPath[EvictableT], None]] = {}
+        self._queues: dict[QueueKey, OrderedDict[CachedPath[EvictableT], None]] = {}
         self._next_path: CachedPath[EvictableT] | None = None
 
     def add(self, leaf: EvictableT, turn: ConversationTurn) -> None:
@@ -126,7 +135,7 @@ class EvictionQueue(Generic[EvictableT]):
         """The state at `place`, which may be the end of a path, is in use, or has come or gone."""
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)
-        if path is not None and path.queue_key is not None and path.queue_key[2] != self._value_log2(node):
+        if path is not None and path.queue_key is not None and path.queue_key.value_log2 != self._value_log2(node):
             self._dequeue(path)
             self._enqueue(path)
             self._next_path = None
@@ -201,7 +210,7 @@ class EvictionQueue(Generic[EvictableT]):
         clock, least_valuable, value_min = self._reuse_stats.clock, None, float("inf")
         for key, queue in self._queues.items():
             path = next(iter(queue))
-            if clock - path.turn.end_clock <= _OVERDUE_GAPS * 2.0 ** (key[1] / _QUEUES_PER_DOUBLING):
+            if clock - path.turn.end_clock <= _OVERDUE_GAPS * 2.0 ** (key.gap_step / _QUEUES_PER_DOUBLING):
                 path = next(reversed(queue))
             value = self._current_value(path)
             if value < value_min:
@@ -226,7 +235,7 @@ class EvictionQueue(Generic[EvictableT]):
     def _enqueue(self, path: CachedPath[EvictableT]) -> None:
         turn = path.turn
         gap_step = round(self._reuse_stats.expected_gap_log2(turn) * _QUEUES_PER_DOUBLING)
-        path.queue_key = key = (self._reuse_stats.turn_class(turn), gap_step, self._value_log2(path.leaf))
+        path.queue_key = key = QueueKey(self._reuse_stats.turn_class(turn), gap_step, self._value_log2(path.leaf))
         self._queues.setdefault(key, OrderedDict())[path] = None
 
     def _dequeue(self, path: CachedPath[EvictableT]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from engine.cache.host_tier import HostTier
 from engine.cache.nodes import Node
@@ -26,8 +27,16 @@ from engine.types import Sequence
 
 STEPS_WITHOUT_LOAD_MAX = 3
 """Beside decodes, without a copy for those who wait, where one block takes more than the bound."""
-HostLoad = tuple[Sequence, Block[Node], Block[Node]]
-"""(whom it is for, the device's block, the host's that it is read from, held)."""
+
+
+class HostLoad(NamedTuple):
+    """A copy from host memory for a sequence."""
+
+    seq: Sequence
+    block: Block[Node]
+    """The device's."""
+    host_block: Block[Node]
+    """It is pinned until the load is over."""
 
 
 class HostLoadQueue:
@@ -83,7 +92,9 @@ class HostLoadQueue:
     def add(self, seq: Sequence, block_pairs: list[tuple[Block[Node], Block[Node]]]) -> None:
         """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
         if block_pairs:
-            self._unplanned_loads[seq] = [(seq, block, host_block) for block, host_block in reversed(block_pairs)]
+            self._unplanned_loads[seq] = [
+                HostLoad(seq, block, host_block) for block, host_block in reversed(block_pairs)
+            ]
             self.unplanned_blocks.update(block for block, _ in block_pairs)
             self._plan_loads(seq)
 
@@ -108,7 +119,7 @@ class HostLoadQueue:
             self._host_tier.flush_before_overwrite(block)
         self.rollback(loads[::-1])
         for index, load in reversed(list(enumerate(self.planned_loads))):
-            if load is not None and load[0] is seq:
+            if load is not None and load.seq is seq:
                 self.rollback([load])
                 self.planned_loads[index] = None
 
@@ -140,7 +151,7 @@ class HostLoadQueue:
     def pinned_host_blocks(self) -> list[Block[Node]]:
         """Blocks of the host that are held for copies which no step has yet."""
         host_blocks = [host_block for loads in self._unplanned_loads.values() for _, _, host_block in loads]
-        return host_blocks + [load[2] for load in self.planned_loads if load is not None]
+        return host_blocks + [load.host_block for load in self.planned_loads if load is not None]
 
     def _plan_loads(self, seq: Sequence, *, ignore_limit: bool = False) -> None:
         loads = self._unplanned_loads[seq]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from operator import mul
+from typing import NamedTuple
 
 from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.nodes import Node
@@ -26,6 +27,14 @@ from engine.cache.pool import Block, Unit, UnitPool
 from engine.cache.prefix_tree import FULL_KIND, HostEvictionOrder, PrefixTree
 from engine.cache.spec import CacheSpec
 from engine.types import BlockCopy, CopyDirection
+
+
+class HostUsage(NamedTuple):
+    """`usage`: share of host memory that holds something. The bytes are planned copies since the start."""
+
+    usage: float
+    stored_bytes: int
+    loaded_bytes: int
 
 
 class HostTier:
@@ -64,12 +73,11 @@ class HostTier:
         self.loaded_counts = [0] * len(blocks_per_unit)
         """Of each kind, planned since the start."""
 
-    def usage(self, spec: CacheSpec) -> tuple[float, int, int]:
-        """(share in use, bytes stored, bytes loaded)."""
+    def usage(self, spec: CacheSpec) -> HostUsage:
         copied_bytes = (
             sum(map(mul, counts, spec.block_sizes())) for counts in (self.stored_counts, self.loaded_counts)
         )
-        return 1 - self.pool.free_units / len(self.pool.units), *copied_bytes
+        return HostUsage(1 - self.pool.free_units / len(self.pool.units), *copied_bytes)
 
     # ------------------------------------------------------------------ down
 

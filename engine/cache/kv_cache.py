@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.cache.adaptive_eviction import AdaptiveEviction
 from engine.cache.attention_windows import AttentionWindows
@@ -26,11 +27,11 @@ from engine.cache.eviction_queue import StateValuation
 from engine.cache.host_load_queue import HostLoad, HostLoadQueue
 from engine.cache.host_tier import HostTier
 from engine.cache.nodes import Node
-from engine.cache.pending_step import PendingStep
+from engine.cache.pending_step import FinishedBlocks, PendingStep
 from engine.cache.pool import Block, UnitPool
 from engine.cache.prefix_tree import FULL_KIND, DeviceEvictionOrder, PrefixTree
 from engine.cache.reuse_stats import ConversationTurn
-from engine.cache.sequence_blocks import SequenceBlocks
+from engine.cache.sequence_blocks import PendingMerge, SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.types import BlockCopy, BlockId, Chunk, LazyDecodeChunks, Sequence, StepPlan
@@ -50,6 +51,15 @@ class CacheUsage:
     host_stored_bytes: int = 0
     host_loaded_bytes: int = 0
     """Planned to be copied there and back, since the start."""
+
+
+class HostHit(NamedTuple):
+    """A block of a prompt's hit that is loaded from host memory."""
+
+    group: int
+    node: Node
+    host_block: Block[Node]
+    """It is pinned."""
 
 
 class KVCache:
@@ -192,7 +202,7 @@ class KVCache:
         source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].can_resume(-1) else None
         should_copy = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         seq_blocks = SequenceBlocks(len(self._groups))
-        host_hits: list[tuple[int, Node, Block[Node]]] = []
+        host_hits: list[HostHit] = []
         state_load: list[tuple[Block[Node], Block[Node]]] = []
         seq.block_tables = [[] for _ in self._groups]
         self._count_table_change(seq)
@@ -204,7 +214,7 @@ class KVCache:
                 block = node.blocks[g]
                 if block is None:
                     assert self.host_tier is not None
-                    host_hits.append((g, node, self.host_tier.pin(node, g)))
+                    host_hits.append(HostHit(g, node, self.host_tier.pin(node, g)))
                 else:
                     self.pool.acquire(block)
                 group_blocks.append(block)
@@ -216,7 +226,7 @@ class KVCache:
             self.host_loads.add(seq, self._allocate_for_loads(seq_blocks, nodes, host_hits) + state_load)
         for g, blocks in enumerate(seq_blocks.blocks):
             seq.block_tables[g] = [UNREAD_BLOCK if block is None else block.id for block in blocks]
-        seq.host_tokens = self.block_size * sum(g == FULL_KIND for g, _, _ in host_hits)
+        seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq_blocks.nodes = nodes
         seq_blocks.committed_count = len(nodes)
         self._seq_blocks[seq] = seq_blocks
@@ -289,7 +299,7 @@ class KVCache:
             return
         self._assign_nodes(seq, seq_blocks, full_count)
         load_count = 0 if self.host_loads is None else len(self.host_loads.planned_loads)
-        self._planning_step.finished_blocks.append((seq, named_count, len(seq_blocks.nodes), load_count))
+        self._planning_step.finished_blocks.append(FinishedBlocks(seq, named_count, len(seq_blocks.nodes), load_count))
         if self._checkpoints is not None and not seq_blocks.is_detached:
             self._checkpoints.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
 
@@ -444,8 +454,8 @@ class KVCache:
                     assert block.kind == g
                     if index < seq_blocks.committed_count:
                         assert block.node is seq_blocks.nodes[index] or block.node is None
-            for _, _, block in seq_blocks.pending_merges:
-                refs[block] = refs.get(block, 0) + 1
+            for merge in seq_blocks.pending_merges:
+                refs[merge.identical_block] = refs.get(merge.identical_block, 0) + 1
         if self._checkpoints is not None:
             self._checkpoints.check_invariants()
             for block in self._checkpoints.references():
@@ -523,7 +533,7 @@ class KVCache:
         return [(self._checkpoints.create_state(seq, None, should_copy=True, needs_init=False), host_block)]
 
     def _allocate_for_loads(
-        self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[tuple[int, Node, Block[Node]]]
+        self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
     ) -> list[tuple[Block[Node], Block[Node]]]:
         """Blocks of (group, node), pending, for what the host holds: (the device's, the host's)."""
         blocks: list[tuple[Block[Node], Block[Node]]] = []
@@ -581,7 +591,7 @@ class KVCache:
                     if self.host_loads is not None:
                         self.host_loads.load_now(named_block)
                     self.pool.acquire(named_block)
-                    seq_blocks.pending_merges.append((g, index, named_block))
+                    seq_blocks.pending_merges.append(PendingMerge(g, index, named_block))
 
     def _commit_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""
@@ -589,13 +599,13 @@ class KVCache:
         for block in seq_blocks.pending_blocks(start, end):
             self.tree.commit(block)
         seq_blocks.committed_count = min(end, len(seq_blocks.nodes))  # fewer where the cache was reset meanwhile
-        if seq_blocks.pending_merges and (merges := [merge for merge in seq_blocks.pending_merges if merge[1] < end]):
+        if seq_blocks.pending_merges and (
+            merges := [merge for merge in seq_blocks.pending_merges if merge.position < end]
+        ):
             seq_blocks.pending_merges = seq_blocks.pending_merges[len(merges) :]
             self._merge_duplicates(seq, seq_blocks, merges)
 
-    def _merge_duplicates(
-        self, seq: Sequence, seq_blocks: SequenceBlocks, merges: list[tuple[int, int, Block[Node]]]
-    ) -> None:
+    def _merge_duplicates(self, seq: Sequence, seq_blocks: SequenceBlocks, merges: list[PendingMerge]) -> None:
         self._count_table_change(seq)
         for g, index, named_block in merges:
             held_block = seq_blocks.blocks[g][index]

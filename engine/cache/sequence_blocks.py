@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import NamedTuple
 
 from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
+
+
+class PendingMerge(NamedTuple):
+    """A block that is redirected to an identical one at commit."""
+
+    group: int
+    position: int
+    """Of the block in the table of its group."""
+    identical_block: Block[Node]
+    """A reference to it is held until then."""
 
 
 class SequenceBlocks:
@@ -20,8 +31,8 @@ class SequenceBlocks:
         self.nodes: list[Node] = []
         """Node of every named block: those of [0, committed) are computed, the rest are of steps that are out."""
         self.committed_count = 0
-        self.pending_merges: list[tuple[int, int, Block[Node]]] = []
-        """(group, index, the identical block), by index: redirected at commit. A reference to it is held until then."""
+        self.pending_merges: list[PendingMerge] = []
+        """Ordered by position."""
         self.is_detached = False
         """Its further blocks stay unnamed: the cache was reset under it, or a hash collided."""
         self.window_starts = [0] * group_count
@@ -36,9 +47,10 @@ class SequenceBlocks:
 
     def drop_merges(self, pool: UnitPool[Node], start: int = 0) -> None:
         """Keep the own blocks from this index on after all."""
-        for _, _, block in (merge for merge in self.pending_merges if merge[1] >= start):
-            pool.release(block)
-        self.pending_merges = [merge for merge in self.pending_merges if merge[1] < start]
+        for merge in self.pending_merges:
+            if merge.position >= start:
+                pool.release(merge.identical_block)
+        self.pending_merges = [merge for merge in self.pending_merges if merge.position < start]
 
     def pending_blocks(self, start: int, end: int) -> Iterator[Block[Node]]:
         """The blocks of [start, end) that a step which is out fills and names, parents first: by group, by position."""

@@ -335,7 +335,7 @@ def loaded_block_announced_when_planned(patch: Patch) -> None:
         planned = real(self)
         for load in planned:
             if load is not None:
-                self._tree.event_log.record_stored(load[1].kind, load[2].node)  # type: ignore[arg-type]
+                self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
         return planned
 
     patch.setattr(HostLoadQueue, "take_planned", take_planned)
