@@ -22,8 +22,8 @@ from harness.figures import in_words, machine, markdown, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
 
 from router.decide.config import CoreConfig
-from router.shadow.seen import Links, Seen
-from router.shadow.what_if import Engine, compare
+from router.shadow.observed_request import ObservedRequest, PrefixLinks
+from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import Result
 from simulation.engine import EngineLimits
 from simulation.traces import Chat, chat, read_trace, synthetic
@@ -123,18 +123,18 @@ def keep_answers(workload: Workload) -> None:
         ]
 
 
-def watched(workload: Workload, result: Result) -> list[Seen]:
+def watched(workload: Workload, result: Result) -> list[ObservedRequest]:
     """What `router shadow` sees of a run, in the order of arrival."""
-    links = Links(len(workload.requests))
+    links = PrefixLinks(len(workload.requests))
     lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
     found = []
     for request in sorted(workload.requests, key=lambda r: result.arrived_s[r.index]):
         i, ids, tokens = request.index, array("Q", request.ids), request.prompt_tokens
         at_s = result.arrived_s[i]
-        seen = Seen(i, at_s, ids, tokens, str(result.worker[i]), result.hit_tokens[i])
-        seen.first_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
+        seen = ObservedRequest(i, at_s, ids, tokens, str(result.worker[i]), result.hit_tokens[i])
+        seen.first_token_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
         seen.output_tokens = request.output_tokens
-        seen.after = links.follow(
+        seen.continues = links.follow(
             i, ids, request.full_blocks, lambda earlier, tokens=tokens: lengths[earlier] <= tokens
         )
         found.append(seen)
@@ -147,7 +147,7 @@ def beside(
     seen = watched(workload, today)
     warming = len(seen) // 10
     cache_tokens = None if blocks is None else blocks * workload.block
-    engines = [Engine(str(i), cache_tokens) for i in range(workers)]
+    engines = [ObservedEngine(str(i), cache_tokens) for i in range(workers)]
     found = compare(seen, engines, workload.block, CoreConfig(), warming=warming)
     kept = [one.serial for one in seen[warming:]]
 

@@ -18,7 +18,7 @@ from router.decide.config import CoreConfig, CostConfig, LearnConfig, WorkingSet
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.policy import KvCost
 from router.decide.target import Target
-from router.shadow.ours import Ours
+from router.shadow.core_router import CoreRouter
 from routing_sim import peers
 from simulation.cluster import Cluster, ClusterConfig, Result, Router
 from simulation.engine import EngineLimits
@@ -104,12 +104,12 @@ POLICIES: dict[str, Factory] = {
     "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
     "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
-    "blockcast": lambda o: Ours(CoreConfig(), seed=o.seed),
+    "blockcast": lambda o: CoreRouter(CoreConfig(), seed=o.seed),
 }
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
-    "blockcast_told": lambda o: Ours(CoreConfig(), seed=o.seed, told=True),
-    "blockcast_order_untold": lambda o: Ours(CoreConfig(), seed=o.seed, order_told=False),
+    "blockcast_told": lambda o: CoreRouter(CoreConfig(), seed=o.seed, told=True),
+    "blockcast_order_untold": lambda o: CoreRouter(CoreConfig(), seed=o.seed, order_told=False),
 }
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
 it takes engines to compute prompts as they come that do not."""
@@ -131,7 +131,7 @@ _CONFIGS = {
 }
 ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}
 EXTRA |= {
-    name: lambda o, term=term: Ours(_CONFIGS.get(term, CoreConfig()), seed=o.seed)  # type: ignore[misc]
+    name: lambda o, term=term: CoreRouter(_CONFIGS.get(term, CoreConfig()), seed=o.seed)  # type: ignore[misc]
     for name, term in ABLATIONS.items()
 }
 CHAT_POLICIES = [

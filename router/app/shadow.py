@@ -35,10 +35,10 @@ from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Answer
 from router.prompting.reader import TokenizedPrompt
-from router.shadow.log import read
 from router.shadow.recorder import Recorder
-from router.shadow.report import Findings, page
-from router.shadow.what_if import Comparison, compare
+from router.shadow.replay import Comparison, compare
+from router.shadow.report import Findings, render_page
+from router.shadow.request_log import read_log
 
 log = logging.getLogger("router")
 
@@ -101,7 +101,7 @@ class ShadowProcess(RouterProcess):
         super().__init__(replace(config, core=core, miss_reasons=replace(config.miss_reasons, share=1.0)), version)
         self._shadow = config.shadow
         self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
-        self._proxy.on_end.append(self._recorder.ended)
+        self._proxy.on_end.append(self._recorder.record_copy)
         self._comparison: Comparison | None = None
         self._problem: str | None = None
         """Why there is no comparison."""
@@ -131,7 +131,7 @@ class ShadowProcess(RouterProcess):
         )  # fmt: skip
 
     def _report_page(self, request: HttpRequest, _: str) -> Answer:
-        report = page(self._report())
+        report = render_page(self._report())
         return Answer(report, content_type=HTML, headers=security_headers(report))
 
     def _start_fleet(self) -> None:
@@ -148,7 +148,7 @@ class ShadowProcess(RouterProcess):
             await self._wait_for_workers()
             names = sorted(self._core.workers)
             with file.open("rb") as lines:
-                for line, request in read(lines, str(file)):
+                for line, request in read_log(lines, str(file)):
                     try:
                         intent, ids = await self._request_reader.read(request, request.path)
                     except RequestError:
@@ -163,7 +163,7 @@ class ShadowProcess(RouterProcess):
                     if route.token_ids is None or not worker:
                         self._recorder.counts["unread" if worker else "unplaced"] += 1
                         continue
-                    self._recorder.logged(line, route, worker)
+                    self._recorder.record_logged(line, route, worker)
         finally:
             self._stop.set()
 
@@ -183,7 +183,7 @@ class ShadowProcess(RouterProcess):
     def _on_timer(self) -> None:
         super()._on_timer()
         now = self._now()
-        self._run_guarded("shadow", self._recorder.look, now)
+        self._run_guarded("shadow", self._recorder.place_open_requests, now)
         self._run_guarded("shadow", self._tick_shadow, now)
 
     def _find_worker(self, text: str) -> str | None:
@@ -215,7 +215,7 @@ class ShadowProcess(RouterProcess):
             spawn = multiprocessing.get_context("spawn")
             self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
         recorder = self._recorder
-        requests, engines, core = list(recorder.seen), recorder.engines(), self._router_config
+        requests, engines, core = list(recorder.requests), recorder.engines(), self._router_config
         try:
             self._comparison = await self._loop.run_in_executor(
                 self._compare_process,
@@ -245,9 +245,9 @@ class ShadowProcess(RouterProcess):
     def _compare_at_end(self) -> None:
         """At the end."""
         recorder = self._recorder
-        if not recorder.seen:
+        if not recorder.requests:
             return
-        requests = recorder.seen
+        requests = recorder.requests
         warming = self._warmup_requests(len(requests))
         self._comparison = compare(requests, recorder.engines(), recorder.block, self._router_config, warming)
 
@@ -267,14 +267,14 @@ class ShadowProcess(RouterProcess):
             turns=dict(self._metrics.cache_miss_requests),
             course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
             workers=self._recorder.engines(),
-            seen=len(self._recorder.seen),
+            seen=len(self._recorder.requests),
         )
 
     def _write_report(self) -> None:
         if self._shadow.report is not None:
             file = Path(self._shadow.report)
             findings = self._report()
-            file.write_bytes(msgspec.json.encode(findings) if file.suffix == ".json" else page(findings))
+            file.write_bytes(msgspec.json.encode(findings) if file.suffix == ".json" else render_page(findings))
 
 
 def run_shadow(config: ShadowProcessConfig, version: str) -> None:

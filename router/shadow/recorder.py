@@ -22,9 +22,9 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.edge.mirrored import MIRRORED, Mirrored
 from router.shadow.config import ShadowConfig
-from router.shadow.log import Line
-from router.shadow.seen import Links, Seen
-from router.shadow.what_if import Engine
+from router.shadow.observed_request import ObservedRequest, PrefixLinks
+from router.shadow.replay import ObservedEngine
+from router.shadow.request_log import LogLine
 
 BLOCK_TOKENS = 16
 """Where no worker tells."""
@@ -39,10 +39,10 @@ Note = Callable[[str, Any, RouteRequest, Decision], None]
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class UnplacedRequest:
     """A request whose worker is not known yet."""
 
-    seen: Seen
+    seen: ObservedRequest
     route: RouteRequest
     priced: Decision
     exchange: Mirrored
@@ -60,20 +60,20 @@ class Recorder:
     core: RouterCore
     config: ShadowConfig
     now: Callable[[], float]
-    note: Note
+    on_placed: Note
     """Told of each copy that was placed, as it was priced, for the reasons of its miss."""
-    seen: list[Seen] = field(default_factory=list)
+    requests: list[ObservedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """placed, unplaced, unread, failed, dropped from the window."""
     block: int = 0
-    _open: dict[int, Open] = field(default_factory=dict)
+    _open: dict[int, UnplacedRequest] = field(default_factory=dict)
     """serial -> request."""
     _serials: count[int] = field(default_factory=count)
-    _links: Links | None = None
+    _links: PrefixLinks | None = None
     _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
     """serial -> (tokens, digest) of a prompt."""
 
-    def ended(self, exchange: Mirrored) -> None:
+    def record_copy(self, exchange: Mirrored) -> None:
         """A copy was answered."""
         route, priced = exchange.route, exchange.decision
         if route is None or route.token_ids is None or priced is None:
@@ -82,46 +82,50 @@ class Recorder:
         if exchange.outcome != MIRRORED:
             self.counts["failed"] += 1
             return
-        seen = self._asked(route, exchange.started_s)
+        seen = self._observe(route, exchange.started_s)
         held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
-        self._gone_on(seen.after, held)
+        self._place_predecessor(seen.continues, held)
         if len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
         else:
             goal = (route.prompt_tokens - 1) // self.block * self.block
-            self._open[seen.serial] = Open(seen, route, priced, exchange, goal, held, self.now())
+            self._open[seen.serial] = UnplacedRequest(seen, route, priced, exchange, goal, held, self.now())
 
-    def look(self, now: float) -> None:
+    def place_open_requests(self, now: float) -> None:
         """Find out where open requests went. Call every tick."""
         targets = self.core.tracker.targets
         for one in list(self._open.values()):
             if now < one.next_s:
                 continue
             matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
-            worker = self._grown(one, {name: matches.get(target.holder, 0) for name, target in targets.items()})
-            holder = self._holder(one) if now - one.seen.at_s > SETTLED_S else None
+            worker = self._find_grown_cache(
+                one, {name: matches.get(target.holder, 0) for name, target in targets.items()}
+            )
+            holder = self._holder(one) if now - one.seen.arrival_s > SETTLED_S else None
             if worker is not None:
-                self._found(one, worker, now)
+                self._record_placed(one, worker, now)
             elif holder is not None:
                 one.seen.worker = holder
-                self._keep(one.seen)
-            elif now - one.seen.at_s > self.config.placed_s:
+                self._store(one.seen)
+            elif now - one.seen.arrival_s > self.config.placed_s:
                 self.counts["unplaced"] += 1
             else:
-                one.next_s = now + max(LOOK_S, LOOK_SHARE * (now - one.seen.at_s))
+                one.next_s = now + max(LOOK_S, LOOK_SHARE * (now - one.seen.arrival_s))
                 continue
             del self._open[one.seen.serial]
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[ObservedEngine]:
         """What is known of the workers that the window names."""
-        named = {seen.worker for seen in self.seen}
+        named = {seen.worker for seen in self.requests}
         specs = [worker.spec for worker in self.core.workers.values()]
         engines = [
-            Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.max_num_seqs, s.shortest_first)
+            ObservedEngine(
+                s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.max_num_seqs, s.shortest_first
+            )
             for s in specs
         ]
         gone = named - {engine.name for engine in engines}
-        return engines + [Engine(name) for name in sorted(gone)]
+        return engines + [ObservedEngine(name) for name in sorted(gone)]
 
     def _cache_tokens(self, worker_id: str, told: int | None) -> int | None:
         if told is not None:
@@ -129,27 +133,27 @@ class Recorder:
         found = [target.observed_capacity_tokens for target in self.core.registry.targets_of(worker_id)]
         return sum(tokens or 0 for tokens in found) or None
 
-    def logged(self, line: Line, route: RouteRequest, worker: str) -> None:
+    def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """A request of a log, which went there."""
-        at_s = line.at if line.at is not None else float(len(self.seen))
-        seen = self._asked(route, at_s)
+        at_s = line.at if line.at is not None else float(len(self.requests))
+        seen = self._observe(route, at_s)
         seen.worker, seen.cached_tokens, seen.output_tokens = worker, line.cached_tokens, line.output_tokens
-        seen.first_s = None if line.ttft_s is None else at_s + line.ttft_s
+        seen.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
         seen.end_s = None if line.seconds is None else at_s + line.seconds
-        self._keep(seen)
+        self._store(seen)
 
     # Where it went --------------------------------------------------------------------------------------------------
 
-    def _gone_on(self, earlier: int | None, held: Mapping[str, int]) -> None:
+    def _place_predecessor(self, earlier: int | None, held: Mapping[str, int]) -> None:
         """The turn after that one came when caches held so much of the earlier prompt and of more. Later the cache that
         this turn goes to may have grown by both."""
         one = None if earlier is None else self._open.get(earlier)
-        worker = None if one is None else self._grown(one, held)
+        worker = None if one is None else self._find_grown_cache(one, held)
         if one is not None and worker is not None:
             del self._open[one.seen.serial]
-            self._found(one, worker, self.now())
+            self._record_placed(one, worker, self.now())
 
-    def _grown(self, one: Open, held: Mapping[str, int]) -> str | None:
+    def _find_grown_cache(self, one: UnplacedRequest, held: Mapping[str, int]) -> str | None:
         """The worker whose cache has the whole prompt, `held` tokens of it, and had less; of several the one that grew
         most."""
         found = []
@@ -163,7 +167,7 @@ class Recorder:
         best = [worker for grown, worker in found if grown == most]
         return best[0] if len(best) == 1 else None
 
-    def _holder(self, one: Open) -> str | None:
+    def _holder(self, one: UnplacedRequest) -> str | None:
         """The only worker that had the whole prompt when its copy came: all of it from before, or its answer had begun
         by then. How much was cached is not known."""
         targets = self.core.tracker.targets
@@ -171,29 +175,29 @@ class Recorder:
         workers = {targets[name].worker_id for name in full}
         return workers.pop() if len(workers) == 1 else None
 
-    def _found(self, one: Open, worker: str, now: float) -> None:
-        decision = decision_at(worker, one.priced)
+    def _record_placed(self, one: UnplacedRequest, worker: str, now: float) -> None:
+        decision = decision_for_worker(worker, one.priced)
         if decision is None:
             self.counts["unplaced"] += 1
             return
-        one.seen.worker, one.seen.first_s, one.seen.cached_tokens = worker, now, decision.predicted_cached_tokens
-        self._keep(one.seen)
-        self.note(one.exchange.trace_id.decode("latin-1"), one.exchange.asked, one.route, decision)
+        one.seen.worker, one.seen.first_token_s, one.seen.cached_tokens = worker, now, decision.predicted_cached_tokens
+        self._store(one.seen)
+        self.on_placed(one.exchange.trace_id.decode("latin-1"), one.exchange.asked, one.route, decision)
 
-    def _keep(self, seen: Seen) -> None:
-        insort(self.seen, seen, key=lambda one: one.at_s)
+    def _store(self, seen: ObservedRequest) -> None:
+        insort(self.requests, seen, key=lambda one: one.arrival_s)
         self.counts["placed"] += 1
-        if len(self.seen) > self.config.requests_max:
-            del self.seen[0]
+        if len(self.requests) > self.config.requests_max:
+            del self.requests[0]
             self.counts["dropped"] += 1
 
     # What it asked --------------------------------------------------------------------------------------------------
 
-    def _asked(self, route: RouteRequest, at_s: float) -> Seen:
+    def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
         if not self.block:
             told = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(told, default=BLOCK_TOKENS)
-            self._links = Links(self.config.requests_max)
+            self._links = PrefixLinks(self.config.requests_max)
         assert self._links is not None
         tokens = array(ID_TYPE, route.token_ids or ())
         size, block = len(tokens), self.block
@@ -202,21 +206,23 @@ class Recorder:
         whole = xxhash.xxh3_64_intdigest(tokens.tobytes())
         ids = array("Q", keys if size % block == 0 else [*keys, whole])
         serial = next(self._serials)
-        seen = Seen(serial, at_s, ids, size, "", user=route.session)
-        seen.after = self._links.follow(serial, ids, size // block, lambda earlier: self._begins(tokens, earlier))
+        seen = ObservedRequest(serial, at_s, ids, size, "", user=route.session)
+        seen.continues = self._links.follow(
+            serial, ids, size // block, lambda earlier: self._continues(tokens, earlier)
+        )
         self._ends[serial] = (size, whole)
         if len(self._ends) > self.config.requests_max:
             self._ends.popitem(last=False)
         return seen
 
-    def _begins(self, tokens: array[int], earlier: int) -> bool:
+    def _continues(self, tokens: array[int], earlier: int) -> bool:
         known = self._ends.get(earlier)
         if known is None or known[0] >= len(tokens):
             return False
         return xxhash.xxh3_64_intdigest(memoryview(tokens)[: known[0]].tobytes()) == known[1]
 
 
-def decision_at(worker: str, priced: Decision) -> Decision | None:
+def decision_for_worker(worker: str, priced: Decision) -> Decision | None:
     """Return the decision that sends a request to `worker` on the terms of its arrival; None where the worker was no
     candidate. Of several ranks the one counts that has most of the prompt cached."""
     own = [terms for terms in priced.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]

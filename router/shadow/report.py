@@ -17,7 +17,7 @@ from time import gmtime, strftime
 import msgspec
 
 from router.miss_reasons.explanation import GROUPS
-from router.shadow.what_if import Comparison, Engine
+from router.shadow.replay import Comparison, ObservedEngine
 
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
 """part -> groups of reasons."""
@@ -45,7 +45,7 @@ class Findings(msgspec.Struct):
     turns: dict[str, int]
     course: list[tuple[float, dict[str, int]]]
     """(seconds, `tokens` by then)."""
-    workers: list[Engine]
+    workers: list[ObservedEngine]
     seen: int
     """Requests in the window."""
     lost: dict[str, int] = {}
@@ -55,14 +55,14 @@ class Findings(msgspec.Struct):
     """part -> seconds of prefill that took, where a worker's speed is known."""
 
     def __post_init__(self) -> None:
-        self.lost = lost(self.tokens)
+        self.lost = lost_by_part(self.tokens)
         if not self.tokens and self.comparison is not None:
             self.lost = self.comparison.lost
         rate = prefill_rate(self.comparison)
         self.lost_s = {} if rate is None else {part: tokens * rate for part, tokens in self.lost.items()}
 
 
-def lost(tokens: Mapping[str, int]) -> dict[str, int]:
+def lost_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
     """part -> tokens, from tokens by reason."""
     by_group: Counter[str] = Counter()
     for reason, number in tokens.items():
@@ -77,9 +77,16 @@ def prefill_rate(found: Comparison | None) -> float | None:
     return sum(steps.prefill_s_per_token for steps in found.steps.values()) / len(found.steps)
 
 
-def page(report: Findings) -> bytes:
+def render_page(report: Findings) -> bytes:
     """The whole page, UTF-8."""
-    parts = [_head(report), _saved(report), _lost(report), _plots(report), _workers(report), _notes(report)]
+    parts = [
+        _head(report),
+        _savings_section(report),
+        _losses_section(report),
+        _plots_section(report),
+        _workers_section(report),
+        _notes_section(report),
+    ]
     return "".join(parts).encode()
 
 
@@ -93,7 +100,7 @@ def _head(report: Findings) -> str:
     )
 
 
-def _saved(report: Findings) -> str:
+def _savings_section(report: Findings) -> str:
     found = report.comparison
     if found is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
@@ -121,7 +128,7 @@ def _saved(report: Findings) -> str:
     )
 
 
-def _lost(report: Findings) -> str:
+def _losses_section(report: Findings) -> str:
     rows = [
         (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
         for part, tokens in report.lost.items()
@@ -138,7 +145,7 @@ def _lost(report: Findings) -> str:
     )  # fmt: skip
 
 
-def _plots(report: Findings) -> str:
+def _plots_section(report: Findings) -> str:
     found = report.comparison
     curves = ""
     if found is not None and found.quantiles:
@@ -149,7 +156,7 @@ def _plots(report: Findings) -> str:
     return curves + "<h2>Lost tokens over time</h2>" + _course(report.course)
 
 
-def _workers(report: Findings) -> str:
+def _workers_section(report: Findings) -> str:
     steps = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
@@ -161,7 +168,7 @@ def _workers(report: Findings) -> str:
     return "<h2>Workers</h2>" + _table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
 
 
-def _notes(report: Findings) -> str:
+def _notes_section(report: Findings) -> str:
     return (
         "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
         "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
@@ -221,7 +228,7 @@ def _course(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     step = max(1, (len(course) - 1) // 120 + 1)
     marks = list(course[::step])
     for (_, before), (at, after) in pairwise(marks):
-        was, now = lost(before), lost(after)
+        was, now = lost_by_part(before), lost_by_part(after)
         slices.append((at, {part: max(now[part] - was[part], 0) for part in now}))
     most = max((sum(one.values()) for _, one in slices), default=0)
     if not most:

@@ -248,7 +248,11 @@ LIES: dict[str, Say] = {
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)
-    parts = ("routing_sim.runs", "router.shadow.ours", *(f"simulation.{n}" for n in ("cluster", "engine", "traces")))
+    parts = (
+        "routing_sim.runs",
+        "router.shadow.core_router",
+        *(f"simulation.{n}" for n in ("cluster", "engine", "traces")),
+    )
     modules = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
     modules.play = functools.partial(play, modules)
     modules.silent = functools.cache(functools.partial(play, modules, None))
@@ -265,7 +269,7 @@ def play(
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
-    class ReportingRouter(sim.ours.Ours):  # type: ignore[misc, name-defined]
+    class ReportingRouter(sim.core_router.CoreRouter):  # type: ignore[misc, name-defined]
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             if say is not None:

@@ -26,7 +26,7 @@ def sim() -> Any:
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
     rooms = {
         "simulation": ("engine", "cluster", "traces", "workload"),
-        "router.shadow": ("ours",),
+        "router.shadow": ("core_router",),
         "routing_sim": ("peers", "runs", "grid"),
     }
     found = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
@@ -289,7 +289,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
     made: list[Any] = []
 
     def factory(options: Any) -> Any:
-        made.append(sim.runs.Ours(config, seed=options.seed))
+        made.append(sim.runs.CoreRouter(config, seed=options.seed))
         return made[-1]
 
     setting = sim.runs.Setting("t", 3, 0.3, 1.0)
@@ -341,7 +341,7 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
     fifth. TTFT by half minutes is at no time above what it was before, by more than those half minutes differ."""
     joins_s, end_s = 120.0, 300.0
 
-    class Joining(sim.ours.Ours):  # type: ignore[misc, name-defined]
+    class Joining(sim.core_router.CoreRouter):  # type: ignore[misc, name-defined]
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             self.spec = self.core.workers["8"].spec

@@ -18,20 +18,20 @@ import msgspec
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
-from router.shadow.ours import Ours
-from router.shadow.seen import Seen, waited_for
+from router.shadow.core_router import CoreRouter
+from router.shadow.observed_request import ObservedRequest, find_predecessors
 from simulation.cluster import Cluster, ClusterConfig, Result, Router
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
 
-FITS, FIT = 3, 0.01
+FIT_ROUNDS_MAX, FIT_TOLERANCE = 3, 0.01
 """Plays of today after which steps are not fitted any more to how long answers took, and how well they fit then."""
 SEATS = 256
 """Sequences that a worker runs at once, where it does not tell."""
 
 
-class Engine(msgspec.Struct, frozen=True):
+class ObservedEngine(msgspec.Struct, frozen=True):
     """What is known of a worker."""
 
     name: str
@@ -40,7 +40,7 @@ class Engine(msgspec.Struct, frozen=True):
     shortest_first: bool = False
 
 
-class Sums(msgspec.Struct):
+class Totals(msgspec.Struct):
     """Of the requests that count."""
 
     computed_tokens: float
@@ -59,13 +59,13 @@ class Comparison(msgspec.Struct):
     waited: int
     """All together, that waited for the end of another one, and do so before `router run` too."""
     prompt_tokens: int
-    measured: Sums | None
+    measured: Totals | None
     """None where no time was seen."""
-    today: Sums
+    today: Totals
     """As played."""
-    ours: Sums
+    ours: Totals
     """As played."""
-    saved: Sums
+    saved: Totals
     """What switching gives: of what was measured, where it was."""
     lost: dict[str, int]
     """workload, routing -> tokens that need not have been computed, as today was played."""
@@ -80,18 +80,18 @@ class Comparison(msgspec.Struct):
         return None if self.measured is None else self.today.ttft_s / max(self.measured.ttft_s, 1e-9) - 1.0
 
 
-class Placed(Router):
+class RecordedPlacement(Router):
     """Each request where it went, and what of it was where when it came."""
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = places
-        self._once: set[int] = set()
+        self._seen_blocks: set[int] = set()
         """Blocks that some cache has had."""
-        self.elsewhere: dict[int, int] = {}
+        self.blocks_elsewhere: dict[int, int] = {}
         """request -> blocks that another worker had besides those of its own."""
-        self.had: dict[int, int] = {}
+        self.blocks_ever_cached: dict[int, int] = {}
         """request -> blocks that any worker had at any time."""
-        self.gone: dict[int, int] = {}
+        self.blocks_evicted: dict[int, int] = {}
         """request -> of those, what none has any more."""
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
@@ -103,45 +103,51 @@ class Placed(Router):
                 if worker.cache.has(ids[here]):
                     best = max(best, worker.cache.match(ids, limit))
         had = best
-        while had < limit and ids[had] in self._once:
+        while had < limit and ids[had] in self._seen_blocks:
             had += 1
-        self.elsewhere[request.index], self.gone[request.index] = best - here, had - best
-        self.had[request.index] = had
+        self.blocks_elsewhere[request.index], self.blocks_evicted[request.index] = best - here, had - best
+        self.blocks_ever_cached[request.index] = had
         return [(request.index, place)]
 
     def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
-        self._once.update(ids)
+        self._seen_blocks.update(ids)
 
 
-def _lost(placed: Placed, seen: Sequence[Seen], kept: Iterable[int], block: int) -> dict[str, int]:
+def _lost_tokens(
+    placed: RecordedPlacement, seen: Sequence[ObservedRequest], kept: Iterable[int], block: int
+) -> dict[str, int]:
     """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
     no worker had any more, and what a session's next prompt has otherwise than the one before."""
     changed = dict.fromkeys(range(len(seen)), 0)
-    last: dict[str, Seen] = {}
+    last: dict[str, ObservedRequest] = {}
     for i, one in enumerate(seen):
         before = None if one.user is None else last.get(one.user)
-        if before is not None and one.after != before.serial and before.ids[:1] == one.ids[:1]:
+        if before is not None and one.continues != before.serial and before.block_ids[:1] == one.block_ids[:1]:
             limit = min(before.prompt_tokens // block, (one.prompt_tokens - 1) // block)
-            changed[i] = max(limit - placed.had[i], 0)
+            changed[i] = max(limit - placed.blocks_ever_cached[i], 0)
         if one.user is not None:
             last[one.user] = one
     kept = list(kept)
     return {
-        "workload": block * sum(placed.gone[i] + changed[i] for i in kept),
-        "routing": block * sum(placed.elsewhere[i] for i in kept),
+        "workload": block * sum(placed.blocks_evicted[i] + changed[i] for i in kept),
+        "routing": block * sum(placed.blocks_elsewhere[i] for i in kept),
     }
 
 
 def compare(
-    seen: Sequence[Seen], engines: Sequence[Engine], block: int, config: CoreConfig | None = None, warming: int = 0
+    seen: Sequence[ObservedRequest],
+    engines: Sequence[ObservedEngine],
+    block: int,
+    config: CoreConfig | None = None,
+    warming: int = 0,
 ) -> Comparison:
     """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
     where nothing is left to compare."""
     kept = range(warming, len(seen))
     if not kept:
         raise ValueError(f"{len(seen)} requests were seen, of which {warming} only fill the caches: none is left")
-    steps = learn(seen, engines)
-    workload, waiting = played(seen, block, waits=False), played(seen, block, waits=True)
+    steps = learn_step_times(seen, engines)
+    workload, waiting = make_workload(seen, block, waits=False), make_workload(seen, block, waits=True)
     number = {engine.name: i for i, engine in enumerate(engines)}
     longest = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
     rooms = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
@@ -158,49 +164,53 @@ def compare(
         ),
     )
     places = [number[s.worker] for s in seen]
-    placed = Placed(places)
+    placed = RecordedPlacement(places)
     first = Cluster(cluster, workload, [placed]).run()
-    for _ in range(FITS):
-        longer = _decoding(seen, first)
-        if abs(longer - 1.0) < FIT:
+    for _ in range(FIT_ROUNDS_MAX):
+        longer = _decode_ratio(seen, first)
+        if abs(longer - 1.0) < FIT_TOLERANCE:
             break
-        cluster = replace(cluster, each=[(_decodes(service, longer), room) for service, room in cluster.each])
-        placed = Placed(places)
+        cluster = replace(cluster, each=[(_scale_decode(service, longer), room) for service, room in cluster.each])
+        placed = RecordedPlacement(places)
         first = Cluster(cluster, workload, [placed]).run()
     steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
-    second = Cluster(cluster, waiting, [Ours(config or CoreConfig())]).run()
-    today, ours = _sums(first, workload, kept), _sums(second, workload, kept)
-    measured = _measured([seen[i] for i in kept], today)
+    second = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
+    today, ours = _simulated_totals(first, workload, kept), _simulated_totals(second, workload, kept)
+    measured = _measured_totals([seen[i] for i in kept], today)
     base = measured or today
-    saved = Sums(
-        _part(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
-        _part(base.ttft_s, today.ttft_s, ours.ttft_s),
+    saved = Totals(
+        _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
+        _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
         None,
     )
     if all(s.end_s is None for s in seen):
         today.seconds = ours.seconds = base.seconds = None
     elif base.seconds is not None and today.seconds is not None and ours.seconds is not None:
-        saved.seconds = _part(base.seconds, today.seconds, ours.seconds)
+        saved.seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
     prompt_tokens = sum(seen[i].prompt_tokens for i in kept)
     times = {
-        "measured": [s.first_s - s.at_s for s in seen[warming:] if s.first_s is not None],
+        "measured": [s.first_token_s - s.arrival_s for s in seen[warming:] if s.first_token_s is not None],
         "today, as played": [first.ttft_s[i] for i in kept],
         "router run": [second.ttft_s[i] for i in kept],
     }
-    quantiles = {name: _hundredths(values) for name, values in times.items() if values}
+    quantiles = {name: _percentiles(values) for name, values in times.items() if values}
     waited = sum(request.after is not None for request in waiting.requests)
-    lost = _lost(placed, seen, kept, block)
+    lost = _lost_tokens(placed, seen, kept, block)
     return Comparison(len(kept), warming, waited, prompt_tokens, measured, today, ours, saved, lost, steps, quantiles)
 
 
-def _decoding(seen: Sequence[Seen], result: Result) -> float:
+def _decode_ratio(seen: Sequence[ObservedRequest], result: Result) -> float:
     """How many times as long answers took from their first token on as they did in the play."""
-    took = [(i, s.end_s - s.first_s) for i, s in enumerate(seen) if s.end_s is not None and s.first_s is not None]
+    took = [
+        (i, s.end_s - s.first_token_s)
+        for i, s in enumerate(seen)
+        if s.end_s is not None and s.first_token_s is not None
+    ]
     play = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in took)
     return sum(seconds for _, seconds in took) / play if play > 0.0 and took else 1.0
 
 
-def _decodes(steps: StepTimes, longer: float) -> StepTimes:
+def _scale_decode(steps: StepTimes, longer: float) -> StepTimes:
     return replace(
         steps,
         step_s=steps.step_s * longer,
@@ -209,33 +219,33 @@ def _decodes(steps: StepTimes, longer: float) -> StepTimes:
     )
 
 
-def _hundredths(values: list[float]) -> list[float]:
+def _percentiles(values: list[float]) -> list[float]:
     values.sort()
     return [values[round(k / 100 * (len(values) - 1))] for k in range(101)]
 
 
-def _part(measured: float, today: float, ours: float) -> float:
+def _scale_saving(measured: float, today: float, ours: float) -> float:
     return measured * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _sums(result: Result, workload: Workload, kept: Iterable[int]) -> Sums:
+def _simulated_totals(result: Result, workload: Workload, kept: Iterable[int]) -> Totals:
     kept, requests = list(kept), workload.requests
-    return Sums(
+    return Totals(
         float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in kept)),
         sum(result.ttft_s[i] for i in kept),
         sum(result.e2e_s[i] for i in kept),
     )
 
 
-def _measured(seen: Sequence[Seen], today: Sums) -> Sums | None:
+def _measured_totals(seen: Sequence[ObservedRequest], today: Totals) -> Totals | None:
     """Times of those whose times are known stand for all of them."""
-    first = [s.first_s - s.at_s for s in seen if s.first_s is not None]
-    whole = [s.end_s - s.at_s for s in seen if s.end_s is not None]
+    first = [s.first_token_s - s.arrival_s for s in seen if s.first_token_s is not None]
+    whole = [s.end_s - s.arrival_s for s in seen if s.end_s is not None]
     told = [s for s in seen if s.cached_tokens is not None]
     if not first:
         return None
     tokens, computed = sum(s.prompt_tokens for s in told), sum(s.prompt_tokens - (s.cached_tokens or 0) for s in told)
-    return Sums(
+    return Totals(
         computed * sum(s.prompt_tokens for s in seen) / tokens if tokens else today.computed_tokens,
         sum(first) * len(seen) / len(first),
         sum(whole) * len(seen) / len(whole) if whole else today.seconds,
@@ -245,14 +255,14 @@ def _measured(seen: Sequence[Seen], today: Sums) -> Sums | None:
 # What the engines take ------------------------------------------------------------------------------------------------
 
 
-def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTimes]:
+def learn_step_times(seen: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
     """worker -> what its steps take, as the router learns it of the answers that pass through it."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
-    moments: list[tuple[float, int, Seen]] = []
+    moments: list[tuple[float, int, ObservedRequest]] = []
     for one in seen:
-        if one.first_s is not None and one.worker in targets:
-            moments += [(one.at_s, 0, one), (one.first_s, 1, one), (one.end_s or one.first_s, 2, one)]
+        if one.first_token_s is not None and one.worker in targets:
+            moments += [(one.arrival_s, 0, one), (one.first_token_s, 1, one), (one.end_s or one.first_token_s, 2, one)]
     for now, kind, one in sorted(moments, key=lambda moment: (moment[0], moment[2].serial, moment[1])):
         name = str(one.serial)
         tracker.advance(now)
@@ -281,7 +291,7 @@ def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTime
 
 
 @dataclass(slots=True)
-class _Names:
+class _BlockNumbers:
     """Small numbers for digests; new ones for blocks of answers that nobody went on from."""
 
     known: dict[int, int]
@@ -291,31 +301,31 @@ class _Names:
         return [self.known.get(i) or self.known.setdefault(i, next(self.fresh)) for i in ids]
 
 
-def played(seen: Sequence[Seen], block: int, *, waits: bool) -> Workload:
+def make_workload(seen: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
     """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
     it did. Lengths of answers that are not known: the mean of those that are."""
     place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
     told = [one.output_tokens for one in seen if one.output_tokens]
     usual = max(1, round(sum(told) / len(told))) if told else 1
-    names = _Names({}, count(1))
-    waited = waited_for(seen) if waits else [None] * len(seen)
+    names = _BlockNumbers({}, count(1))
+    waited = find_predecessors(seen) if waits else [None] * len(seen)
     requests: list[SimRequest] = []
     for i, (one, last) in enumerate(zip(seen, waited)):
-        before = place.get(one.after) if one.after is not None else None
+        before = place.get(one.continues) if one.continues is not None else None
         end_s = None if before is None else seen[before].end_s
         since_s = None if last is None else seen[last].end_s
         request = SimRequest(
             index=i,
             session=i if before is None else requests[before].session,
-            arrival_s=one.at_s - (seen[0].at_s if since_s is None else since_s),
+            arrival_s=one.arrival_s - (seen[0].arrival_s if since_s is None else since_s),
             prompt_tokens=one.prompt_tokens,
             output_tokens=one.output_tokens or usual,
-            ids=names.of(one.ids),
+            ids=names.of(one.block_ids),
             after=last,
             block=block,
         )
         requests.append(request)
-        if before is not None and (end_s is None or end_s <= one.at_s):
+        if before is not None and (end_s is None or end_s <= one.arrival_s):
             earlier = requests[before]
             full = earlier.full_blocks
             reach = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)

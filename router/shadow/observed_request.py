@@ -26,28 +26,28 @@ CLOCK_SPREAD_MAX = 1.25
 """Of the gaps, beside that of the times from one user's begin to the next: equal where all take equally long."""
 
 
-class Seen(msgspec.Struct):
+class ObservedRequest(msgspec.Struct):
     """A request that was answered. Seconds of one clock."""
 
     serial: int
-    at_s: float
-    ids: array[int]
+    arrival_s: float
+    block_ids: array[int]
     """A digest for each block of the prompt, a partial last one included; equal for equal beginnings."""
     prompt_tokens: int
     worker: str
     cached_tokens: int | None = None
     """Of the prompt, as its answer or the worker's events said."""
-    first_s: float | None = None
+    first_token_s: float | None = None
     """When its first token came; None where that was not seen."""
     end_s: float | None = None
     output_tokens: int | None = None
-    after: int | None = None
+    continues: int | None = None
     """The request whose conversation it goes on."""
     user: str | None = None
     """The name of its session or user, where the client gave one."""
 
 
-class Links:
+class PrefixLinks:
     """Which request goes on from which: the last `keep` ones, by the last full block of their prompts."""
 
     def __init__(self, keep: int) -> None:
@@ -71,27 +71,27 @@ class Links:
         return found
 
 
-def waited_for(seen: Sequence[Seen]) -> list[int | None]:
+def find_predecessors(seen: Sequence[ObservedRequest]) -> list[int | None]:
     """For each of `seen`, in the order of arrival, the place of the one whose end it waited for; None: it came when it
     came."""
     place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
-    last = _one_at_a_time(seen)
+    last = _sequential_predecessors(seen)
     found: list[int | None] = []
     for i, one in enumerate(seen):
-        before = last.get(i, place.get(one.after) if one.after is not None else None)
-        while before is not None and not _ended(seen[before], one):
+        before = last.get(i, place.get(one.continues) if one.continues is not None else None)
+        while before is not None and not _ended_before(seen[before], one):
             before = found[before]  # beside a turn: after what that one waited for
         found.append(before)
-    for begun, over in _next_talks(seen, found):
+    for begun, over in _next_conversations(seen, found):
         found[begun] = over
     return found
 
 
-def _ended(earlier: Seen, later: Seen) -> bool:
-    return earlier.end_s is not None and earlier.end_s <= later.at_s
+def _ended_before(earlier: ObservedRequest, later: ObservedRequest) -> bool:
+    return earlier.end_s is not None and earlier.end_s <= later.arrival_s
 
 
-def _one_at_a_time(seen: Sequence[Seen]) -> dict[int, int]:
+def _sequential_predecessors(seen: Sequence[ObservedRequest]) -> dict[int, int]:
     """place -> that of the last one of the same name, of names under which nothing ever came before an end."""
     last: dict[str, int] = {}
     found: dict[str, dict[int, int] | None] = {}
@@ -100,7 +100,7 @@ def _one_at_a_time(seen: Sequence[Seen]) -> dict[int, int]:
             continue
         before, pairs = last.get(one.user), found.setdefault(one.user, {})
         if before is not None and pairs is not None:
-            if _ended(seen[before], one):
+            if _ended_before(seen[before], one):
                 pairs[i] = before
             else:
                 found[one.user] = None
@@ -108,7 +108,7 @@ def _one_at_a_time(seen: Sequence[Seen]) -> dict[int, int]:
     return {i: before for pairs in found.values() if pairs for i, before in pairs.items()}
 
 
-def _next_talks(seen: Sequence[Seen], found: Sequence[int | None]) -> list[tuple[int, int]]:
+def _next_conversations(seen: Sequence[ObservedRequest], found: Sequence[int | None]) -> list[tuple[int, int]]:
     """(first of a conversation, last of the one that its user held before), where users hold one after the other; who
     ended first is taken to begin first."""
     root: list[int] = []
@@ -124,24 +124,24 @@ def _next_talks(seen: Sequence[Seen], found: Sequence[int | None]) -> list[tuple
     ends = deque(sorted(over.values(), key=lambda last: _end(seen[last])))
     pairs = []
     for begun in over:  # in the order of arrival
-        if _end(seen[ends[0]]) <= seen[begun].at_s:
+        if _end(seen[ends[0]]) <= seen[begun].arrival_s:
             pairs.append((begun, ends.popleft()))
-    talks = [(seen[begun].at_s, _end(seen[last])) for begun, last in over.items()]
-    return pairs if in_turn(talks, [(_end(seen[last]), seen[begun].at_s) for begun, last in pairs]) else []
+    talks = [(seen[begun].arrival_s, _end(seen[last])) for begun, last in over.items()]
+    return pairs if is_closed_loop(talks, [(_end(seen[last]), seen[begun].arrival_s) for begun, last in pairs]) else []
 
 
-def _end(one: Seen) -> float:
+def _end(one: ObservedRequest) -> float:
     assert one.end_s is not None
     return one.end_s
 
 
-def in_turn(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
+def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
     """Whether conversations, (begin, end) each in the order of their begin, are those of a fixed number of users who
     each begin the next one soon after the last. `pairs`: (end, begin) of an end and the begin that follows it.
 
     Three things tell users from chance: the gaps between conversations are short; in short whiles as many begin as end
     (by chance, each of both counts by itself); and ends say more of the next begin than the clock does."""
-    since_s, until_s = _busy(talks)
+    since_s, until_s = _busy_interval(talks)
     pairs = [(end, begin) for end, begin in pairs if since_s <= end and begin <= until_s]
     if len(pairs) < PAIRS_MIN:
         return False
@@ -168,7 +168,7 @@ def in_turn(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, f
     return pvariance(less) < (SPREAD_STEADY_MAX if steady else SPREAD_MAX) * events / whiles
 
 
-def _busy(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _busy_interval(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Between the first and the last time that about as many were open as ever were: users come and go."""
     moments = sorted([(begin, 1) for begin, _ in talks] + [(end, -1) for _, end in talks])
     number, numbers = 0, []

@@ -55,7 +55,7 @@ class BlockScaled:
         return holder
 
 
-class Ours(Router):
+class CoreRouter(Router):
     """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `told`: it is given the workers'
     true constants and learns nothing; `order_told`: it knows which prompt they compute first."""
 
@@ -80,7 +80,7 @@ class Ours(Router):
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
-        self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
+        self.siblings = [r for r in cluster.routers if isinstance(r, CoreRouter) and r is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._told:
             for worker in cluster.workers:
@@ -89,7 +89,7 @@ class Ours(Router):
                 self.core.tracker.targets[str(worker.number)].set_service_model(ServiceModel(**service))
         cluster.at(PROGRESS_S, self._progress)
         if self.siblings:
-            cluster.at(0.0, self._beat)
+            cluster.at(0.0, self._heartbeat)
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         routed = RouteRequest(
@@ -139,13 +139,13 @@ class Ours(Router):
             if isinstance(instruction, Forward):
                 forwards.append((int(instruction.request_id), int(instruction.decision.worker)))
         if self.siblings:
-            self._share()
+            self._schedule_loads()
         return forwards
 
-    def _share(self) -> None:
+    def _schedule_loads(self) -> None:
         if not self._pending:
             self._pending = True
-            self.cluster.at(self.cluster.now + SHARE_DELAY_S, self._tell)
+            self.cluster.at(self.cluster.now + SHARE_DELAY_S, self._send_loads)
 
     def _progress(self) -> None:
         """The edge counts chunks as they pass, and tells now and then."""
@@ -156,12 +156,12 @@ class Ours(Router):
                     self.core.record_progress(str(job.request.index), said, cluster.now)
         cluster.at(cluster.now + PROGRESS_S, self._progress)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """The full message that every router sends twice a second."""
-        self._share()
-        self.cluster.at(self.cluster.now + HEARTBEAT_S, self._beat)
+        self._schedule_loads()
+        self.cluster.at(self.cluster.now + HEARTBEAT_S, self._heartbeat)
 
-    def _tell(self) -> None:
+    def _send_loads(self) -> None:
         self._pending = False
         message = self.loads.next_message(self.cluster.now)
         if message is not None:

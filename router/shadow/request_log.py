@@ -18,7 +18,7 @@ from router.http.request import HttpRequest
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
-class Line(msgspec.Struct):
+class LogLine(msgspec.Struct):
     """One request of a log."""
 
     body: msgspec.Raw = msgspec.Raw()
@@ -32,9 +32,9 @@ class Line(msgspec.Struct):
     headers: dict[str, str] = {}
 
 
-def read(lines: Iterable[bytes], where: str) -> Iterator[tuple[Line, HttpRequest]]:
+def read_log(lines: Iterable[bytes], where: str) -> Iterator[tuple[LogLine, HttpRequest]]:
     """(what is told, the request), in the order of the file. Raises ConfigError naming the line that cannot be read."""
-    decoder = msgspec.json.Decoder(Line)
+    decoder = msgspec.json.Decoder(LogLine)
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -50,7 +50,7 @@ def read(lines: Iterable[bytes], where: str) -> Iterator[tuple[Line, HttpRequest
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}, line {number}: {error}") from None
         if bare:
-            line = Line()
+            line = LogLine()
         path = line.path or (CHAT if "messages" in fields else COMPLETION)
         pairs = [(name.lower().encode(), value.encode()) for name, value in line.headers.items()]
         request = HttpRequest("POST", path.encode(), path, HeaderBlock.of(pairs))
