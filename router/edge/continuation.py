@@ -59,7 +59,7 @@ _MEDIA = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 def continuation(request: HttpRequest) -> Continuation | None:
     """For a streamed request that could go on elsewhere; None for any other."""
     chat = request.path == _CHAT
-    if request.http_1_0 or len(request.pieces) > 1:
+    if request.is_http_1_0 or len(request.pieces) > 1:
         return None
     if not chat and request.path != _COMPLETIONS.decode():
         return None

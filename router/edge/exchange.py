@@ -79,7 +79,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._payload: bytearray | None = bytearray() if request.http_1_0 else None
+        self._payload: bytearray | None = bytearray() if request.is_http_1_0 else None
         self._notes_tokens = False
         """The answer's events pass through `_stream`."""
         self._reframes = False
@@ -242,7 +242,7 @@ class Exchange:
 
     @property
     def in_turns(self) -> bool:
-        return self._head is None or self._head.chunked
+        return self._head is None or self._head.is_chunked
 
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""
@@ -281,7 +281,7 @@ class Exchange:
         """The head to send to the client, which is empty where it has one; None where the attempt is over."""
         kind = RETRYABLE.get(head.status)
         if kind is not None and self.in_core:
-            self._proxy.attempt_failed(self.decision, kind, head.reason_line.decode("latin-1"))
+            self._proxy.attempt_failed(self.decision, kind, head.status_and_reason.decode("latin-1"))
             instructions = self._proxy.core.fail_attempt(self.request_id, kind, self._proxy.now())
             if not gives_up(instructions, self.request_id):
                 self._drop_connection()
@@ -312,7 +312,7 @@ class Exchange:
         return answer_head(head, self.trace_id, told, chunks=chunks, keep_alive=keep_alive, cors_headers=cors)
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
-        framed = head.chunked or isinstance(head.body, LengthBody)
+        framed = head.is_chunked or isinstance(head.body, LengthBody)
         return self.request.keep_alive and framed and self._payload is None
 
     def _relay(self, head: ResponseHead, prefix: bytes, data: bytes) -> None:
@@ -336,9 +336,9 @@ class Exchange:
             data = bytes(content)
             content.clear()
         if stream is not None:
-            data = stream.pass_on(data, ends=body.done)
+            data = stream.pass_on(data, ends=body.is_complete)
         if hides is not None:
-            data = hides.feed(data, ends=body.done)
+            data = hides.feed(data, ends=body.is_complete)
         if self._reframes:
             data = _chunk(data)
         if prefix or data:
@@ -349,7 +349,7 @@ class Exchange:
         progress.note(data, now)
         if stream is not None and stream.failed and self._fails(stream):
             return
-        if body.done:
+        if body.is_complete:
             if stream is not None and stream.is_truncated:
                 self._broken("the worker ended its answer without a finish reason")
                 return
@@ -605,7 +605,7 @@ def _is_readable(head: ResponseHead) -> bool:
 
 def _is_readable_stream(head: ResponseHead) -> bool:
     """Whether a stream's events can be noted as they pass."""
-    return head.status == 200 and head.chunked and _is_stream(head)
+    return head.status == 200 and head.is_chunked and _is_stream(head)
 
 
 def _chunk(content: bytes) -> bytes:

@@ -92,12 +92,12 @@ def answer_head(
         told = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
             decision.worker.encode(), str(decision.predicted_cached_tokens).encode(),
         )  # fmt: skip
-    if head.chunked and chunks:
+    if head.is_chunked and chunks:
         framing = b"transfer-encoding: chunked\r\n"
-    elif head.length is not None:
-        framing = b"content-length: %b\r\n" % str(head.length).encode()
+    elif head.content_length is not None:
+        framing = b"content-length: %b\r\n" % str(head.content_length).encode()
     dropped = _NOT_RETURNED | NAMES if cors_headers else _NOT_RETURNED
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
-        head.reason_line, trace_id, told, head.headers.without(dropped), cors_headers, framing,
+        head.status_and_reason, trace_id, told, head.headers.without(dropped), cors_headers, framing,
         b"" if keep_alive else b"connection: close\r\n",
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from router.http.fair_scheduler import FairScheduler
-from router.http.response import HeadParser
+from router.http.response import ResponseHeadParser
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
@@ -87,7 +87,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.user: UpstreamUser | None = None
-        self.heads = HeadParser()
+        self.heads = ResponseHeadParser()
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
         self._rest = b""

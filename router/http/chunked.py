@@ -13,7 +13,7 @@ from router.http.headers import TOKEN, ProtocolError
 
 LINE_MAX: Final = 1024
 """A chunk-size line with its extensions, and each trailer line."""
-USUAL_LINE: Final = 64
+SHORT_LINE_BYTES: Final = 64
 """Shorter size lines are read without ceremony: a body may consist of nothing else."""
 TRAILERS_MAX: Final = 64 * 1024
 """Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
@@ -23,9 +23,9 @@ BETWEEN_CHUNKS: Final = -1
 _EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
 _TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
-_SIZES: dict[bytes, int] = {}
+_PARSED_SIZES: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
-_SIZES_MAX: Final = 4096
+_PARSED_SIZES_MAX: Final = 4096
 
 
 class BodyTooLarge(Exception):
@@ -36,123 +36,131 @@ class ChunkedBody:
     """A chunked body: sizes are followed, content is skipped over or collected."""
 
     __slots__ = (
-        "_content", "_content_max", "_framing", "_framing_max", "_line", "_trailer_bytes", "_trailers", "done",
-        "left",
+        "_content_bytes",
+        "_content_bytes_max",
+        "_framing_bytes",
+        "_framing_bytes_max",
+        "_in_trailers",
+        "_partial_line",
+        "_trailer_bytes",
+        "is_complete",
+        "remaining_bytes",
     )  # fmt: skip
 
-    def __init__(self, content_max: int | None = None, framing_max: int = 0) -> None:
-        """With `content_max`, more content raises `BodyTooLarge`, and framing that exceeds the content by `framing_max`
-        bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and carry nothing."""
-        self._content_max = content_max
-        self._framing_max = framing_max
-        self._content = 0
+    def __init__(self, content_bytes_max: int | None = None, framing_bytes_max: int = 0) -> None:
+        """With `content_bytes_max`, more content raises `BodyTooLarge`, and framing that exceeds the content by
+        `framing_bytes_max` bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and
+        carry nothing."""
+        self._content_bytes_max = content_bytes_max
+        self._framing_bytes_max = framing_bytes_max
+        self._content_bytes = 0
         """As the sizes so far announce it."""
-        self._framing = 0
-        self.done = False
-        self.left = BETWEEN_CHUNKS
+        self._framing_bytes = 0
+        self.is_complete = False
+        self.remaining_bytes = BETWEEN_CHUNKS
         """Content bytes of the current chunk that are to come; 0 before the line end that closes it."""
-        self._line = b""
+        self._partial_line = b""
         """The start of a size line, chunk end or trailer line that is split between reads."""
-        self._trailers = False
+        self._in_trailers = False
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
         """How many leading bytes of `data` belong to the body; `payload` receives its content."""
         position, size = 0, len(data)
-        while position < size and not self.done:
-            left = self.left
-            if left == BETWEEN_CHUNKS and not self._line and not self._trailers:
-                position = self._take_whole_chunks(data, position, payload)
+        while position < size and not self.is_complete:
+            remaining = self.remaining_bytes
+            if remaining == BETWEEN_CHUNKS and not self._partial_line and not self._in_trailers:
+                position = self._read_complete_chunks(data, position, payload)
                 if position == size:
                     break
-            if left > 0:
-                taken = min(left, size - position)
+            if remaining > 0:
+                count = min(remaining, size - position)
                 if payload is not None:
-                    payload += data[position : position + taken]
-                self.left = left - taken
-                position += taken
+                    payload += data[position : position + count]
+                self.remaining_bytes = remaining - count
+                position += count
                 continue
             end = data.find(b"\n", position, position + LINE_MAX)
             if end < 0:
-                self._line += data[position : position + LINE_MAX + 1]
-                if len(self._line) > LINE_MAX:
+                self._partial_line += data[position : position + LINE_MAX + 1]
+                if len(self._partial_line) > LINE_MAX:
                     raise ProtocolError("chunk header too long")
                 return size
-            line = self._line + data[position : end + 1]
-            self._line = b""
+            line = self._partial_line + data[position : end + 1]
+            self._partial_line = b""
             position = end + 1
             self._read_line(line)
         return position
 
-    def _take_whole_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
+    def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
         """Where the chunks end that stand complete from `position` on, up to anything unusual: the last chunk, a long
         extension, a chunk that goes on in the next read."""
         size = len(data)
         while position < size:
-            end = data.find(b"\r\n", position, position + USUAL_LINE)
+            end = data.find(b"\r\n", position, position + SHORT_LINE_BYTES)
             if end < 0:
                 break
             line = data[position:end]
-            length = _SIZES.get(line)
+            length = _PARSED_SIZES.get(line)
             if length is None:
-                found = _SIZE.match(line)
-                if found is None:
+                match = _SIZE.match(line)
+                if match is None:
                     break
-                length = int(found[1], 16)
-                if len(_SIZES) < _SIZES_MAX:
-                    _SIZES[line] = length
-            start = end + 2
-            after = start + length
-            if length == 0 or not data.startswith(b"\r\n", after):
+                length = int(match[1], 16)
+                if len(_PARSED_SIZES) < _PARSED_SIZES_MAX:
+                    _PARSED_SIZES[line] = length
+            content_start = end + 2
+            content_end = content_start + length
+            if length == 0 or not data.startswith(b"\r\n", content_end):
                 break
             if payload is not None:
-                payload += data[start:after]
-            if self._content_max is not None:
-                self._count(length, start - position + 2)
-            position = after + 2
+                payload += data[content_start:content_end]
+            if self._content_bytes_max is not None:
+                self._check_sizes(length, content_start - position + 2)
+            position = content_end + 2
         return position
 
-    def _count(self, content: int, framing: int) -> None:
-        self._content += content
-        self._framing += framing
-        if self._content > (self._content_max or 0):
+    def _check_sizes(self, content: int, framing: int) -> None:
+        self._content_bytes += content
+        self._framing_bytes += framing
+        if self._content_bytes > (self._content_bytes_max or 0):
             raise BodyTooLarge
-        if self._framing > self._framing_max + self._content:
+        if self._framing_bytes > self._framing_bytes_max + self._content_bytes:
             raise ProtocolError("a chunked body of more framing than content")
 
     def _read_line(self, line: bytes) -> None:
         if len(line) > LINE_MAX:
             raise ProtocolError("chunk header too long")
         length = 0
-        if self.left == 0:  # the line end that closes a chunk's content
+        if self.remaining_bytes == 0:  # the line end that closes a chunk's content
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
-            self.left = BETWEEN_CHUNKS
-        elif self._trailers:
-            self.done = line == b"\r\n"
-            if not self.done and not _TRAILER.match(line):
+            self.remaining_bytes = BETWEEN_CHUNKS
+        elif self._in_trailers:
+            self.is_complete = line == b"\r\n"
+            if not self.is_complete and not _TRAILER.match(line):
                 raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
             self._trailer_bytes += len(line)
             if self._trailer_bytes > TRAILERS_MAX:
                 raise ProtocolError("trailers too long")
         else:
-            found = _SIZE.match(line[:-2]) if line.endswith(b"\r\n") else None
-            if found is None:
+            match = _SIZE.match(line[:-2]) if line.endswith(b"\r\n") else None
+            if match is None:
                 raise ProtocolError(f"bad chunk size {line[:40]!r}")
-            length = int(found[1], 16)
+            length = int(match[1], 16)
             if length:
-                self.left = length
+                self.remaining_bytes = length
             else:
-                self._trailers = True
-        if self._content_max is not None:
-            self._count(length, len(line))
+                self._in_trailers = True
+        if self._content_bytes_max is not None:
+            self._check_sizes(length, len(line))
 
     @property
     def is_between_chunks(self) -> bool:
         """Whether the last chunk could come next."""
-        return self.left == BETWEEN_CHUNKS and not self._line and not self._trailers
+        return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._in_trailers
 
     def finish(self) -> None:
         """The connection ended. Raises `ProtocolError` where that cuts the body short."""
-        if not self.done:
+        if not self.is_complete:
             raise ProtocolError("connection closed inside a chunked body")

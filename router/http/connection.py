@@ -168,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.pause_reading()
                 self._app.scheduler.schedule(self._read_on)
             return
-        if not self._busy and not self._parser.midway:
+        if not self._busy and not self._parser.has_partial_request:
             self._since_s = self._app.now()
         try:
             self._parser.feed(data)
@@ -191,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
         self._forget()
 
     def _forget(self) -> None:
-        if self._parser.forget_some():
+        if self._parser.free_piece():
             self._app.scheduler.schedule(self._forget)
         elif self._held:
             self._app.budget.change(self._party, self._held, 0)
@@ -209,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._paused_writing = False
         self._unsent_bytes = 0
-        if not self._busy and not self._parser.midway:
+        if not self._busy and not self._parser.has_partial_request:
             self._since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
             if self._held:
@@ -310,7 +310,7 @@ class ClientConnection(asyncio.Protocol):
         if self._lingers:
             if waited > LINGER_S:
                 self._transport.abort()
-        elif self._parser.midway:
+        elif self._parser.has_partial_request:
             if waited > timeouts.request_s:
                 message = f"the request was not complete within {timeouts.request_s:g} s"
                 self._reject(RequestError(message, param=None, code="bad_http", status=408))
@@ -336,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
             for _ in range(TURN_REQUESTS):
                 if self._busy or self._paused_writing or self._transport is None or not self._keep_alive:
                     break
-                request = self._parser.next()
+                request = self._parser.next_request()
                 if request is None:
                     self._wait_for_more(received)
                     break
@@ -359,7 +359,7 @@ class ClientConnection(asyncio.Protocol):
         """Go on with what the client asked next, if it may be begun."""
         if self._busy or self._paused_writing or self._stepping:
             return
-        if self._paused_reading or not self._parser.empty:
+        if self._paused_reading or not self._parser.is_empty:
             self._step()
 
     def _wait_for_turn(self, request: HttpRequest) -> None:
@@ -451,7 +451,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _hold(self) -> None:
         """Book what is kept for this client. Raises RequestError where that is too much."""
-        kept = self._body_bytes + self._parser.buffered + self._unsent_bytes
+        kept = self._body_bytes + self._parser.buffered_bytes + self._unsent_bytes
         if kept <= SMALL_BYTES:
             if not self._held:
                 return
@@ -484,14 +484,14 @@ class ClientConnection(asyncio.Protocol):
 
     def _wait_for_more(self, received: int) -> None:
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""
-        begun = self._parser.begun()
+        begun = self._parser.pop_partial_request()
         if begun is not None:
             self._head_only, self._path = begun.method == "HEAD", begun.path
             self.cors_headers = self._app.cors_headers(begun)
             self._admit(begun)
         self._hold()
         transport = self._transport
-        if self._parser.more or received >= LONG_READ_BYTES:
+        if self._parser.has_more or received >= LONG_READ_BYTES:
             self._app.scheduler.schedule(self._go_on)
             if not self._paused_reading:
                 self._paused_reading = True
@@ -499,7 +499,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._paused_reading:
             self._paused_reading = False
             transport.resume_reading()
-        if self._parser.take_continue():
+        if self._parser.pop_expect_continue():
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _wait_ahead(self) -> None:
@@ -511,7 +511,7 @@ class ClientConnection(asyncio.Protocol):
             self._keep_alive = False
             self._unread = True
             self._hold()
-        if self._parser.buffered > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
+        if self._parser.buffered_bytes > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
             self._paused_reading = True
             self._transport.pause_reading()
 
@@ -540,7 +540,7 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self.tls or not (self._unread or self._parser.midway or self._parser.buffered):
+        if self.tls or not (self._unread or self._parser.has_partial_request or self._parser.buffered_bytes):
             transport.close()
             return
         self._lingers = True

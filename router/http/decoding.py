@@ -95,7 +95,7 @@ def body_coding(request: HttpRequest) -> str | None:
     """How a body is compressed; None where it is not. Raises UnsupportedEncoding."""
     if b"content-encoding" not in request.headers:
         return None
-    told = b",".join(request.headers.all(b"content-encoding")).strip().lower()
+    told = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
     coding = told.removeprefix(b"x-").decode("latin-1")
     if told in (b"", _IDENTITY):
         return None

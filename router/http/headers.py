@@ -28,54 +28,56 @@ HOP_BY_HOP = (
 """Headers that speak about one connection (RFC 9110 section 7.6.1) and are never passed on."""
 
 _PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b""))
-_NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
+_ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
 """What frames or authorises a message is not cut out because a `Connection` header names it."""
 
 
 class HeaderBlock:
     """Headers as they were sent, names in any case. Immutable."""
 
-    __slots__ = ("_first", "_lines", "raw")
+    __slots__ = ("_first_lines", "_lines", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
         """(name in lower case, line) of each header."""
-        self._first = dict(reversed(self._lines))
+        self._first_lines = dict(reversed(self._lines))
         """Name in lower case -> the first line of that name."""
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
+    def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
         """From names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
     def __iter__(self) -> Iterator[bytes]:
         """The names, in lower case, each once."""
-        return iter(self._first)
+        return iter(self._first_lines)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._first
+        return name in self._first_lines
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), without the white space around it; None where there is none."""
-        line = self._first.get(name)
+        line = self._first_lines.get(name)
         return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
 
-    def all(self, name: bytes) -> list[bytes]:
+    def get_all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
         value = self.get(name)
         if value is None:
             return []
-        if len(self._first) == len(self._lines):  # no name comes twice, as nearly always
+        if len(self._first_lines) == len(self._lines):  # no name comes twice, as nearly always
             return [value]
-        return [line[len(name) + 1 :].strip(b" \t\r\n") for other, line in self._lines if other == name]
+        return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def without(self, names: frozenset[bytes]) -> bytes:
         """The lines that neither `names` (lower-case) nor a `Connection` header here names."""
         connection = self.get(b"connection")
-        if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
-            values = b",".join(self.all(b"connection")).lower().split(b",")
-            names = names | ({value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED)
+        if connection is not None and (
+            connection.lower() not in _PLAIN_OPTIONS or len(self.get_all(b"connection")) > 1
+        ):
+            values = b",".join(self.get_all(b"connection")).lower().split(b",")
+            names = names | ({value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _ALWAYS_FORWARDED)
         return b"".join([line for name, line in self._lines if name not in names])
 
 
@@ -88,13 +90,13 @@ class ProtocolError(Exception):
     """Somebody sent what is not HTTP/1.x, or what contradicts itself."""
 
 
-def framing(headers: HeaderBlock) -> tuple[bool, int | None]:
+def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
     """(whether the body is chunked, its content-length) as a message states it (RFC 9112 section 6.3).
 
     Raises `ProtocolError` where it could be read in two ways.
     """
-    lengths = headers.all(b"content-length")
-    encodings = headers.all(b"transfer-encoding")
+    lengths = headers.get_all(b"content-length")
+    encodings = headers.get_all(b"transfer-encoding")
     if encodings:
         if lengths or len(encodings) != 1 or encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")

@@ -11,22 +11,22 @@ import re
 from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import LINES, HeaderBlock, ProtocolError, framing
+from router.http.headers import LINES, HeaderBlock, ProtocolError, parse_framing
 
 HEAD_BYTES_MAX: Final = 64 * 1024
-INTERIM_MAX: Final = 32
+INTERIM_RESPONSES_MAX: Final = 32
 """Answers before the answer (100 Continue, 103 Early Hints): a sound server sends one or two."""
 
 _HEAD = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES + rb")\r\n")
 
 
-class Body(Protocol):
+class BodyFraming(Protocol):
     """How one answer's body is delimited."""
 
-    done: bool
+    is_complete: bool
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """How many leading bytes of `data` belong to the body; sets `done` at its end.
+        """How many leading bytes of `data` belong to the body; sets `is_complete` at its end.
 
         `payload` receives the content without framing, for clients that do not know chunks.
         """
@@ -38,34 +38,34 @@ class Body(Protocol):
 class LengthBody:
     """A body of a length known in advance; 0 also stands for answers that have none."""
 
-    __slots__ = ("done", "left")
+    __slots__ = ("is_complete", "remaining_bytes")
 
     def __init__(self, length: int) -> None:
-        self.left = length
-        self.done = length == 0
+        self.remaining_bytes = length
+        self.is_complete = length == 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        taken = len(data)
-        if taken >= self.left:
-            taken = self.left
-            self.done = True
-        self.left -= taken
-        if payload is not None and taken:
-            payload += data[:taken]
-        return taken
+        count = len(data)
+        if count >= self.remaining_bytes:
+            count = self.remaining_bytes
+            self.is_complete = True
+        self.remaining_bytes -= count
+        if payload is not None and count:
+            payload += data[:count]
+        return count
 
     def finish(self) -> None:
-        if not self.done:
-            raise ProtocolError(f"connection closed with {self.left} bytes of the body to come")
+        if not self.is_complete:
+            raise ProtocolError(f"connection closed with {self.remaining_bytes} bytes of the body to come")
 
 
-class CloseBody:
+class CloseDelimitedBody:
     """A body that lasts until the connection closes."""
 
-    __slots__ = ("done",)
+    __slots__ = ("is_complete",)
 
     def __init__(self) -> None:
-        self.done = False
+        self.is_complete = False
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
         if payload is not None:
@@ -73,33 +73,33 @@ class CloseBody:
         return len(data)
 
     def finish(self) -> None:
-        self.done = True
+        self.is_complete = True
 
 
 class ResponseHead:
     """Status line and headers of one answer, and how its body ends."""
 
-    __slots__ = ("body", "chunked", "headers", "keep_alive", "length", "reason_line", "status")
+    __slots__ = ("body", "content_length", "headers", "is_chunked", "keep_alive", "status", "status_and_reason")
 
     def __init__(self, status: int, reason_line: bytes, headers: HeaderBlock) -> None:
         self.status = status
-        self.reason_line = reason_line
+        self.status_and_reason = reason_line
         """`200 OK`, as sent."""
         self.headers = headers
-        self.length: int | None = None
+        self.content_length: int | None = None
         """The content-length, which the answer to HEAD has without a body."""
-        self.body: Body = LengthBody(0)
-        self.chunked = False
+        self.body: BodyFraming = LengthBody(0)
+        self.is_chunked = False
         self.keep_alive = True
 
 
-class HeadParser:
+class ResponseHeadParser:
     """Reads the heads of the answers on one connection."""
 
-    __slots__ = ("_interim",)
+    __slots__ = ("_interim_count",)
 
     def __init__(self) -> None:
-        self._interim = 0
+        self._interim_count = 0
         """Since the last answer."""
 
     def parse(self, data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
@@ -107,23 +107,23 @@ class HeadParser:
 
         Raises `ProtocolError`.
         """
-        parsed = _parse(data)
-        if parsed is None:
+        head_and_end = _parse(data)
+        if head_and_end is None:
             return None
-        head, end = parsed
-        self._interim = self._interim + 1 if head.status < 200 else 0
-        if self._interim > INTERIM_MAX:
-            raise ProtocolError(f"more than {INTERIM_MAX} interim answers")
+        head, end = head_and_end
+        self._interim_count = self._interim_count + 1 if head.status < 200 else 0
+        if self._interim_count > INTERIM_RESPONSES_MAX:
+            raise ProtocolError(f"more than {INTERIM_RESPONSES_MAX} interim answers")
         if head.status < 200 or head.status in (204, 304) or method == "HEAD":
             head.body = LengthBody(0)
-            head.chunked = False
-        elif head.chunked:
+            head.is_chunked = False
+        elif head.is_chunked:
             head.body = ChunkedBody()
-        elif head.length is not None:
-            head.body = LengthBody(head.length)
+        elif head.content_length is not None:
+            head.body = LengthBody(head.content_length)
         else:
             head.keep_alive = False
-            head.body = CloseBody()
+            head.body = CloseDelimitedBody()
         return head, data[end:]
 
 
@@ -134,12 +134,12 @@ def _parse(data: bytes) -> tuple[ResponseHead, int] | None:
         if len(data) >= HEAD_BYTES_MAX:
             raise ProtocolError(f"head over {HEAD_BYTES_MAX} bytes")
         return None
-    found = _HEAD.fullmatch(data, 0, end)
-    if found is None:
+    match = _HEAD.fullmatch(data, 0, end)
+    if match is None:
         raise ProtocolError("this is no head of an HTTP/1.x answer")
-    headers = HeaderBlock(found[4])
-    head = ResponseHead(int(found[3]), found[2], headers)
-    options = b",".join(headers.all(b"connection")).lower()
-    head.keep_alive = b"close" not in options and (found[1] == b"1" or b"keep-alive" in options)
-    head.chunked, head.length = framing(headers)
+    headers = HeaderBlock(match[4])
+    head = ResponseHead(int(match[3]), match[2], headers)
+    options = b",".join(headers.get_all(b"connection")).lower()
+    head.keep_alive = b"close" not in options and (match[1] == b"1" or b"keep-alive" in options)
+    head.is_chunked, head.content_length = parse_framing(headers)
     return head, end

@@ -63,7 +63,7 @@ def read_head(headers: Any) -> HttpRequest:
     if any(_NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None for name, value in pairs):
         raise _bad("a header that is none")
     path = target.partition(b"?")[0].decode("ascii")
-    request = HttpRequest(method.decode(), target, path, HeaderBlock.of(pairs))
+    request = HttpRequest(method.decode(), target, path, HeaderBlock.from_pairs(pairs))
     request.has_body = not headers.end_of_stream
     return request
 

@@ -53,6 +53,6 @@ def read_log(lines: Iterable[bytes], where: str) -> Iterator[tuple[LogLine, Http
             line = LogLine()
         path = line.path or (CHAT if "messages" in fields else COMPLETION)
         pairs = [(name.lower().encode(), value.encode()) for name, value in line.headers.items()]
-        request = HttpRequest("POST", path.encode(), path, HeaderBlock.of(pairs))
+        request = HttpRequest("POST", path.encode(), path, HeaderBlock.from_pairs(pairs))
         request.pieces, request.has_body = (body,), True
         yield line, request

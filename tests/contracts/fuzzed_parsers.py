@@ -36,7 +36,7 @@ from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
 from router.http.config import HttpLimits
 from router.http.headers import ProtocolError
 from router.http.request import BadRequest, RequestParser
-from router.http.response import HeadParser
+from router.http.response import ResponseHeadParser
 from router.index.protocol import HolderId
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,12 +141,12 @@ def _requests(data: bytes) -> None:
     parser = RequestParser(HttpLimits())
     for piece in _pieces(data):
         parser.feed(piece)
-        while parser.next() is not None or parser.more:
-            parser.begun()
+        while parser.next_request() is not None or parser.has_more:
+            parser.pop_partial_request()
 
 
 def _answer(data: bytes) -> None:
-    parser, kept, body = HeadParser(), b"", None
+    parser, kept, body = ResponseHeadParser(), b"", None
     for piece in _pieces(data):
         kept += piece
         if body is None:
@@ -154,7 +154,7 @@ def _answer(data: bytes) -> None:
             if found is None:
                 continue
             body, kept = found[0].body, found[1]
-        while kept and not body.done:
+        while kept and not body.is_complete:
             taken = body.feed(kept, bytearray())
             kept = kept[taken:]
             if not taken:

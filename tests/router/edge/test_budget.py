@@ -286,20 +286,20 @@ def test_who_takes_nothing_of_an_answer_is_cut_off(edge: Any, make_post: Any, wh
 def test_a_body_in_tiny_chunks_costs_its_payload_not_its_chunks() -> None:
     parser = RequestParser(HttpLimits())
     parser.feed(b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
-    assert parser.next() is None
+    assert parser.next_request() is None
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for _ in range(100):
         parser.feed(b"8\r\n12345678\r\n" * 1000)
-        assert parser.next() is None
-        while parser.more:
-            assert parser.next() is None
+        assert parser.next_request() is None
+        while parser.has_more:
+            assert parser.next_request() is None
     kept = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert kept < 1.3 * 800_000 + 10_000
     parser.feed(b"2\r\nab\r\n" * 200_000)
     with pytest.raises(BadRequest, match="framing"):
-        all(parser.next() is None for _ in range(100))
+        all(parser.next_request() is None for _ in range(100))
 
 
 def test_an_idle_connection_keeps_nothing_of_a_long_head() -> None:
@@ -310,10 +310,10 @@ def test_an_idle_connection_keeps_nothing_of_a_long_head() -> None:
     for cut in (len(long), 30_000):
         for piece in (long[:cut], long[cut:]):
             parser.feed(piece)
-            request = parser.next()
+            request = parser.next_request()
         assert (request is not None) == (cut < len(long))
     piece = request = b""
-    assert parser.buffered == 0
+    assert parser.buffered_bytes == 0
     kept = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert kept < 10_000

@@ -21,7 +21,7 @@ def feed(data: bytes, limits: HttpLimits | None = None, cuts: list[int] | None =
     found = []
     for start, end in itertools.pairwise(edges):
         parser.feed(data[start:end])
-        while (request := parser.next()) is not None:
+        while (request := parser.next_request()) is not None:
             found.append(request)
     return found
 
@@ -111,7 +111,7 @@ def test_requests_survive_pipelining_and_any_cut(
     for request, (_, headers, _, _) in zip(found, wanted):
         for name in (b"x-a", b"x-b", b"accept"):
             sent = [value.hex().encode() for key, value in headers if key.lower() == name]
-            assert request.headers.all(name) == sent
+            assert request.headers.get_all(name) == sent
             assert request.header(name) == (sent[0] if sent else None)
         assert request.keep_alive or b"Upgrade" in data
 
@@ -155,13 +155,13 @@ def test_a_head_seen_before_tells_its_own_body() -> None:
 def test_continue_is_wanted_once_and_only_before_the_body() -> None:
     parser = RequestParser(HttpLimits())
     parser.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
-    assert parser.next() is None
-    assert parser.take_continue()
-    assert not parser.take_continue()
+    assert parser.next_request() is None
+    assert parser.pop_expect_continue()
+    assert not parser.pop_expect_continue()
     parser.feed(b"abc")
-    assert parser.next() is not None
-    assert not parser.take_continue()
+    assert parser.next_request() is not None
+    assert not parser.pop_expect_continue()
     whole = RequestParser(HttpLimits())
     whole.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\nabc")
-    assert whole.next() is not None
-    assert not whole.take_continue()
+    assert whole.next_request() is not None
+    assert not whole.pop_expect_continue()

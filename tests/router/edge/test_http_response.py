@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.http.chunked import TRAILERS_MAX, ChunkedBody
 from router.http.headers import HeaderBlock, ProtocolError
-from router.http.response import HeadParser, LengthBody
+from router.http.response import LengthBody, ResponseHeadParser
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value"])
@@ -42,9 +42,9 @@ def test_a_chunked_body_ends_where_it_ends(
     payload = bytearray() if unframed else None
     taken = 0
     for piece in pieces(sent + surplus, cuts):
-        assert reader.done == (taken == len(sent))
+        assert reader.is_complete == (taken == len(sent))
         taken += reader.feed(piece, payload)
-    assert reader.done
+    assert reader.is_complete
     assert taken == len(sent)
     reader.finish()
     if payload is not None:
@@ -90,14 +90,14 @@ def test_what_a_head_means_after_head_is_not_what_it_means_after_get() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n",
     )
     for sent, kind in ((chunked, ChunkedBody), (sized, LengthBody)):
-        parser = HeadParser()
+        parser = ResponseHeadParser()
         for method in ("HEAD", "GET", "HEAD", "POST"):
             found = parser.parse(sent, method)
             assert found is not None
             head, rest = found
-            assert (rest, head.keep_alive, head.length) == (b"", True, 7 if kind is LengthBody else None)
-            assert head.body.done == (method == "HEAD")
-            assert head.chunked == (kind is ChunkedBody and method != "HEAD")
+            assert (rest, head.keep_alive, head.content_length) == (b"", True, 7 if kind is LengthBody else None)
+            assert head.body.is_complete == (method == "HEAD")
+            assert head.is_chunked == (kind is ChunkedBody and method != "HEAD")
             assert method == "HEAD" or type(head.body) is kind
 
 

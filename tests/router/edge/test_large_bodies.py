@@ -23,7 +23,7 @@ from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.edge.upstream import UpstreamConnection
 from router.http.config import HttpLimits
-from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
+from router.http.request import BYTES_PER_TURN, PIECE_BYTES, HttpRequest, RequestParser
 from router.prompting import encode, prompt_worker_pool
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.encode import (
@@ -254,10 +254,10 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
     parser, requests = RequestParser(HttpLimits()), []
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(text)
     parser.feed(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n%b\r\n\r\n" % framing)
-    assert parser.next() is None
+    assert parser.next_request() is None
 
     def take() -> None:
-        while (request := parser.next()) is not None or parser.more:
+        while (request := parser.next_request()) is not None or parser.has_more:
             if request is not None:
                 requests.append(request)
 
@@ -321,15 +321,15 @@ def test_what_a_refused_body_took_is_free_at_once(edge: Any, make_post: Any, pat
 def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few bytes cost hundreds of times what large ones do; others get their turn between them."""
     turns: list[int] = []
-    take = RequestParser.next
+    take = RequestParser.next_request
 
     def counted(parser: RequestParser) -> HttpRequest | None:
-        before = parser.buffered
+        before = parser.buffered_bytes
         request = take(parser)
-        turns.append(before - parser.buffered if request is None else 0)
+        turns.append(before - parser.buffered_bytes if request is None else 0)
         return request
 
-    monkeypatch.setattr(RequestParser, "next", counted)
+    monkeypatch.setattr(RequestParser, "next_request", counted)
     text = b'{"prompt":"%b"}' % (b"x" * 299_987)
 
     async def scenario() -> None:
@@ -343,8 +343,8 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
         assert worker.received[0].body == text
 
     edge.run(scenario())
-    assert len(turns) > len(text) * 2 / TURN_BYTES
-    assert max(turns) <= TURN_BYTES
+    assert len(turns) > len(text) * 2 / BYTES_PER_TURN
+    assert max(turns) <= BYTES_PER_TURN
 
 
 def test_long_names_are_cut() -> None:

@@ -43,16 +43,16 @@ def read(pieces: list[bytes]) -> tuple[list[Read], bool, bool]:
     try:
         for piece in pieces:
             parser.feed(piece)
-            while (request := parser.next()) is not None or parser.more:
+            while (request := parser.next_request()) is not None or parser.has_more:
                 if request is not None:
                     found.append(view(request))
-                    assert parser.begun() is None
+                    assert parser.pop_partial_request() is None
     except BadRequest:
         parser.feed(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
-        assert parser.next() is None  # the connection is over
+        assert parser.next_request() is None  # the connection is over
         return found, True, False
-    assert parser.buffered <= LIMITS.head_bytes_max + LIMITS.body_bytes_max
-    return found, False, parser.midway
+    assert parser.buffered_bytes <= LIMITS.head_bytes_max + LIMITS.body_bytes_max
+    return found, False, parser.has_partial_request
 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:

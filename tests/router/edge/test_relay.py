@@ -44,7 +44,7 @@ def read(reads: list[bytes]) -> tuple[bytes, bool, bool]:
             body.feed(data, content)
     except ProtocolError:
         return bytes(content), False, True
-    return bytes(content), body.done, False
+    return bytes(content), body.is_complete, False
 
 
 @given(st.data())
