@@ -143,7 +143,7 @@ class Chooser:
             choice.cost.cached_tokens = choice.resident_tokens[:]
         self._price_media(request, choice, now)
         winner = self._session_candidate(request, shortlist, now) if self._session_affinity else None
-        choice.winner = self._by_policy(request, shortlist, choice) if winner is None else winner
+        choice.winner = self._apply_policy(request, shortlist, choice) if winner is None else winner
         choice.cost.cached_tokens[choice.winner] = predicted_tokens[choice.winner]
         if order is not None:
             computed_tokens = request.prompt_tokens - choice.cost.cached_tokens[choice.winner]
@@ -211,7 +211,7 @@ class Chooser:
                 cost.pressure_s = self._pressure(request, prompt, targets, cached_tokens)
         return RoutingChoice(cost, 0, prompt, resident_tokens)
 
-    def _by_policy(self, request: RouteRequest, candidates: list[Target], choice: RoutingChoice) -> int:
+    def _apply_policy(self, request: RouteRequest, candidates: list[Target], choice: RoutingChoice) -> int:
         policy, cost, resident_tokens = self._policy, choice.cost, choice.resident_tokens
         rotation = self._rotation
         if self.custom_policy is not None:
@@ -240,7 +240,7 @@ class Chooser:
         overflows = self._cache_state.working_sets.overflows([t.name for t in candidates], shares, keys, prompt.tokens)
         if not any(overflows):
             return None
-        reuse = self._cache_state.working_sets.reuse
+        reuse = self._cache_state.working_sets.reuse_count
         return [reuse * overflow * target.prefill_seconds(length, 0) for overflow, target in zip(overflows, candidates)]
 
     def choose_from_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:

@@ -114,18 +114,18 @@ class RouterCore:
         self.registry.refresh()
         return [] if was_down else [self._clear_lost_cache(worker), *self._try_queued(now)]
 
-    def set_draining(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
+    def set_draining(self, worker_id: str, now: float, *, is_draining: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
-        self.workers[worker_id].is_drained = on
+        self.workers[worker_id].is_drained = is_draining
         self.registry.refresh()
         return self._try_queued(now)
 
-    def set_asleep(self, worker_id: str, now: float, *, on: bool) -> list[Instruction]:
-        """Its engine says that it sleeps, or (`on` is False) that it does not."""
+    def set_asleep(self, worker_id: str, now: float, *, is_asleep: bool) -> list[Instruction]:
+        """Its engine says that it sleeps, or (`is_asleep` is False) that it does not."""
         worker = self.workers.get(worker_id)
-        if worker is None or worker.is_asleep is on:
+        if worker is None or worker.is_asleep is is_asleep:
             return []
-        worker.is_asleep = on
+        worker.is_asleep = is_asleep
         self.registry.refresh()
         return self._try_queued(now)
 
@@ -338,7 +338,7 @@ class RouterCore:
         """Deadlines, queued requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
         self.cache_state.tick(now)
-        if [worker for worker in self.registry.down_workers if self.registry.breaker.half_open(worker, now)]:
+        if [worker for worker in self.registry.down_workers if self.registry.breaker.try_half_open(worker, now)]:
             self.registry.refresh()
         due_requests = self._queue.pop_expired(now)
         instructions = [

@@ -310,7 +310,7 @@ class Target:
         remaining_s, overdue_s = self.oldest_prefill_s - progress, self.OVERDUE_SHARE * progress
         return waiting_s - self.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
-    def note_queue_progress(self, now: float) -> None:
+    def record_queue_progress(self, now: float) -> None:
         """Call before what is in the queue changes: where the order may change, what was done so far is noted."""
         request = self.first_in_queue
         if request is not None:

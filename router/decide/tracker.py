@@ -98,7 +98,7 @@ class LoadTracker:
         to fetch what lies on slower tiers, by the configured rates."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
-        target.note_queue_progress(now)
+        target.record_queue_progress(now)
         flight = InFlightRequest(
             request_id=request_id,
             target=target,
@@ -179,7 +179,7 @@ class LoadTracker:
         target = flight.target
         self._mark_changed(target)
         target.update_totals(now)
-        target.note_queue_progress(now)
+        target.record_queue_progress(now)
         target.requests -= 1
         target.ended_s = now
         if is_computed:
@@ -187,7 +187,7 @@ class LoadTracker:
         # Recomputed when empty, so that rounding never accumulates.
         target.remaining_tokens = target.remaining_tokens - flight.expected_tokens if target.requests else 0.0
         if flight.phase is RequestPhase.PREFILL:
-            if self._leave_prefill(flight):
+            if self._remove_from_prefill(flight):
                 target.head_since_s = now
         else:
             target.decode_requests -= 1
@@ -239,8 +239,8 @@ class LoadTracker:
     def _start_decode(self, flight: InFlightRequest, now: float) -> None:
         target = flight.target
         self._mark_changed(target)
-        target.note_queue_progress(now)
-        self._leave_prefill(flight)
+        target.record_queue_progress(now)
+        self._remove_from_prefill(flight)
         target.update_totals(now)
         target.head_since_s = max(target.head_since_s, now)
         flight.phase = RequestPhase.DECODE
@@ -255,7 +255,7 @@ class LoadTracker:
         target.refresh()
         target.refresh_queue()
 
-    def _leave_prefill(self, flight: InFlightRequest) -> bool:
+    def _remove_from_prefill(self, flight: InFlightRequest) -> bool:
         """Take a request's P off; True where it was the oldest."""
         target = flight.target
         was_oldest = next(iter(target.prefills)) == flight.request_id

@@ -157,7 +157,7 @@ class CircuitBreaker:
         worker.health, worker.health_reason = WorkerState.UP, ""
         return worker.state is WorkerState.UP
 
-    def half_open(self, worker: Worker, now: float) -> bool:
+    def try_half_open(self, worker: Worker, now: float) -> bool:
         """Let a probe through where the pause is over; True where that is so now."""
         is_over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
         if is_over:

@@ -61,7 +61,7 @@ class WorkingSets:
             self._usages[target].capacity = tokens
         else:
             self._usages[target] = _TargetUsage(tokens)
-        self._recount()
+        self._update_spare_min()
 
     def clear(self, target: str) -> None:
         """The worker restarted: nothing is cached there any more."""
@@ -71,7 +71,7 @@ class WorkingSets:
         for key in [key for key, (chunk_usage, *_) in self._chunks.items() if chunk_usage is usage]:
             del self._chunks[key]
         usage.count = 0
-        self._recount()
+        self._update_spare_min()
 
     # What is sent ------------------------------------------------------------------------------------------------
     def add_prompt(
@@ -102,7 +102,7 @@ class WorkingSets:
             usage.count += 1
             chunks[key] = (usage, now, True, session if session == chunk[3] else None)
             chunks.move_to_end(key)
-        self._spare_min = min(self._spare_min, self._spare(usage))
+        self._spare_min = min(self._spare_min, self._spare_tokens(usage))
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
         """The session is over: the chunks that nobody else ever used are needed no more."""
@@ -114,7 +114,7 @@ class WorkingSets:
                 del chunks[key]
 
     @property
-    def reuse(self) -> float:
+    def reuse_count(self) -> float:
         """How many times a computed token is used again, as far as lately seen, at most `REUSE_MAX`."""
         return min(self._reused_tokens / max(self._computed_tokens, 1.0), REUSE_MAX)
 
@@ -151,7 +151,9 @@ class WorkingSets:
         for name, usage in self._usages.items():
             count = sum(1 for chunk_usage, _, counts, _ in self._chunks.values() if chunk_usage is usage and counts)
             assert usage.count == count, f"{name}: {usage.count} chunks counted, {count} live"
-            assert self._spare_min <= self._spare(usage), f"{name}: spare {self._spare(usage)} < {self._spare_min}"
+            assert self._spare_min <= self._spare_tokens(usage), (
+                f"{name}: spare {self._spare_tokens(usage)} < {self._spare_min}"
+            )
         times = [used_s for _, used_s, _, _ in self._chunks.values()]
         assert times == sorted(times)
         assert all(
@@ -168,10 +170,10 @@ class WorkingSets:
                 break
             del chunks[key]
             usage.count -= counts
-        self._recount()
+        self._update_spare_min()
 
-    def _spare(self, usage: _TargetUsage) -> int:
+    def _spare_tokens(self, usage: _TargetUsage) -> int:
         return usage.capacity - usage.count * self._chunk_tokens
 
-    def _recount(self) -> None:
-        self._spare_min = min(map(self._spare, self._usages.values()), default=0)
+    def _update_spare_min(self) -> None:
+        self._spare_min = min(map(self._spare_tokens, self._usages.values()), default=0)

@@ -231,7 +231,7 @@ class Fleet:
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._perform(self._core.set_draining(worker_id, self._now(), on=on))
+        self._perform(self._core.set_draining(worker_id, self._now(), is_draining=on))
 
     def check_soon(self, worker_id: str) -> None:
         """Traffic to this worker failed: check it now."""
@@ -295,7 +295,7 @@ class Fleet:
                 worker_id, is_ready = flag.worker_id, addresses[address]
                 if worker_id in workers and is_ready == (worker_id in drained_ids):
                     (drained_ids.discard if is_ready else drained_ids.add)(worker_id)
-                    self._perform(self._core.set_draining(worker_id, self._now(), on=not is_ready))
+                    self._perform(self._core.set_draining(worker_id, self._now(), is_draining=not is_ready))
             drained_ids.intersection_update(flag.worker_id for flag in flags.values())
 
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_readiness)))
@@ -397,7 +397,7 @@ class Fleet:
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not asleep:
             self._feed.clear_worker(worker_id)
-            self._perform(self._core.set_asleep(worker_id, self._now(), on=asleep))
+            self._perform(self._core.set_asleep(worker_id, self._now(), is_asleep=asleep))
 
     async def _poll_all_models(self) -> None:
         """Ask all workers which models they serve."""

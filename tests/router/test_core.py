@@ -295,7 +295,7 @@ def test_eligibility_comes_before_cost() -> None:
     assert sent_to(core.route(request("r2", prompt, role="big"), 0.0)) == "c"
     core.set_draining("a", 0.0)
     assert sent_to(core.route(request("r3", prompt), 0.0)) != "a"
-    core.set_draining("a", 0.0, on=False)
+    core.set_draining("a", 0.0, is_draining=False)
     core.add_worker(spec("a", models=(ServedModel(MODEL, MODEL, max_model_len=50),)), 0.0)
     assert sent_to(core.route(request("r4", prompt), 0.0)) != "a"
 
@@ -517,14 +517,14 @@ def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None
     core.set_draining("a", 0.0)
     assert core.mark_worker_down("a", 1.0, "refused") == [WorkerLost("a")]
     assert core.mark_worker_down("a", 1.5, "refused") == []
-    core.set_draining("a", 2.0, on=False)
+    core.set_draining("a", 2.0, is_draining=False)
     assert core.workers["a"].state is WorkerState.DOWN
     assert sent_to(core.route(request("r", [1]), 2.0)) == "b"
     core.mark_worker_up("a", 3.0)
     core.set_draining("a", 4.0)
     core.mark_worker_down("a", 5.0, "refused")
     core.mark_worker_up("a", 6.0)
-    core.set_draining("a", 7.0, on=False)
+    core.set_draining("a", 7.0, is_draining=False)
     assert core.workers["a"].state is WorkerState.UP
     states = ["draining", "down", "up", "draining", "up"]
     assert changes == [("a", state) for state in states]
@@ -660,7 +660,7 @@ class Books(RuleBasedStateMachine):
         elif what == "down":
             self.apply(core.mark_worker_down(name, self.now, "test"))
         elif what in ("drain", "undrain"):
-            self.apply(core.set_draining(name, self.now, on=what == "drain"))
+            self.apply(core.set_draining(name, self.now, is_draining=what == "drain"))
         else:
             self.apply(core.remove_worker(name, self.now))
 

@@ -102,14 +102,14 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
 
 def test_reuse_is_learned_and_bounded() -> None:
     sets = WorkingSets(WorkingSetConfig())
-    assert sets.reuse == 0.0, "nothing is known to come back yet"
+    assert sets.reuse_count == 0.0, "nothing is known to come back yet"
     sets.set_capacity("a", 1000)
     for _ in range(4):
         sets.add_prompt("a", [], 100, 0.0, cached_share=0.5)
-    assert sets.reuse == pytest.approx(1.0)
+    assert sets.reuse_count == pytest.approx(1.0)
     for _ in range(400):
         sets.add_prompt("a", [], 100, 0.0, cached_share=0.99)
-    assert sets.reuse == REUSE_MAX
+    assert sets.reuse_count == REUSE_MAX
 
 
 def pool(*, capacity: int | None) -> RouterCore:
@@ -147,7 +147,7 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
             send(core, f"more{turn}", list(range(200_000, 204_000)), 24.0 + turn, worker="a")
         send(core, "once", list(range(300_000, 304_000)), 26.0, worker="a")
         core.route(RouteRequest("waits", "m", SCOPE, None, 1000, worker="b"), 60.0)
-        reuse = core.cache_state.working_sets.reuse
+        reuse = core.cache_state.working_sets.reuse_count
         decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
         assert decision.worker == expected
         pressure_s = {t.worker: t.pressure_s for t in decision.candidates or []}

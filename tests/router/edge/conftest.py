@@ -116,7 +116,7 @@ class NoFleet:
         self._core.remove_worker(worker_id, self._now())
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._core.set_draining(worker_id, self._now(), on=on)
+        self._core.set_draining(worker_id, self._now(), is_draining=on)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}

@@ -27,7 +27,7 @@ def lose(edge: Any, name: str, how: str) -> None:
     if how == "down":
         edge.proxy.perform(edge.core.mark_worker_down(name, now, "no answer to /health"))
     elif how == "asleep":
-        edge.proxy.perform(edge.core.set_asleep(name, now, on=True))
+        edge.proxy.perform(edge.core.set_asleep(name, now, is_asleep=True))
     else:
         edge.proxy.perform(edge.core.remove_worker(name, now))
 

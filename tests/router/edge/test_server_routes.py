@@ -95,7 +95,7 @@ def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
         edge.core.set_draining(worker_id, 0.0)
         status, _, body = parts(await edge.exchange(make_post(b'{"messages": [{"role": "user", "content": "x"}]}')))
         assert (status, json.loads(body)["error"]["message"]) == (503, "No worker of model 'tiny' is up: 1 draining.")
-        edge.core.set_draining(worker_id, 0.0, on=False)
+        edge.core.set_draining(worker_id, 0.0, is_draining=False)
         status, headers, body = parts(await edge.exchange(get("/health", method="HEAD")))
         assert (status, body) == (200, b"")
         assert int(headers["content-length"]) > 0
