@@ -37,7 +37,7 @@ from router.http.routes import Answer
 from router.prompting.reader import TokenizedPrompt
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
-from router.shadow.report import Findings, render_page
+from router.shadow.report import ShadowReport, render_page
 from router.shadow.request_log import read_log
 
 log = logging.getLogger("router")
@@ -254,9 +254,9 @@ class ShadowProcess(RouterProcess):
     def _warmup_requests(self, count: int) -> int:
         return min(int(count * self._shadow.warm_share), count - 1)
 
-    def _report(self) -> Findings:
+    def _report(self) -> ShadowReport:
         """What is known now."""
-        return Findings(
+        return ShadowReport(
             version=self._version,
             since=self._started_at,
             until=time.time(),

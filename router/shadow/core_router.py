@@ -42,12 +42,12 @@ class BlockScaled:
         chunks = range(max(self._block // chunk_tokens, 1))  # of a block; each has a key of its own
         return [key + chunk for key in keys for chunk in chunks]
 
-    def match(self, token_ids: Tokens, scope: Scope, *few: Any) -> list[Match]:
-        found = []
-        for m in self._inner.match(token_ids, scope, *few):
-            tokens, gpu, pinned = (count * self._block for count in (m.tokens, m.gpu_tokens, m.pinned_tokens))
-            found.append(Match(m.holder, tokens, gpu, (gpu, 0, 0, 0), pinned))
-        return found
+    def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
+        matches = []
+        for m in self._inner.match(token_ids, scope, *options):
+            tokens, gpu, pinned_tokens = (count * self._block for count in (m.tokens, m.gpu_tokens, m.pinned_tokens))
+            matches.append(Match(m.holder, tokens, gpu, (gpu, 0, 0, 0), pinned_tokens))
+        return matches
 
     def add_holder(self, name: str, model: str) -> HolderId:
         holder = self._inner.add_holder(name, model)
@@ -92,7 +92,7 @@ class CoreRouter(Router):
             cluster.at(0.0, self._heartbeat)
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        routed = RouteRequest(
+        route_request = RouteRequest(
             request_id=str(request.index),
             model=MODEL,
             scope=Scope(MODEL),
@@ -100,7 +100,7 @@ class CoreRouter(Router):
             prompt_tokens=request.prompt_tokens,
             session=str(request.session),
         )
-        return self._perform([self.core.route(routed, now)])
+        return self._perform([self.core.route(route_request, now)])
 
     def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
         return self._perform(self.core.record_first_token(str(request.index), now))
@@ -127,9 +127,9 @@ class CoreRouter(Router):
 
     def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
         to, of = ("CPU", "GPU") if down else ("GPU", "CPU")
-        stored = BlockStored(list(ids), None, [], 0, None, to, None)
+        stored_event = BlockStored(list(ids), None, [], 0, None, to, None)
         self.core.index.ingest(
-            self.holders[worker], encode_batch(EventBatch(now, [stored, BlockRemoved(list(ids), of)]))
+            self.holders[worker], encode_batch(EventBatch(now, [stored_event, BlockRemoved(list(ids), of)]))
         )
 
     def _perform(self, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
@@ -151,9 +151,9 @@ class CoreRouter(Router):
         """The edge counts chunks as they pass, and tells now and then."""
         cluster = self.cluster
         for worker in cluster.workers:
-            for job, said in worker.progress(cluster.now):
+            for job, output_tokens in worker.progress(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
-                    self.core.record_progress(str(job.request.index), said, cluster.now)
+                    self.core.record_progress(str(job.request.index), output_tokens, cluster.now)
         cluster.at(cluster.now + PROGRESS_S, self._progress)
 
     def _heartbeat(self) -> None:

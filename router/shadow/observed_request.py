@@ -54,85 +54,91 @@ class PrefixLinks:
         self._keep = keep
         self._ends: OrderedDict[int, int] = OrderedDict()
 
-    def follow(self, serial: int, ids: Sequence[int], full: int, begins: Callable[[int], bool]) -> int | None:
+    def follow(self, serial: int, ids: Sequence[int], full_blocks: int, is_prefix: Callable[[int], bool]) -> int | None:
         """The request that this one continues, if any, and remember this one. `begins(earlier)`: whether the prompt
         has that one's whole prompt before it; blocks alone do not tell what came after the last full one."""
-        found = None
+        predecessor = None
         for block in reversed(ids):
             earlier = self._ends.get(block)
-            if earlier is not None and begins(earlier):
-                found = earlier
+            if earlier is not None and is_prefix(earlier):
+                predecessor = earlier
                 break
-        if full:
-            self._ends[ids[full - 1]] = serial
-            self._ends.move_to_end(ids[full - 1])
+        if full_blocks:
+            self._ends[ids[full_blocks - 1]] = serial
+            self._ends.move_to_end(ids[full_blocks - 1])
             if len(self._ends) > self._keep:
                 self._ends.popitem(last=False)
-        return found
+        return predecessor
 
 
-def find_predecessors(seen: Sequence[ObservedRequest]) -> list[int | None]:
+def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
     """For each of `seen`, in the order of arrival, the place of the one whose end it waited for; None: it came when it
     came."""
-    place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
-    last = _sequential_predecessors(seen)
-    found: list[int | None] = []
-    for i, one in enumerate(seen):
-        before = last.get(i, place.get(one.continues) if one.continues is not None else None)
-        while before is not None and not _ended_before(seen[before], one):
-            before = found[before]  # beside a turn: after what that one waited for
-        found.append(before)
-    for begun, over in _next_conversations(seen, found):
-        found[begun] = over
-    return found
+    position: Mapping[int, int] = {request.serial: i for i, request in enumerate(requests)}
+    last = _sequential_predecessors(requests)
+    predecessors: list[int | None] = []
+    for i, request in enumerate(requests):
+        predecessor = last.get(i, position.get(request.continues) if request.continues is not None else None)
+        while predecessor is not None and not _ended_before(requests[predecessor], request):
+            predecessor = predecessors[predecessor]  # beside a turn: after what that one waited for
+        predecessors.append(predecessor)
+    for first, previous_last in _next_conversations(requests, predecessors):
+        predecessors[first] = previous_last
+    return predecessors
 
 
-def _ended_before(earlier: ObservedRequest, later: ObservedRequest) -> bool:
-    return earlier.end_s is not None and earlier.end_s <= later.arrival_s
+def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
+    return earlier.end_s is not None and earlier.end_s <= following.arrival_s
 
 
-def _sequential_predecessors(seen: Sequence[ObservedRequest]) -> dict[int, int]:
+def _sequential_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
     """place -> that of the last one of the same name, of names under which nothing ever came before an end."""
     last: dict[str, int] = {}
-    found: dict[str, dict[int, int] | None] = {}
-    for i, one in enumerate(seen):
-        if one.user is None:
+    pairs_by_user: dict[str, dict[int, int] | None] = {}
+    for i, request in enumerate(requests):
+        if request.user is None:
             continue
-        before, pairs = last.get(one.user), found.setdefault(one.user, {})
+        before, pairs = last.get(request.user), pairs_by_user.setdefault(request.user, {})
         if before is not None and pairs is not None:
-            if _ended_before(seen[before], one):
+            if _ended_before(requests[before], request):
                 pairs[i] = before
             else:
-                found[one.user] = None
-        last[one.user] = i
-    return {i: before for pairs in found.values() if pairs for i, before in pairs.items()}
+                pairs_by_user[request.user] = None
+        last[request.user] = i
+    return {i: before for pairs in pairs_by_user.values() if pairs for i, before in pairs.items()}
 
 
-def _next_conversations(seen: Sequence[ObservedRequest], found: Sequence[int | None]) -> list[tuple[int, int]]:
+def _next_conversations(
+    requests: Sequence[ObservedRequest], predecessors: Sequence[int | None]
+) -> list[tuple[int, int]]:
     """(first of a conversation, last of the one that its user held before), where users hold one after the other; who
     ended first is taken to begin first."""
     root: list[int] = []
-    over: dict[int, int] = {}
+    last_by_first: dict[int, int] = {}
     """first of a conversation -> the one of it that ended last."""
-    for i, before in enumerate(found):
+    for i, before in enumerate(predecessors):
         root.append(i if before is None else root[before])
-        if seen[i].end_s is None:
+        if requests[i].end_s is None:
             return []
-        known = over.setdefault(root[i], i)
-        if _end(seen[i]) > _end(seen[known]):
-            over[root[i]] = i
-    ends = deque(sorted(over.values(), key=lambda last: _end(seen[last])))
+        last_so_far = last_by_first.setdefault(root[i], i)
+        if _end(requests[i]) > _end(requests[last_so_far]):
+            last_by_first[root[i]] = i
+    ends = deque(sorted(last_by_first.values(), key=lambda last: _end(requests[last])))
     pairs = []
-    for begun in over:  # in the order of arrival
-        if _end(seen[ends[0]]) <= seen[begun].arrival_s:
-            pairs.append((begun, ends.popleft()))
-    talks = [(seen[begun].arrival_s, _end(seen[last])) for begun, last in over.items()]
-    return pairs if is_closed_loop(talks, [(_end(seen[last]), seen[begun].arrival_s) for begun, last in pairs]) else []
+    for first in last_by_first:  # in the order of arrival
+        if _end(requests[ends[0]]) <= requests[first].arrival_s:
+            pairs.append((first, ends.popleft()))
+    talks = [(requests[first].arrival_s, _end(requests[last])) for first, last in last_by_first.items()]
+    return (
+        pairs
+        if is_closed_loop(talks, [(_end(requests[last]), requests[first].arrival_s) for first, last in pairs])
+        else []
+    )
 
 
-def _end(one: ObservedRequest) -> float:
-    assert one.end_s is not None
-    return one.end_s
+def _end(request: ObservedRequest) -> float:
+    assert request.end_s is not None
+    return request.end_s
 
 
 def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
@@ -150,22 +156,22 @@ def is_closed_loop(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[f
     if fmean(gaps) > GAP_SHARE_MAX * length_s:
         return False
     starts, users = [begin for begin, _ in talks], max(len(talks) - len(pairs), 1)
-    rounds = [later - begin for begin, later in zip(starts, starts[users:])]
+    rounds = [following - begin for begin, following in zip(starts, starts[users:])]
     if len(rounds) > 1 and pvariance(gaps) > CLOCK_SPREAD_MAX * pvariance(rounds):
         return False  # they come by the clock
-    while_s = min(max(3.0 * fmean(gaps), length_s / 16), length_s / 3)
-    whiles = int((until_s - since_s) / while_s)
-    if whiles < 4:
+    interval_s = min(max(3.0 * fmean(gaps), length_s / 16), length_s / 3)
+    interval_count = int((until_s - since_s) / interval_s)
+    if interval_count < 4:
         return False
-    less, events = [0] * whiles, 0
+    balance, events = [0] * interval_count, 0
     for moments, sign in ((starts, 1), ([end for _, end in talks], -1)):
         for at_s in moments:
-            k = int((at_s - since_s) / while_s)
-            if at_s >= since_s and k < whiles:
-                less[k] += sign
+            k = int((at_s - since_s) / interval_s)
+            if at_s >= since_s and k < interval_count:
+                balance[k] += sign
                 events += 1
-    steady = fmean(gaps) / length_s * users**0.5 < STEADY  # a number open by chance varies by its root
-    return pvariance(less) < (SPREAD_STEADY_MAX if steady else SPREAD_MAX) * events / whiles
+    is_steady = fmean(gaps) / length_s * users**0.5 < STEADY  # a number open by chance varies by its root
+    return pvariance(balance) < (SPREAD_STEADY_MAX if is_steady else SPREAD_MAX) * events / interval_count
 
 
 def _busy_interval(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -176,5 +182,5 @@ def _busy_interval(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
         number += change
         numbers.append(number)
     least = (1.0 - GAP_SHARE_MAX) * max(numbers, default=0)
-    many = [at_s for (at_s, _), number in zip(moments, numbers) if number >= least]
-    return (many[0], many[-1]) if many else (0.0, 0.0)
+    busy_times = [at_s for (at_s, _), number in zip(moments, numbers) if number >= least]
+    return (busy_times[0], busy_times[-1]) if busy_times else (0.0, 0.0)

@@ -75,48 +75,52 @@ class Recorder:
 
     def record_copy(self, exchange: Mirrored) -> None:
         """A copy was answered."""
-        route, priced = exchange.route, exchange.decision
-        if route is None or route.token_ids is None or priced is None:
+        route, decision = exchange.route, exchange.decision
+        if route is None or route.token_ids is None or decision is None:
             self.counts["unread"] += 1
             return
         if exchange.outcome != MIRRORED:
             self.counts["failed"] += 1
             return
-        seen = self._observe(route, exchange.started_s)
-        held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
-        self._place_predecessor(seen.continues, held)
+        observed = self._observe(route, exchange.started_s)
+        cached_tokens = {terms.worker: terms.resident_tokens for terms in decision.candidates}
+        self._place_predecessor(observed.continues, cached_tokens)
         if len(self._open) >= OPEN_MAX:
             self.counts["unplaced"] += 1
         else:
             goal = (route.prompt_tokens - 1) // self.block * self.block
-            self._open[seen.serial] = UnplacedRequest(seen, route, priced, exchange, goal, held, self.now())
+            self._open[observed.serial] = UnplacedRequest(
+                observed, route, decision, exchange, goal, cached_tokens, self.now()
+            )
 
     def place_open_requests(self, now: float) -> None:
         """Find out where open requests went. Call every tick."""
         targets = self.core.tracker.targets
-        for one in list(self._open.values()):
-            if now < one.next_s:
+        for request in list(self._open.values()):
+            if now < request.next_s:
                 continue
-            matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
+            matches = {
+                m.holder: m.tokens for m in self.core.index.match(request.route.token_ids or (), request.route.scope)
+            }
             worker = self._find_grown_cache(
-                one, {name: matches.get(target.holder, 0) for name, target in targets.items()}
+                request, {name: matches.get(target.holder, 0) for name, target in targets.items()}
             )
-            holder = self._holder(one) if now - one.seen.arrival_s > SETTLED_S else None
+            holder = self._holder(request) if now - request.seen.arrival_s > SETTLED_S else None
             if worker is not None:
-                self._record_placed(one, worker, now)
+                self._record_placed(request, worker, now)
             elif holder is not None:
-                one.seen.worker = holder
-                self._store(one.seen)
-            elif now - one.seen.arrival_s > self.config.placed_s:
+                request.seen.worker = holder
+                self._store(request.seen)
+            elif now - request.seen.arrival_s > self.config.placed_s:
                 self.counts["unplaced"] += 1
             else:
-                one.next_s = now + max(LOOK_S, LOOK_SHARE * (now - one.seen.arrival_s))
+                request.next_s = now + max(LOOK_S, LOOK_SHARE * (now - request.seen.arrival_s))
                 continue
-            del self._open[one.seen.serial]
+            del self._open[request.seen.serial]
 
     def engines(self) -> list[ObservedEngine]:
         """What is known of the workers that the window names."""
-        named = {seen.worker for seen in self.requests}
+        worker_ids = {seen.worker for seen in self.requests}
         specs = [worker.spec for worker in self.core.workers.values()]
         engines = [
             ObservedEngine(
@@ -124,65 +128,72 @@ class Recorder:
             )
             for s in specs
         ]
-        gone = named - {engine.name for engine in engines}
-        return engines + [ObservedEngine(name) for name in sorted(gone)]
+        removed_ids = worker_ids - {engine.name for engine in engines}
+        return engines + [ObservedEngine(name) for name in sorted(removed_ids)]
 
-    def _cache_tokens(self, worker_id: str, told: int | None) -> int | None:
-        if told is not None:
-            return told
-        found = [target.observed_capacity_tokens for target in self.core.registry.targets_of(worker_id)]
-        return sum(tokens or 0 for tokens in found) or None
+    def _cache_tokens(self, worker_id: str, declared_tokens: int | None) -> int | None:
+        if declared_tokens is not None:
+            return declared_tokens
+        target_tokens = [target.observed_capacity_tokens for target in self.core.registry.targets_of(worker_id)]
+        return sum(tokens or 0 for tokens in target_tokens) or None
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """A request of a log, which went there."""
         at_s = line.at if line.at is not None else float(len(self.requests))
-        seen = self._observe(route, at_s)
-        seen.worker, seen.cached_tokens, seen.output_tokens = worker, line.cached_tokens, line.output_tokens
-        seen.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
-        seen.end_s = None if line.seconds is None else at_s + line.seconds
-        self._store(seen)
+        observed = self._observe(route, at_s)
+        observed.worker, observed.cached_tokens, observed.output_tokens = worker, line.cached_tokens, line.output_tokens
+        observed.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
+        observed.end_s = None if line.seconds is None else at_s + line.seconds
+        self._store(observed)
 
     # Where it went --------------------------------------------------------------------------------------------------
 
-    def _place_predecessor(self, earlier: int | None, held: Mapping[str, int]) -> None:
+    def _place_predecessor(self, earlier: int | None, cached_tokens: Mapping[str, int]) -> None:
         """The turn after that one came when caches held so much of the earlier prompt and of more. Later the cache that
         this turn goes to may have grown by both."""
-        one = None if earlier is None else self._open.get(earlier)
-        worker = None if one is None else self._find_grown_cache(one, held)
-        if one is not None and worker is not None:
-            del self._open[one.seen.serial]
-            self._record_placed(one, worker, self.now())
+        request = None if earlier is None else self._open.get(earlier)
+        worker = None if request is None else self._find_grown_cache(request, cached_tokens)
+        if request is not None and worker is not None:
+            del self._open[request.seen.serial]
+            self._record_placed(request, worker, self.now())
 
-    def _find_grown_cache(self, one: UnplacedRequest, held: Mapping[str, int]) -> str | None:
+    def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
         """The worker whose cache has the whole prompt, `held` tokens of it, and had less; of several the one that grew
         most."""
-        found = []
+        candidates = []
         for target in self.core.tracker.targets.values():
-            had, has = one.held.get(target.name, 0), min(held.get(target.name, 0), one.route.prompt_tokens)
-            if one.goal and has >= one.goal > had:
-                found.append((has - had, target.worker_id))
-        if not found:
+            had, has = (
+                request.held.get(target.name, 0),
+                min(cached_tokens.get(target.name, 0), request.route.prompt_tokens),
+            )
+            if request.goal and has >= request.goal > had:
+                candidates.append((has - had, target.worker_id))
+        if not candidates:
             return None
-        most = max(grown for grown, _ in found)
-        best = [worker for grown, worker in found if grown == most]
+        largest_growth = max(growth for growth, _ in candidates)
+        best = [worker for growth, worker in candidates if growth == largest_growth]
         return best[0] if len(best) == 1 else None
 
-    def _holder(self, one: UnplacedRequest) -> str | None:
+    def _holder(self, request: UnplacedRequest) -> str | None:
         """The only worker that had the whole prompt when its copy came: all of it from before, or its answer had begun
         by then. How much was cached is not known."""
         targets = self.core.tracker.targets
-        full = [name for name, tokens in one.held.items() if tokens >= one.goal > 0 and name in targets]
+        full = [name for name, tokens in request.held.items() if tokens >= request.goal > 0 and name in targets]
         workers = {targets[name].worker_id for name in full}
         return workers.pop() if len(workers) == 1 else None
 
-    def _record_placed(self, one: UnplacedRequest, worker: str, now: float) -> None:
-        decision = decision_for_worker(worker, one.priced)
+    def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
+        decision = decision_for_worker(worker, request.priced)
         if decision is None:
             self.counts["unplaced"] += 1
             return
-        one.seen.worker, one.seen.first_token_s, one.seen.cached_tokens = worker, now, decision.predicted_cached_tokens
-        self._store(one.seen)
-        self.on_placed(one.exchange.trace_id.decode("latin-1"), one.exchange.asked, one.route, decision)
+        request.seen.worker, request.seen.first_token_s, request.seen.cached_tokens = (
+            worker,
+            now,
+            decision.predicted_cached_tokens,
+        )
+        self._store(request.seen)
+        self.on_placed(request.exchange.trace_id.decode("latin-1"), request.exchange.asked, request.route, decision)
 
     def _store(self, seen: ObservedRequest) -> None:
         insort(self.requests, seen, key=lambda one: one.arrival_s)
@@ -195,40 +206,43 @@ class Recorder:
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
         if not self.block:
-            told = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
-            self.block = max(told, default=BLOCK_TOKENS)
+            block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
+            self.block = max(block_sizes, default=BLOCK_TOKENS)
             self._links = PrefixLinks(self.config.requests_max)
         assert self._links is not None
         tokens = array(ID_TYPE, route.token_ids or ())
         size, block = len(tokens), self.block
         # One token more: digests go up to the last but one.
         keys = self.core.index.chunk_keys(array(ID_TYPE, [*tokens, 0]).tobytes(), route.scope, block)
-        whole = xxhash.xxh3_64_intdigest(tokens.tobytes())
-        ids = array("Q", keys if size % block == 0 else [*keys, whole])
+        prompt_digest = xxhash.xxh3_64_intdigest(tokens.tobytes())
+        ids = array("Q", keys if size % block == 0 else [*keys, prompt_digest])
         serial = next(self._serials)
-        seen = ObservedRequest(serial, at_s, ids, size, "", user=route.session)
-        seen.continues = self._links.follow(
+        observed = ObservedRequest(serial, at_s, ids, size, "", user=route.session)
+        observed.continues = self._links.follow(
             serial, ids, size // block, lambda earlier: self._continues(tokens, earlier)
         )
-        self._ends[serial] = (size, whole)
+        self._ends[serial] = (size, prompt_digest)
         if len(self._ends) > self.config.requests_max:
             self._ends.popitem(last=False)
-        return seen
+        return observed
 
     def _continues(self, tokens: array[int], earlier: int) -> bool:
-        known = self._ends.get(earlier)
-        if known is None or known[0] >= len(tokens):
+        previous_end = self._ends.get(earlier)
+        if previous_end is None or previous_end[0] >= len(tokens):
             return False
-        return xxhash.xxh3_64_intdigest(memoryview(tokens)[: known[0]].tobytes()) == known[1]
+        return xxhash.xxh3_64_intdigest(memoryview(tokens)[: previous_end[0]].tobytes()) == previous_end[1]
 
 
 def decision_for_worker(worker: str, priced: Decision) -> Decision | None:
     """Return the decision that sends a request to `worker` on the terms of its arrival; None where the worker was no
     candidate. Of several ranks the one counts that has most of the prompt cached."""
-    own = [terms for terms in priced.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
-    if not own:
+    worker_terms = [terms for terms in priced.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
+    if not worker_terms:
         return None
-    terms, most = (max(some, key=lambda one: one.cached_tokens) for some in (own, priced.candidates))
+    terms, most_cached_terms = (
+        max(candidates, key=lambda candidate: candidate.cached_tokens)
+        for candidates in (worker_terms, priced.candidates)
+    )
     return msgspec.structs.replace(
         priced,
         worker=worker,
@@ -237,5 +251,5 @@ def decision_for_worker(worker: str, priced: Decision) -> Decision | None:
         terms=terms,
         predicted_cached_tokens=terms.cached_tokens,
         predicted_ttft_s=terms.ttft_s,
-        most_cached=most if most.cached_tokens > terms.cached_tokens else None,
+        most_cached=most_cached_terms if most_cached_terms.cached_tokens > terms.cached_tokens else None,
     )

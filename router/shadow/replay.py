@@ -97,16 +97,19 @@ class RecordedPlacement(Router):
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         ids, limit = request.ids, (request.prompt_tokens - 1) // request.block
         place = self._places[request.index]
-        here = best = self.cluster.workers[place].cache.match(ids, limit)
-        if here < limit:
+        own_blocks = best_blocks = self.cluster.workers[place].cache.match(ids, limit)
+        if own_blocks < limit:
             for worker in self.cluster.workers:
-                if worker.cache.has(ids[here]):
-                    best = max(best, worker.cache.match(ids, limit))
-        had = best
-        while had < limit and ids[had] in self._seen_blocks:
-            had += 1
-        self.blocks_elsewhere[request.index], self.blocks_evicted[request.index] = best - here, had - best
-        self.blocks_ever_cached[request.index] = had
+                if worker.cache.has(ids[own_blocks]):
+                    best_blocks = max(best_blocks, worker.cache.match(ids, limit))
+        ever_cached = best_blocks
+        while ever_cached < limit and ids[ever_cached] in self._seen_blocks:
+            ever_cached += 1
+        self.blocks_elsewhere[request.index], self.blocks_evicted[request.index] = (
+            best_blocks - own_blocks,
+            ever_cached - best_blocks,
+        )
+        self.blocks_ever_cached[request.index] = ever_cached
         return [(request.index, place)]
 
     def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -114,23 +117,27 @@ class RecordedPlacement(Router):
 
 
 def _lost_tokens(
-    placed: RecordedPlacement, seen: Sequence[ObservedRequest], kept: Iterable[int], block: int
+    placement: RecordedPlacement, requests: Sequence[ObservedRequest], counted: Iterable[int], block: int
 ) -> dict[str, int]:
     """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
     no worker had any more, and what a session's next prompt has otherwise than the one before."""
-    changed = dict.fromkeys(range(len(seen)), 0)
+    changed_blocks = dict.fromkeys(range(len(requests)), 0)
     last: dict[str, ObservedRequest] = {}
-    for i, one in enumerate(seen):
-        before = None if one.user is None else last.get(one.user)
-        if before is not None and one.continues != before.serial and before.block_ids[:1] == one.block_ids[:1]:
-            limit = min(before.prompt_tokens // block, (one.prompt_tokens - 1) // block)
-            changed[i] = max(limit - placed.blocks_ever_cached[i], 0)
-        if one.user is not None:
-            last[one.user] = one
-    kept = list(kept)
+    for i, request in enumerate(requests):
+        previous = None if request.user is None else last.get(request.user)
+        if (
+            previous is not None
+            and request.continues != previous.serial
+            and previous.block_ids[:1] == request.block_ids[:1]
+        ):
+            limit = min(previous.prompt_tokens // block, (request.prompt_tokens - 1) // block)
+            changed_blocks[i] = max(limit - placement.blocks_ever_cached[i], 0)
+        if request.user is not None:
+            last[request.user] = request
+    counted = list(counted)
     return {
-        "workload": block * sum(placed.blocks_evicted[i] + changed[i] for i in kept),
-        "routing": block * sum(placed.blocks_elsewhere[i] for i in kept),
+        "workload": block * sum(placement.blocks_evicted[i] + changed_blocks[i] for i in counted),
+        "routing": block * sum(placement.blocks_elsewhere[i] for i in counted),
     }
 
 
@@ -143,20 +150,20 @@ def compare(
 ) -> Comparison:
     """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
     where nothing is left to compare."""
-    kept = range(warming, len(seen))
-    if not kept:
+    counted = range(warming, len(seen))
+    if not counted:
         raise ValueError(f"{len(seen)} requests were seen, of which {warming} only fill the caches: none is left")
     steps = learn_step_times(seen, engines)
     workload, waiting = make_workload(seen, block, waits=False), make_workload(seen, block, waits=True)
     number = {engine.name: i for i, engine in enumerate(engines)}
     longest = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
-    rooms = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
+    cache_blocks = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
     cluster = ClusterConfig(
         workers=len(engines),
         cache_blocks=None,
         speed=1.0,
         service=StepTimes(),
-        each=[(steps[engine.name], room) for engine, room in zip(engines, rooms)],
+        each=[(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
         limits=EngineLimits(
             min(engine.seats or SEATS for engine in engines),
             preempts=True,
@@ -164,21 +171,26 @@ def compare(
         ),
     )
     places = [number[s.worker] for s in seen]
-    placed = RecordedPlacement(places)
-    first = Cluster(cluster, workload, [placed]).run()
+    placement = RecordedPlacement(places)
+    today_result = Cluster(cluster, workload, [placement]).run()
     for _ in range(FIT_ROUNDS_MAX):
-        longer = _decode_ratio(seen, first)
-        if abs(longer - 1.0) < FIT_TOLERANCE:
+        decode_ratio = _decode_ratio(seen, today_result)
+        if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
             break
-        cluster = replace(cluster, each=[(_scale_decode(service, longer), room) for service, room in cluster.each])
-        placed = RecordedPlacement(places)
-        first = Cluster(cluster, workload, [placed]).run()
+        cluster = replace(
+            cluster, each=[(_scale_decode(service, decode_ratio), blocks) for service, blocks in cluster.each]
+        )
+        placement = RecordedPlacement(places)
+        today_result = Cluster(cluster, workload, [placement]).run()
     steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
-    second = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
-    today, ours = _simulated_totals(first, workload, kept), _simulated_totals(second, workload, kept)
-    measured = _measured_totals([seen[i] for i in kept], today)
-    base = measured or today
-    saved = Totals(
+    router_result = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
+    today, ours = (
+        _simulated_totals(today_result, workload, counted),
+        _simulated_totals(router_result, workload, counted),
+    )
+    measured_totals = _measured_totals([seen[i] for i in counted], today)
+    base = measured_totals or today
+    savings = Totals(
         _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
         _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
         None,
@@ -186,36 +198,48 @@ def compare(
     if all(s.end_s is None for s in seen):
         today.seconds = ours.seconds = base.seconds = None
     elif base.seconds is not None and today.seconds is not None and ours.seconds is not None:
-        saved.seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
-    prompt_tokens = sum(seen[i].prompt_tokens for i in kept)
+        savings.seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
+    prompt_tokens = sum(seen[i].prompt_tokens for i in counted)
     times = {
         "measured": [s.first_token_s - s.arrival_s for s in seen[warming:] if s.first_token_s is not None],
-        "today, as played": [first.ttft_s[i] for i in kept],
-        "router run": [second.ttft_s[i] for i in kept],
+        "today, as played": [today_result.ttft_s[i] for i in counted],
+        "router run": [router_result.ttft_s[i] for i in counted],
     }
     quantiles = {name: _percentiles(values) for name, values in times.items() if values}
-    waited = sum(request.after is not None for request in waiting.requests)
-    lost = _lost_tokens(placed, seen, kept, block)
-    return Comparison(len(kept), warming, waited, prompt_tokens, measured, today, ours, saved, lost, steps, quantiles)
+    waiting_requests = sum(request.after is not None for request in waiting.requests)
+    lost_tokens = _lost_tokens(placement, seen, counted, block)
+    return Comparison(
+        len(counted),
+        warming,
+        waiting_requests,
+        prompt_tokens,
+        measured_totals,
+        today,
+        ours,
+        savings,
+        lost_tokens,
+        steps,
+        quantiles,
+    )
 
 
-def _decode_ratio(seen: Sequence[ObservedRequest], result: Result) -> float:
+def _decode_ratio(requests: Sequence[ObservedRequest], result: Result) -> float:
     """How many times as long answers took from their first token on as they did in the play."""
-    took = [
+    decode_times = [
         (i, s.end_s - s.first_token_s)
-        for i, s in enumerate(seen)
+        for i, s in enumerate(requests)
         if s.end_s is not None and s.first_token_s is not None
     ]
-    play = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in took)
-    return sum(seconds for _, seconds in took) / play if play > 0.0 and took else 1.0
+    play = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in decode_times)
+    return sum(seconds for _, seconds in decode_times) / play if play > 0.0 and decode_times else 1.0
 
 
-def _scale_decode(steps: StepTimes, longer: float) -> StepTimes:
+def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
     return replace(
         steps,
-        step_s=steps.step_s * longer,
-        decode_request_s=steps.decode_request_s * longer,
-        decode_context_s=steps.decode_context_s * longer,
+        step_s=steps.step_s * ratio,
+        decode_request_s=steps.decode_request_s * ratio,
+        decode_context_s=steps.decode_context_s * ratio,
     )
 
 
@@ -224,65 +248,72 @@ def _percentiles(values: list[float]) -> list[float]:
     return [values[round(k / 100 * (len(values) - 1))] for k in range(101)]
 
 
-def _scale_saving(measured: float, today: float, ours: float) -> float:
-    return measured * (1.0 - ours / today) if today > 0.0 else 0.0
+def _scale_saving(measured_value: float, today: float, ours: float) -> float:
+    return measured_value * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _simulated_totals(result: Result, workload: Workload, kept: Iterable[int]) -> Totals:
-    kept, requests = list(kept), workload.requests
+def _simulated_totals(result: Result, workload: Workload, counted: Iterable[int]) -> Totals:
+    counted, requests = list(counted), workload.requests
     return Totals(
-        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in kept)),
-        sum(result.ttft_s[i] for i in kept),
-        sum(result.e2e_s[i] for i in kept),
+        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in counted)),
+        sum(result.ttft_s[i] for i in counted),
+        sum(result.e2e_s[i] for i in counted),
     )
 
 
-def _measured_totals(seen: Sequence[ObservedRequest], today: Totals) -> Totals | None:
+def _measured_totals(requests: Sequence[ObservedRequest], today: Totals) -> Totals | None:
     """Times of those whose times are known stand for all of them."""
-    first = [s.first_token_s - s.arrival_s for s in seen if s.first_token_s is not None]
-    whole = [s.end_s - s.arrival_s for s in seen if s.end_s is not None]
-    told = [s for s in seen if s.cached_tokens is not None]
-    if not first:
+    ttfts = [s.first_token_s - s.arrival_s for s in requests if s.first_token_s is not None]
+    latencies = [s.end_s - s.arrival_s for s in requests if s.end_s is not None]
+    reporting_requests = [s for s in requests if s.cached_tokens is not None]
+    if not ttfts:
         return None
-    tokens, computed = sum(s.prompt_tokens for s in told), sum(s.prompt_tokens - (s.cached_tokens or 0) for s in told)
+    tokens, computed_tokens = (
+        sum(s.prompt_tokens for s in reporting_requests),
+        sum(s.prompt_tokens - (s.cached_tokens or 0) for s in reporting_requests),
+    )
     return Totals(
-        computed * sum(s.prompt_tokens for s in seen) / tokens if tokens else today.computed_tokens,
-        sum(first) * len(seen) / len(first),
-        sum(whole) * len(seen) / len(whole) if whole else today.seconds,
+        computed_tokens * sum(s.prompt_tokens for s in requests) / tokens if tokens else today.computed_tokens,
+        sum(ttfts) * len(requests) / len(ttfts),
+        sum(latencies) * len(requests) / len(latencies) if latencies else today.seconds,
     )
 
 
 # What the engines take ------------------------------------------------------------------------------------------------
 
 
-def learn_step_times(seen: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
+def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
     """worker -> what its steps take, as the router learns it of the answers that pass through it."""
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
     moments: list[tuple[float, int, ObservedRequest]] = []
-    for one in seen:
-        if one.first_token_s is not None and one.worker in targets:
-            moments += [(one.arrival_s, 0, one), (one.first_token_s, 1, one), (one.end_s or one.first_token_s, 2, one)]
-    for now, kind, one in sorted(moments, key=lambda moment: (moment[0], moment[2].serial, moment[1])):
-        name = str(one.serial)
+    for request in requests:
+        if request.first_token_s is not None and request.worker in targets:
+            moments += [
+                (request.arrival_s, 0, request),
+                (request.first_token_s, 1, request),
+                (request.end_s or request.first_token_s, 2, request),
+            ]
+    for now, kind, request in sorted(moments, key=lambda moment: (moment[0], moment[2].serial, moment[1])):
+        name = str(request.serial)
         tracker.advance(now)
         if kind == 0:
-            cached = min(one.cached_tokens or 0, one.prompt_tokens)
+            cached_tokens = min(request.cached_tokens or 0, request.prompt_tokens)
             tracker.add_request(
                 name,
-                targets[one.worker],
-                prompt_tokens=one.prompt_tokens,
-                cached_tokens=cached,
+                targets[request.worker],
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=cached_tokens,
                 stream=True,
                 now=now,
-                expected_tokens=float(one.output_tokens or 0),
+                expected_tokens=float(request.output_tokens or 0),
             )
         elif kind == 1:
             tracker.record_first_token(name, now)
         else:
-            tracker.record_progress(name, one.output_tokens or 0)
-            tracker.record_answer(name, one.output_tokens, now)
-            tracker.end_request(name, now, reported_cached=one.cached_tokens)
+            tracker.record_progress(name, request.output_tokens or 0)
+            tracker.record_answer(name, request.output_tokens, now)
+            tracker.end_request(name, now, reported_cached=request.cached_tokens)
     models = {name: target.speeds.measured_model(name) for name, target in targets.items()}
     return {name: StepTimes(**asdict(model)) for name, model in models.items()}
 
@@ -304,35 +335,35 @@ class _BlockNumbers:
 def make_workload(seen: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
     """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
     it did. Lengths of answers that are not known: the mean of those that are."""
-    place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
-    told = [one.output_tokens for one in seen if one.output_tokens]
-    usual = max(1, round(sum(told) / len(told))) if told else 1
+    position: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(seen)}
+    output_lengths = [observed.output_tokens for observed in seen if observed.output_tokens]
+    mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
     names = _BlockNumbers({}, count(1))
-    waited = find_predecessors(seen) if waits else [None] * len(seen)
+    predecessors = find_predecessors(seen) if waits else [None] * len(seen)
     requests: list[SimRequest] = []
-    for i, (one, last) in enumerate(zip(seen, waited)):
-        before = place.get(one.continues) if one.continues is not None else None
-        end_s = None if before is None else seen[before].end_s
+    for i, (observed, last) in enumerate(zip(seen, predecessors)):
+        previous = position.get(observed.continues) if observed.continues is not None else None
+        end_s = None if previous is None else seen[previous].end_s
         since_s = None if last is None else seen[last].end_s
         request = SimRequest(
             index=i,
-            session=i if before is None else requests[before].session,
-            arrival_s=one.arrival_s - (seen[0].arrival_s if since_s is None else since_s),
-            prompt_tokens=one.prompt_tokens,
-            output_tokens=one.output_tokens or usual,
-            ids=names.of(one.block_ids),
+            session=i if previous is None else requests[previous].session,
+            arrival_s=observed.arrival_s - (seen[0].arrival_s if since_s is None else since_s),
+            prompt_tokens=observed.prompt_tokens,
+            output_tokens=observed.output_tokens or mean_output_tokens,
+            ids=names.of(observed.block_ids),
             after=last,
             block=block,
         )
         requests.append(request)
-        if before is not None and (end_s is None or end_s <= one.arrival_s):
-            earlier = requests[before]
+        if previous is not None and (end_s is None or end_s <= observed.arrival_s):
+            earlier = requests[previous]
             full = earlier.full_blocks
             reach = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)
             if not earlier.final_ids and reach >= full and earlier.ids[:full] == request.ids[:full]:
                 earlier.final_ids = request.ids[:reach]
     for request in requests:
         ends = (request.prompt_tokens + request.output_tokens - 1) // block  # the last token is never computed
-        known = request.final_ids or request.ids[: request.full_blocks]
-        request.final_ids = known + [next(names.fresh) for _ in range(ends - len(known))]
+        known_ids = request.final_ids or request.ids[: request.full_blocks]
+        request.final_ids = known_ids + [next(names.fresh) for _ in range(ends - len(known_ids))]
     return Workload("seen", requests, f"{len(requests)} requests that were seen")

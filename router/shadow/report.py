@@ -29,7 +29,7 @@ PLAYED = (
 WIDTH, HEIGHT = 640, 180
 
 
-class Findings(msgspec.Struct):
+class ShadowReport(msgspec.Struct):
     """All there is to tell."""
 
     version: str
@@ -70,14 +70,14 @@ def lost_by_part(tokens: Mapping[str, int]) -> dict[str, int]:
     return {part: sum(by_group[group] for group in groups) for part, groups in PARTS.items()}
 
 
-def prefill_rate(found: Comparison | None) -> float | None:
+def prefill_rate(comparison: Comparison | None) -> float | None:
     """Seconds a token, over all workers, as learned."""
-    if found is None or found.measured is None or not found.steps:
+    if comparison is None or comparison.measured is None or not comparison.steps:
         return None
-    return sum(steps.prefill_s_per_token for steps in found.steps.values()) / len(found.steps)
+    return sum(steps.prefill_s_per_token for steps in comparison.steps.values()) / len(comparison.steps)
 
 
-def render_page(report: Findings) -> bytes:
+def render_page(report: ShadowReport) -> bytes:
     """The whole page, UTF-8."""
     parts = [
         _head(report),
@@ -90,7 +90,7 @@ def render_page(report: Findings) -> bytes:
     return "".join(parts).encode()
 
 
-def _head(report: Findings) -> str:
+def _head(report: ShadowReport) -> str:
     clock = f"{_clock(report.since)} to {_clock(report.until)} UTC"
     counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
     return (
@@ -100,35 +100,45 @@ def _head(report: Findings) -> str:
     )
 
 
-def _savings_section(report: Findings) -> str:
-    found = report.comparison
-    if found is None:
+def _savings_section(report: ShadowReport) -> str:
+    comparison = report.comparison
+    if comparison is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
-    base = found.measured or found.today
+    base = comparison.measured or comparison.today
     rows = []
     for title, name, unit in (
         ("prompt tokens computed", "computed_tokens", ""),
         ("waiting for first tokens", "ttft_s", " s"),
         ("requests in flight", "seconds", " s"),
     ):
-        was, less, played = getattr(base, name), getattr(found.saved, name), getattr(found.today, name)
-        if was is None:
+        base_value, saved_value, simulated_value = (
+            getattr(base, name),
+            getattr(comparison.saved, name),
+            getattr(comparison.today, name),
+        )
+        if base_value is None:
             rows.append((title, *"-----"))
             continue
-        share = f"{less / was:+.0%}" if was > 0 else "-"
-        error = "-" if found.measured is None or was <= 0 else f"{played / was - 1:+.1%}"
-        cells = (f"{was:,.0f}{unit}", f"{was - less:,.0f}{unit}", f"{less:,.0f}{unit}", share, error)
+        share = f"{saved_value / base_value:+.0%}" if base_value > 0 else "-"
+        error = "-" if comparison.measured is None or base_value <= 0 else f"{simulated_value / base_value - 1:+.1%}"
+        cells = (
+            f"{base_value:,.0f}{unit}",
+            f"{base_value - saved_value:,.0f}{unit}",
+            f"{saved_value:,.0f}{unit}",
+            share,
+            error,
+        )
         rows.append((title, *cells))
-    kind = "measured" if found.measured is not None else "played"
+    kind = "measured" if comparison.measured is not None else "played"
     head = ("", f"today, {kind}", "with router run", "saved", "of today", "today as played, beside measured")
     return (
-        f"<h2>What switching gives</h2><p>{found.requests:,} requests of {found.prompt_tokens:,} prompt tokens, after "
-        f"{found.warming:,} that filled the caches. {found.waited:,} of all waited for the end of another, and do "
-        f"so there too.</p>{_table(head, rows)}"
+        f"<h2>What switching gives</h2><p>{comparison.requests:,} requests of {comparison.prompt_tokens:,} prompt "
+        f"tokens, after {comparison.warming:,} that filled the caches. {comparison.waited:,} of all waited for the end "
+        f"of another, and do so there too.</p>{_table(head, rows)}"
     )
 
 
-def _losses_section(report: Findings) -> str:
+def _losses_section(report: ShadowReport) -> str:
     rows = [
         (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
         for part, tokens in report.lost.items()
@@ -145,30 +155,30 @@ def _losses_section(report: Findings) -> str:
     )  # fmt: skip
 
 
-def _plots_section(report: Findings) -> str:
-    found = report.comparison
+def _plots_section(report: ShadowReport) -> str:
+    comparison = report.comparison
     curves = ""
-    if found is not None and found.quantiles:
+    if comparison is not None and comparison.quantiles:
         curves = (
             "<h2>Time to the first token</h2><p>Share of requests that had theirs within so many seconds.</p>"
-            + _curves(found.quantiles)
+            + _curves(comparison.quantiles)
         )
     return curves + "<h2>Lost tokens over time</h2>" + _course(report.course)
 
 
-def _workers_section(report: Findings) -> str:
+def _workers_section(report: ShadowReport) -> str:
     steps = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
-        known = steps.get(engine.name)
-        rate = f"{known.prefill_s_per_token * 1e6:,.0f} us" if known is not None else "-"
-        step = f"{known.step_s * 1e3:.1f} ms" if known is not None else "-"
+        step_times = steps.get(engine.name)
+        rate = f"{step_times.prefill_s_per_token * 1e6:,.0f} us" if step_times is not None else "-"
+        step = f"{step_times.step_s * 1e3:.1f} ms" if step_times is not None else "-"
         cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: taken as endless"
         rows.append((engine.name, cache, rate, step))
     return "<h2>Workers</h2>" + _table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
 
 
-def _notes_section(report: Findings) -> str:
+def _notes_section(report: ShadowReport) -> str:
     return (
         "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
         "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
@@ -230,22 +240,22 @@ def _course(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     for (_, before), (at, after) in pairwise(marks):
         was, now = lost_by_part(before), lost_by_part(after)
         slices.append((at, {part: max(now[part] - was[part], 0) for part in now}))
-    most = max((sum(one.values()) for _, one in slices), default=0)
-    if not most:
+    largest_slice = max((sum(losses.values()) for _, losses in slices), default=0)
+    if not largest_slice:
         return "<p>None.</p>"
-    wide, lines = (WIDTH - 60) / len(slices), []
-    for i, (_, one) in enumerate(slices):
+    width, lines = (WIDTH - 60) / len(slices), []
+    for i, (_, losses) in enumerate(slices):
         y = HEIGHT - 20.0
-        for part, tokens in one.items():
-            tall = (HEIGHT - 40) * tokens / most
-            y -= tall
+        for part, tokens in losses.items():
+            height = (HEIGHT - 40) * tokens / largest_slice
+            y -= height
             lines.append(
-                f'<rect x="{50 + i * wide:.1f}" y="{y:.1f}" width="{max(wide - 0.5, 0.5):.1f}" height="{tall:.1f}" '
+                f'<rect x="{50 + i * width:.1f}" y="{y:.1f}" width="{max(width - 0.5, 0.5):.1f}" height="{height:.1f}" '
                 f'fill="{COLOURS[part]}"/>'
             )
     for i, part in enumerate(PARTS):
         lines.append(f'<text x="{50 + 120 * i}" y="12"><tspan fill="{COLOURS[part]}">&#9632;</tspan> {part}</text>')
-    lines.append(f'<text x="0" y="30">{most:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
+    lines.append(f'<text x="0" y="30">{largest_slice:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
     lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{slices[-1][0] / 60:.1f} min</text>')
     return _svg(lines)
 

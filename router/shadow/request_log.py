@@ -32,7 +32,7 @@ class LogLine(msgspec.Struct):
     headers: dict[str, str] = {}
 
 
-def read_log(lines: Iterable[bytes], where: str) -> Iterator[tuple[LogLine, HttpRequest]]:
+def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, HttpRequest]]:
     """(what is told, the request), in the order of the file. Raises ConfigError naming the line that cannot be read."""
     decoder = msgspec.json.Decoder(LogLine)
     for number, text in enumerate(lines, 1):
@@ -40,16 +40,16 @@ def read_log(lines: Iterable[bytes], where: str) -> Iterator[tuple[LogLine, Http
             continue
         try:
             line = decoder.decode(text)
-            bare = not bytes(line.body)
-            body = bytes(text if bare else line.body).strip()
+            is_bare_body = not bytes(line.body)
+            body = bytes(text if is_bare_body else line.body).strip()
             if body[:1] == b'"':
                 body = msgspec.json.decode(body, type=str).encode()
             fields: Any = msgspec.json.decode(body)
             if not isinstance(fields, dict):
                 raise msgspec.ValidationError(f"Expected an object as the body, got {type(fields).__name__}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}, line {number}: {error}") from None
-        if bare:
+            raise ConfigError(f"{source}, line {number}: {error}") from None
+        if is_bare_body:
             line = LogLine()
         path = line.path or (CHAT if "messages" in fields else COMPLETION)
         pairs = [(name.lower().encode(), value.encode()) for name, value in line.headers.items()]
