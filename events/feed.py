@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -62,6 +62,14 @@ class FeedHandler(Protocol):
         """The subscription of this stream came up or went down."""
 
 
+class _UnopenedSource(NamedTuple):
+    """A stream whose socket could not be opened; tried again at `retry_at`."""
+
+    retry_at: float
+    pause_s: float
+    source: StreamSource
+
+
 class EventFeed:
     """Drives any number of streams. `start` it, `add` and `remove` streams from any thread, `close` it."""
 
@@ -77,7 +85,7 @@ class EventFeed:
         self._streams_by_dealer: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
-        self._unopened_sources: dict[str, tuple[float, float, StreamSource]] = {}  # due, pause, which
+        self._unopened_sources: dict[str, _UnopenedSource] = {}
         self.ignored_messages = 0
         """Live messages of topics nobody follows."""
         self.faults = 0
@@ -239,7 +247,7 @@ class EventFeed:
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
-            self._unopened_sources[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
+            self._unopened_sources[source.stream_id] = _UnopenedSource(time.monotonic() + pause_s, pause_s, source)
             self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
         subscription.stream = stream

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from events.codec import decode_batch
@@ -67,11 +67,19 @@ class Notice:
 Item: TypeAlias = Message | Notice
 
 
+class _QueueEntry(NamedTuple):
+    """An instruction of a stream, or a change of its connection, with the topic that it came under."""
+
+    stream_id: str
+    instruction: Instruction | Connection
+    topic: bytes
+
+
 class Subscriber:
     """Iterates over what the streams bring, for ever or until `close`. Also a context manager."""
 
     def __init__(self, sources: Iterable[StreamSource], queue_max: int = 10_000) -> None:
-        self._queue: queue.Queue[tuple[str, Instruction | Connection, bytes] | None] = queue.Queue(queue_max)
+        self._queue: queue.Queue[_QueueEntry | None] = queue.Queue(queue_max)
         self._is_closed = False
         self.feed = EventFeed(self)
         self.feed.start()
@@ -117,12 +125,12 @@ class Subscriber:
     # The feed's thread
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-        self._put((stream_id, instruction, topic))
+        self._put(_QueueEntry(stream_id, instruction, topic))
 
     def connection_changed(self, stream_id: str, is_up: bool) -> None:
-        self._put((stream_id, Connection(is_up), b""))
+        self._put(_QueueEntry(stream_id, Connection(is_up), b""))
 
-    def _put(self, entry: tuple[str, Instruction | Connection, bytes]) -> None:
+    def _put(self, entry: _QueueEntry) -> None:
         while not self._is_closed:
             try:
                 self._queue.put(entry, timeout=0.1)

@@ -1,8 +1,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-MergePairs = tuple[list[int], list[int], list[int], list[int]]
-PatternRow = tuple[int, int, int, int, int, bool, list[int], int]
+from prompts.bpe_encoder import MergePairs, PatternRow
 
 def begin_alike(first: bytes, second: bytes, length: int) -> bool: ...
 def digest32(data: bytes, before: int, /) -> int: ...

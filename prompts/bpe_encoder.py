@@ -18,7 +18,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import xxhash
 from tokenizers import Tokenizer as HfTokenizer
@@ -83,9 +83,6 @@ except ImportError:
 else:
     _HAS_NATIVE = True
 
-if TYPE_CHECKING:
-    from prompts._words import MergePairs, PatternRow
-
 TEXT_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
 WORDS_MAX = 65_536
@@ -107,6 +104,31 @@ _PATTERN_PARTS = re.compile(
     | (?P<literal>[^\\()\[\]{}?*+^$.|])""",
     re.VERBOSE,
 )
+
+
+class PatternRow(NamedTuple):
+    """One part of a compiled pattern, as prompts/native/words.hpp runs it."""
+
+    kind: int
+    chars_low: int
+    """Bits of the ASCII characters 0 to 63 that the part matches."""
+    chars_high: int
+    """Bits of the ASCII characters 64 to 127 that the part matches."""
+    count_min: int
+    count_max: int
+    is_positive: bool
+    """A lookahead must match; else it must not."""
+    branches: list[int]
+    next_row: int
+
+
+class MergePairs(NamedTuple):
+    """Token ids of a vocabulary's ASCII merges."""
+
+    alphabet_ids: list[int]
+    left_ids: list[int]
+    right_ids: list[int]
+    merged_ids: list[int]
 
 
 class BpeEncoder:
@@ -207,7 +229,7 @@ def _merge_pairs(model: dict[str, Any]) -> MergePairs | None:
             left_ids.append(vocabulary[first])
             right_ids.append(vocabulary[second])
             merged_ids.append(vocabulary[token])
-    return [vocabulary[char] for char in alphabet], left_ids, right_ids, merged_ids
+    return MergePairs([vocabulary[char] for char in alphabet], left_ids, right_ids, merged_ids)
 
 
 def _preserves_ascii(normalizer: dict[str, Any] | None) -> bool:
@@ -289,12 +311,13 @@ _CATEGORIES = {
 def compile_pattern(pattern: str) -> list[PatternRow] | None:
     """The parts of a pattern in Python's syntax, for ASCII text; None where there is none for what it uses. Raises
     re.error."""
-    rows: list[PatternRow] = [(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
+    rows: list[PatternRow] = [PatternRow(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
 
     def add_row(kind: int, next_row: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), is_positive: bool = True,
             branches: Sequence[int] = ()) -> int:  # fmt: skip
         low, high = chars & (1 << 64) - 1, chars >> 64
-        rows.append((kind, low, high, times[0], min(int(times[1]), _UNLIMITED), is_positive, list(branches), next_row))
+        count_max = min(int(times[1]), _UNLIMITED)
+        rows.append(PatternRow(kind, low, high, times[0], count_max, is_positive, list(branches), next_row))
         return len(rows) - 1
 
     def compile_items(items: Sequence[Any], next_row: int, ignores_case: bool) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,14 @@ _CANDIDATES_MAX = 4
 _SAMPLE_CHARS = 48
 _ENTRY_BYTES = 300
 
-_Key = tuple[int, str, str, str]
+
+class _LookupKey(NamedTuple):
+    """Samples of a text by which prefixes that may match it are found."""
+
+    size_class: int
+    start: str
+    middle: str
+    end: str
 
 
 class EncodedPrefix(msgspec.Struct, eq=False):
@@ -40,7 +48,7 @@ class EncodedPrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._candidates_by_key: OrderedDict[_Key, list[EncodedPrefix]] = OrderedDict()
+        self._candidates_by_key: OrderedDict[_LookupKey, list[EncodedPrefix]] = OrderedDict()
         """Least recently used first; in a list, most recently used last."""
         self.used_bytes = 0
 
@@ -100,9 +108,9 @@ def _size_class(length: int) -> int:
     return 1 << (length.bit_length() - 1) if length else 0
 
 
-def _lookup_key(text: str, size_class: int) -> _Key:
+def _lookup_key(text: str, size_class: int) -> _LookupKey:
     middle = size_class // 2
-    return (
+    return _LookupKey(
         size_class,
         text[:_SAMPLE_CHARS],
         text[middle : middle + _SAMPLE_CHARS],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 MESSAGES_MAX = 16
 """Of a chat: of longer ones hardly two have the same roles one after the other."""
@@ -25,21 +25,30 @@ Message = dict[str, Any]
 Key = tuple[object, ...]
 
 
+class _TextSlot(NamedTuple):
+    """Place of a message's text in a skeleton."""
+
+    message_index: int
+    strips_left: bool
+    strips_right: bool
+    text_after: str
+
+
 class _PromptSkeleton:
     """`before`, then for each of `slots` the text of that message, stripped or not, and what follows it."""
 
-    def __init__(self, before: str, slots: list[tuple[int, bool, bool, str]]) -> None:
+    def __init__(self, before: str, slots: list[_TextSlot]) -> None:
         self._before = before
         self._slots = slots
 
     def fill(self, texts: Sequence[str]) -> str:
         parts = [self._before]
-        for number, strips_left, strips_right, after in self._slots:
-            text = texts[number]
+        for message_index, strips_left, strips_right, text_after in self._slots:
+            text = texts[message_index]
             if strips_left or strips_right:
                 text = text.strip() if strips_left and strips_right else text.lstrip() if strips_left else text.rstrip()
             parts.append(text)
-            parts.append(after)
+            parts.append(text_after)
         return "".join(parts)
 
 
@@ -130,7 +139,7 @@ class RenderedTextCache:
         ]
         parts = re.split(f"({_LEFT_MARK}?)({'|'.join(placeholders)})({_RIGHT_MARK}?)", render(marked_messages))
         slots = [
-            (placeholders.index(placeholder), not left_mark, not right_mark, after)
+            _TextSlot(placeholders.index(placeholder), not left_mark, not right_mark, after)
             for left_mark, placeholder, right_mark, after in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4])
         ]
         skeleton = _PromptSkeleton(parts[0], slots)

@@ -22,7 +22,7 @@ import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prompts.errors import RequestError
 
@@ -41,6 +41,15 @@ _BOOTSTRAP = (
 
 class WorkerProcessError(Exception):
     """The process died or was ended; the message says why."""
+
+
+class _TaskResult(NamedTuple):
+    """What a worker process sends back for a task."""
+
+    rejection: dict[str, Any] | None
+    """Arguments of the RequestError that the task raised."""
+    result: Any
+    is_reusable: bool
 
 
 class WorkerProcess:
@@ -73,13 +82,14 @@ class WorkerProcess:
             raise RequestError(**rejection)
         return result
 
-    def _call(self, task: object) -> Any:
+    def _call(self, task: object) -> _TaskResult:
         if self.child is None or self.child.poll() is not None:
             self._start()
         stream = self._stream
         pickle.dump(task, stream)
         stream.flush()
-        return pickle.load(stream)
+        task_result: _TaskResult = pickle.load(stream)
+        return task_result
 
     def _start(self) -> None:
         self._close_stream()
@@ -211,7 +221,7 @@ def _serve_task(stream: Any, state: Any, memory_bytes: int) -> None:
     except RequestError as error:
         rejection = vars(error)
     del arguments
-    pickle.dump((rejection, result, _resident_bytes() < memory_bytes // 2), stream)
+    pickle.dump(_TaskResult(rejection, result, _resident_bytes() < memory_bytes // 2), stream)
     stream.flush()
 
 
