@@ -108,8 +108,8 @@ POLICIES: dict[str, Factory] = {
 }
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
-    "blockcast_told": lambda o: CoreRouter(CoreConfig(), seed=o.seed, told=True),
-    "blockcast_order_untold": lambda o: CoreRouter(CoreConfig(), seed=o.seed, order_told=False),
+    "blockcast_told": lambda o: CoreRouter(CoreConfig(), seed=o.seed, knows_constants=True),
+    "blockcast_order_untold": lambda o: CoreRouter(CoreConfig(), seed=o.seed, knows_order=False),
 }
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
 it takes engines to compute prompts as they come that do not."""

@@ -243,8 +243,8 @@ class WorkerCheck:
                 self._received.worker_connects |= is_bound and item.stream_id.startswith("bound ")
 
     def _check_events(self, ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
-        received, stores = self._received, self._received.find_stores(ids)
-        if received.worker_connects:
+        received_events, stores = self._received, self._received.find_stores(ids)
+        if received_events.worker_connects:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:

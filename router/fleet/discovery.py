@@ -137,8 +137,8 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     is_external = {"model", "root", "block_size"} & values.keys()
     if is_external and "url" in values:
         raise ConfigError(f"worker: {min(is_external)}= and url=: expected one of them, a worker with a URL is asked")
-    required = ("model", "events", "id") if is_external else ("url",)
-    missing = next((key for key in required if not values.get(key)), None)
+    required_keys = ("model", "events", "id") if is_external else ("url",)
+    missing = next((key for key in required_keys if not values.get(key)), None)
     if missing is not None:
         raise ConfigError(f"worker: {missing}= is missing")
     url = "" if is_external else normalise_url(values["url"])

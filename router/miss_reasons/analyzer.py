@@ -90,12 +90,12 @@ class PlacedRequest:
         session: str | None,
         prompt_tokens: int,
         decision: Decision,
-        removed: RemovedPrefix | None,
+        removed_prefix: RemovedPrefix | None,
         now: float,
         timestamp: float,
     ) -> None:
         self.id, self.prompt_tokens, self.decision = id, prompt_tokens, decision
-        self._session, self._removed, self._placed_s, self._timestamp = session, removed, now, timestamp
+        self._session, self._removed, self._placed_s, self._timestamp = session, removed_prefix, now, timestamp
         self._reported_tokens: int | None = None
 
     @property
@@ -195,13 +195,15 @@ class MissAnalyzer:
         prompt: Prompt,
         decision: Decision,
         block_tokens: int,
-        removed: RemovedPrefix | None,
+        removed_prefix: RemovedPrefix | None,
         context: MissContext,
         now: float,
         timestamp: float,
     ) -> MissExplanation:
         """The same as `compared`, of a request that was not sent. Changes nothing."""
-        return self._explain(prompt, self._compare(prompt, block_tokens), decision, removed, context, now, timestamp)
+        return self._explain(
+            prompt, self._compare(prompt, block_tokens), decision, removed_prefix, context, now, timestamp
+        )
 
     def record_placed(
         self,
@@ -209,12 +211,12 @@ class MissAnalyzer:
         session: str | None,
         prompt_tokens: int,
         decision: Decision,
-        removed: RemovedPrefix | None,
+        removed_prefix: RemovedPrefix | None,
         now: float,
         timestamp: float,
     ) -> PlacedRequest:
         """Its answer has begun, and its prompt of so many tokens is not compared."""
-        request = PlacedRequest(id, session, prompt_tokens, decision, removed, now, timestamp)
+        request = PlacedRequest(id, session, prompt_tokens, decision, removed_prefix, now, timestamp)
         self._store(request)
         return request
 
@@ -223,7 +225,7 @@ class MissAnalyzer:
         prompt: Prompt,
         decision: Decision,
         block_tokens: int,
-        removed: RemovedPrefix | None,
+        removed_prefix: RemovedPrefix | None,
         context: MissContext,
         now: float,
         timestamp: float,
@@ -236,7 +238,7 @@ class MissAnalyzer:
             raise ValueError(f"a block of {block_tokens} tokens: expected at least 1")
         self.history.expire(now)
         comparison = self._compare(prompt, block_tokens)
-        explanation = self._explain(prompt, comparison, decision, removed, context, now, timestamp)
+        explanation = self._explain(prompt, comparison, decision, removed_prefix, context, now, timestamp)
         session = prompt.session
         keys: tuple[int, ...] = ()
         if session is None:
@@ -282,11 +284,11 @@ class MissAnalyzer:
     def _compare(self, prompt: Prompt, block_tokens: int) -> PromptComparison:
         """The prompt beside the one it goes on from."""
         token_ids, scope, session, history = prompt.token_ids, prompt.scope, prompt.session, self.history
-        continued = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
-        comparison = PromptComparison(len(token_ids), block_tokens, continued)
+        previous = history.find_continued(token_ids, scope, session, prompt.lookup_keys)
+        comparison = PromptComparison(len(token_ids), block_tokens, previous)
         comparison.outline, comparison.is_history_incomplete = prompt.outline, prompt.is_history_incomplete
-        if continued is not None:
-            comparison.common_tokens = len(continued.token_ids)
+        if previous is not None:
+            comparison.common_tokens = len(previous.token_ids)
             return comparison
         match = history.find_previous(token_ids, scope, comparison.outline, session, prompt.parent, prompt.chunk_keys)
         if match is not None:
@@ -300,14 +302,14 @@ class MissAnalyzer:
         prompt: Prompt,
         comparison: PromptComparison,
         decision: Decision,
-        removed: RemovedPrefix | None,
+        removed_prefix: RemovedPrefix | None,
         context: MissContext,
         now: float,
         timestamp: float,
     ) -> MissExplanation:
         explanation = _new_explanation(prompt.id, prompt.session, comparison.prompt_tokens, decision, timestamp)
         explanation.is_compared = comparison.previous is not None or not comparison.is_history_incomplete
-        explanation.uncached_ranges = attribute_misses(comparison, decision, removed, context, now)
+        explanation.uncached_ranges = attribute_misses(comparison, decision, removed_prefix, context, now)
         explanation.update_main_reason()
         return explanation
 

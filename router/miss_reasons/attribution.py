@@ -99,18 +99,22 @@ def first_missing_token(decision: Decision) -> int:
 
 
 def attribute_without_comparison(
-    prompt_tokens: int, decision: Decision, removed: RemovedPrefix | None, now: float
+    prompt_tokens: int, decision: Decision, removed_prefix: RemovedPrefix | None, now: float
 ) -> list[UncachedRange]:
     """[what was predicted to be cached, the prompt's length) of so many tokens, part by part, as far as decision and
     index tell."""
     builder = _start_ranges(prompt_tokens, decision)
-    _add_evicted(builder, removed, now)
+    _add_evicted(builder, removed_prefix, now)
     builder.add(NOT_COMPARED, prompt_tokens)
     return builder.ranges
 
 
 def attribute_misses(
-    comparison: PromptComparison, decision: Decision, removed: RemovedPrefix | None, context: MissContext, now: float
+    comparison: PromptComparison,
+    decision: Decision,
+    removed_prefix: RemovedPrefix | None,
+    context: MissContext,
+    now: float,
 ) -> list[UncachedRange]:
     """The same of a prompt that is compared with the last one of its conversation."""
     previous, block_tokens, prompt_tokens = comparison.previous, comparison.block_tokens, comparison.prompt_tokens
@@ -121,7 +125,7 @@ def attribute_misses(
     )
     usable_tokens = _round_down_to_blocks(min(cacheable_tokens, prompt_tokens - 1), block_tokens)
     if previous is None or comparison.scope_difference is not None or builder.offset < usable_tokens:
-        _add_evicted(builder, removed, now)
+        _add_evicted(builder, removed_prefix, now)
     if previous is None:
         builder.add(NOT_COMPARED if comparison.is_history_incomplete else "new_session", prompt_tokens)
         return builder.ranges
@@ -166,9 +170,14 @@ def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
     return builder
 
 
-def _add_evicted(builder: _RangeBuilder, removed: RemovedPrefix | None, now: float) -> None:
-    if removed is not None:
-        builder.add("evicted", removed.end, worker=removed.worker, lost_ago_s=round(now - removed.removed_s, 3))
+def _add_evicted(builder: _RangeBuilder, removed_prefix: RemovedPrefix | None, now: float) -> None:
+    if removed_prefix is not None:
+        builder.add(
+            "evicted",
+            removed_prefix.end,
+            worker=removed_prefix.worker,
+            lost_ago_s=round(now - removed_prefix.removed_s, 3),
+        )
 
 
 def _loss_reason(previous: PreviousPrompt, context: MissContext, now: float) -> tuple[str, float | None]:

@@ -56,12 +56,14 @@ class BlockScaled:
 
 
 class CoreRouter(Router):
-    """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `told`: it is given the workers'
-    true constants and learns nothing; `order_told`: it knows which prompt they compute first."""
+    """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `knows_constants`: it is given
+    the workers' true constants and learns nothing; `knows_order`: it knows which prompt they compute first."""
 
-    def __init__(self, config: CoreConfig, *, seed: int = 0, told: bool = False, order_told: bool = True) -> None:
-        self._config = replace(config, learn=LearnConfig(enabled=False)) if told else config
-        self._seed, self._told, self._order_told = seed, told, order_told
+    def __init__(
+        self, config: CoreConfig, *, seed: int = 0, knows_constants: bool = False, knows_order: bool = True
+    ) -> None:
+        self._config = replace(config, learn=LearnConfig(enabled=False)) if knows_constants else config
+        self._seed, self._knows_constants, self._knows_order = seed, knows_constants, knows_order
         self._pending = False
 
     def attach(self, cluster: Cluster) -> None:
@@ -76,13 +78,13 @@ class CoreRouter(Router):
                 models=(ServedModel(MODEL, MODEL),),
                 cache_tokens=None if blocks is None else blocks * cluster.workload.block,
                 host_tokens=int((blocks or 0) * cluster.config.host_memory) * cluster.workload.block,
-                shortest_first=cluster.config.limits.shortest and self._order_told,
+                shortest_first=cluster.config.limits.shortest and self._knows_order,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, CoreRouter) and r is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
-        if self._told:
+        if self._knows_constants:
             for worker in cluster.workers:
                 service = asdict(worker.service)
                 del service["load_s_per_token"]

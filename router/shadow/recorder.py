@@ -120,7 +120,7 @@ class Recorder:
 
     def engines(self) -> list[ObservedEngine]:
         """What is known of the workers that the window names."""
-        worker_ids = {seen.worker for seen in self.requests}
+        worker_ids = {request.worker for request in self.requests}
         specs = [worker.spec for worker in self.core.workers.values()]
         engines = [
             ObservedEngine(
@@ -140,11 +140,11 @@ class Recorder:
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """A request of a log, which went there."""
         at_s = line.at if line.at is not None else float(len(self.requests))
-        observed = self._observe(route, at_s)
-        observed.worker, observed.cached_tokens, observed.output_tokens = worker, line.cached_tokens, line.output_tokens
-        observed.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
-        observed.end_s = None if line.seconds is None else at_s + line.seconds
-        self._store(observed)
+        request = self._observe(route, at_s)
+        request.worker, request.cached_tokens, request.output_tokens = worker, line.cached_tokens, line.output_tokens
+        request.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
+        request.end_s = None if line.seconds is None else at_s + line.seconds
+        self._store(request)
 
     # Where it went --------------------------------------------------------------------------------------------------
 
@@ -195,8 +195,8 @@ class Recorder:
         self._store(request.seen)
         self.on_placed(request.exchange.trace_id.decode("latin-1"), request.exchange.asked, request.route, decision)
 
-    def _store(self, seen: ObservedRequest) -> None:
-        insort(self.requests, seen, key=lambda one: one.arrival_s)
+    def _store(self, request: ObservedRequest) -> None:
+        insort(self.requests, request, key=lambda one: one.arrival_s)
         self.counts["placed"] += 1
         if len(self.requests) > self.config.requests_max:
             del self.requests[0]
@@ -233,18 +233,20 @@ class Recorder:
         return xxhash.xxh3_64_intdigest(memoryview(tokens)[: previous_end[0]].tobytes()) == previous_end[1]
 
 
-def decision_for_worker(worker: str, priced: Decision) -> Decision | None:
+def decision_for_worker(worker: str, arrival_decision: Decision) -> Decision | None:
     """Return the decision that sends a request to `worker` on the terms of its arrival; None where the worker was no
     candidate. Of several ranks the one counts that has most of the prompt cached."""
-    worker_terms = [terms for terms in priced.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])]
+    worker_terms = [
+        terms for terms in arrival_decision.candidates if worker in (terms.worker, terms.worker.rpartition("#")[0])
+    ]
     if not worker_terms:
         return None
     terms, most_cached_terms = (
         max(candidates, key=lambda candidate: candidate.cached_tokens)
-        for candidates in (worker_terms, priced.candidates)
+        for candidates in (worker_terms, arrival_decision.candidates)
     )
     return msgspec.structs.replace(
-        priced,
+        arrival_decision,
         worker=worker,
         rank=None,
         attempt=0,

@@ -117,7 +117,7 @@ class RecordedPlacement(Router):
 
 
 def _lost_tokens(
-    placement: RecordedPlacement, requests: Sequence[ObservedRequest], counted: Iterable[int], block: int
+    placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Iterable[int], block: int
 ) -> dict[str, int]:
     """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
     no worker had any more, and what a session's next prompt has otherwise than the one before."""
@@ -134,15 +134,15 @@ def _lost_tokens(
             changed_blocks[i] = max(limit - placement.blocks_ever_cached[i], 0)
         if request.user is not None:
             last[request.user] = request
-    counted = list(counted)
+    indices = list(indices)
     return {
-        "workload": block * sum(placement.blocks_evicted[i] + changed_blocks[i] for i in counted),
-        "routing": block * sum(placement.blocks_elsewhere[i] for i in counted),
+        "workload": block * sum(placement.blocks_evicted[i] + changed_blocks[i] for i in indices),
+        "routing": block * sum(placement.blocks_elsewhere[i] for i in indices),
     }
 
 
 def compare(
-    seen: Sequence[ObservedRequest],
+    observed_requests: Sequence[ObservedRequest],
     engines: Sequence[ObservedEngine],
     block: int,
     config: CoreConfig | None = None,
@@ -150,11 +150,16 @@ def compare(
 ) -> Comparison:
     """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
     where nothing is left to compare."""
-    counted = range(warming, len(seen))
-    if not counted:
-        raise ValueError(f"{len(seen)} requests were seen, of which {warming} only fill the caches: none is left")
-    steps = learn_step_times(seen, engines)
-    workload, waiting = make_workload(seen, block, waits=False), make_workload(seen, block, waits=True)
+    indices = range(warming, len(observed_requests))
+    if not indices:
+        raise ValueError(
+            f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
+        )
+    steps = learn_step_times(observed_requests, engines)
+    workload, waiting = (
+        make_workload(observed_requests, block, waits=False),
+        make_workload(observed_requests, block, waits=True),
+    )
     number = {engine.name: i for i, engine in enumerate(engines)}
     longest = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
     cache_blocks = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
@@ -170,11 +175,11 @@ def compare(
             shortest=all(engine.shortest_first for engine in engines),
         ),
     )
-    places = [number[s.worker] for s in seen]
+    places = [number[s.worker] for s in observed_requests]
     placement = RecordedPlacement(places)
     today_result = Cluster(cluster, workload, [placement]).run()
     for _ in range(FIT_ROUNDS_MAX):
-        decode_ratio = _decode_ratio(seen, today_result)
+        decode_ratio = _decode_ratio(observed_requests, today_result)
         if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
             break
         cluster = replace(
@@ -185,31 +190,31 @@ def compare(
     steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
     router_result = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
     today, ours = (
-        _simulated_totals(today_result, workload, counted),
-        _simulated_totals(router_result, workload, counted),
+        _simulated_totals(today_result, workload, indices),
+        _simulated_totals(router_result, workload, indices),
     )
-    measured_totals = _measured_totals([seen[i] for i in counted], today)
+    measured_totals = _measured_totals([observed_requests[i] for i in indices], today)
     base = measured_totals or today
     savings = Totals(
         _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
         _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
         None,
     )
-    if all(s.end_s is None for s in seen):
+    if all(s.end_s is None for s in observed_requests):
         today.seconds = ours.seconds = base.seconds = None
     elif base.seconds is not None and today.seconds is not None and ours.seconds is not None:
         savings.seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
-    prompt_tokens = sum(seen[i].prompt_tokens for i in counted)
+    prompt_tokens = sum(observed_requests[i].prompt_tokens for i in indices)
     times = {
-        "measured": [s.first_token_s - s.arrival_s for s in seen[warming:] if s.first_token_s is not None],
-        "today, as played": [today_result.ttft_s[i] for i in counted],
-        "router run": [router_result.ttft_s[i] for i in counted],
+        "measured": [s.first_token_s - s.arrival_s for s in observed_requests[warming:] if s.first_token_s is not None],
+        "today, as played": [today_result.ttft_s[i] for i in indices],
+        "router run": [router_result.ttft_s[i] for i in indices],
     }
     quantiles = {name: _percentiles(values) for name, values in times.items() if values}
     waiting_requests = sum(request.after is not None for request in waiting.requests)
-    lost_tokens = _lost_tokens(placement, seen, counted, block)
+    lost_tokens = _lost_tokens(placement, observed_requests, indices, block)
     return Comparison(
-        len(counted),
+        len(indices),
         warming,
         waiting_requests,
         prompt_tokens,
@@ -252,12 +257,12 @@ def _scale_saving(measured_value: float, today: float, ours: float) -> float:
     return measured_value * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _simulated_totals(result: Result, workload: Workload, counted: Iterable[int]) -> Totals:
-    counted, requests = list(counted), workload.requests
+def _simulated_totals(result: Result, workload: Workload, indices: Iterable[int]) -> Totals:
+    indices, requests = list(indices), workload.requests
     return Totals(
-        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in counted)),
-        sum(result.ttft_s[i] for i in counted),
-        sum(result.e2e_s[i] for i in counted),
+        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in indices)),
+        sum(result.ttft_s[i] for i in indices),
+        sum(result.e2e_s[i] for i in indices),
     )
 
 
@@ -332,23 +337,23 @@ class _BlockNumbers:
         return [self.known.get(i) or self.known.setdefault(i, next(self.fresh)) for i in ids]
 
 
-def make_workload(seen: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
+def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
     """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
     it did. Lengths of answers that are not known: the mean of those that are."""
-    position: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(seen)}
-    output_lengths = [observed.output_tokens for observed in seen if observed.output_tokens]
+    position: Mapping[int, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
+    output_lengths = [observed.output_tokens for observed in observed_requests if observed.output_tokens]
     mean_output_tokens = max(1, round(sum(output_lengths) / len(output_lengths))) if output_lengths else 1
     names = _BlockNumbers({}, count(1))
-    predecessors = find_predecessors(seen) if waits else [None] * len(seen)
+    predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
-    for i, (observed, last) in enumerate(zip(seen, predecessors)):
+    for i, (observed, last) in enumerate(zip(observed_requests, predecessors)):
         previous = position.get(observed.continues) if observed.continues is not None else None
-        end_s = None if previous is None else seen[previous].end_s
-        since_s = None if last is None else seen[last].end_s
+        end_s = None if previous is None else observed_requests[previous].end_s
+        since_s = None if last is None else observed_requests[last].end_s
         request = SimRequest(
             index=i,
             session=i if previous is None else requests[previous].session,
-            arrival_s=observed.arrival_s - (seen[0].arrival_s if since_s is None else since_s),
+            arrival_s=observed.arrival_s - (observed_requests[0].arrival_s if since_s is None else since_s),
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
             ids=names.of(observed.block_ids),

@@ -34,10 +34,10 @@ class ModelNames:
         self.has_renames = bool(aliases or self._fallbacks or self._canaries)
         self.has_canaries = bool(self._canaries)
 
-    def resolve(self, requested: str, conversation: Callable[[], str], is_served: Callable[[str], bool]) -> str:
+    def resolve(self, requested_model: str, conversation: Callable[[], str], is_served: Callable[[str], bool]) -> str:
         """The model that is to answer. `serves`: whether somebody who may answer this takes requests for a model. Where
         nobody does, the name that was asked for, an alias aside: what is said of it is what the client knows."""
-        model = self.aliases.get(requested) or self._match_pattern(requested, is_served) or requested
+        model = self.aliases.get(requested_model) or self._match_pattern(requested_model, is_served) or requested_model
         canaries = self._canaries.get(model)
         if canaries is not None:
             canary = assign_canary(model, conversation(), canaries)
@@ -52,10 +52,10 @@ class ModelNames:
             pass
         return fallback or model
 
-    def _match_pattern(self, requested: str, is_served: Callable[[str], bool]) -> str | None:
+    def _match_pattern(self, requested_model: str, is_served: Callable[[str], bool]) -> str | None:
         """The model that a pattern names for a name that nobody serves."""
-        model = next((pattern.model for pattern in self._patterns if pattern.matches(requested)), None)
-        return None if model is None or is_served(requested) else model
+        model = next((pattern.model for pattern in self._patterns if pattern.matches(requested_model)), None)
+        return None if model is None or is_served(requested_model) else model
 
 
 class _AliasPattern(NamedTuple):
