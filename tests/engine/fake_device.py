@@ -72,7 +72,7 @@ class DeviceFault(RuntimeError):
 
 
 @dataclass(slots=True)
-class Sent:
+class SubmittedStep:
     """A step as a device is given it: nothing of it follows what scheduler and cache do next."""
 
     plan: StepPlan
@@ -103,7 +103,7 @@ class FakeDevice:
         self._seats = Seats()
         layout = SimpleNamespace(block_size=block_size)
         self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
-        self._queue: deque[Sent] = deque()
+        self._queue: deque[SubmittedStep] = deque()
         self._last: dict[str, int] = {}
         """Request -> the token found for it last."""
 
@@ -123,27 +123,27 @@ class FakeDevice:
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)
         ]
-        sent = Sent(plan, chunks, DeviceFault("the device fell off the bus") if self.fail_next else None)
+        step = SubmittedStep(plan, chunks, DeviceFault("the device fell off the bus") if self.fail_next else None)
         self.fail_next = False
-        self._queue.append(sent)
-        return partial(self._result, sent)
+        self._queue.append(step)
+        return partial(self._result, step)
 
-    def _result(self, sent: Sent) -> StepResult:
-        self.on_execute(sent.plan)
-        while sent in self._queue:
+    def _result(self, submitted_step: SubmittedStep) -> StepResult:
+        self.on_execute(submitted_step.plan)
+        while submitted_step in self._queue:
             step = self._queue.popleft()
             step.result = step.result or self._compute(step)
-        if isinstance(sent.result, Exception):
+        if isinstance(submitted_step.result, Exception):
             self._queue.clear()
             self._seats.clear()
-            raise sent.result
-        assert sent.result is not None
-        return sent.result
+            raise submitted_step.result
+        assert submitted_step.result is not None
+        return submitted_step.result
 
-    def _compute(self, sent: Sent) -> StepResult:
-        plan, size = sent.plan, self.block_size
-        self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in sent.chunks])
-        self.computed_tokens += sum(c.end - c.start for c, _, _, _ in sent.chunks)
+    def _compute(self, step: SubmittedStep) -> StepResult:
+        plan, size = step.plan, self.block_size
+        self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in step.chunks])
+        self.computed_tokens += sum(c.end - c.start for c, _, _, _ in step.chunks)
         for kind, source, destination, way in plan.block_copies:
             places = (self.host_slots if way is CopyDirection.FROM_HOST else self.slots), (
                 self.host_slots if way is CopyDirection.TO_HOST else self.slots)  # fmt: skip
@@ -157,13 +157,13 @@ class FakeDevice:
             self.states[destination] = self.states[source]
         for unit in plan.state_resets:
             self.states[unit] = None
-        known = []
-        for chunk, tokens, _, _ in sent.chunks:
+        known_ids = []
+        for chunk, tokens, _, _ in step.chunks:
             request = chunk.seq.request
             assert chunk.token_on_device == (len(tokens) == chunk.start)
-            fed = [self._last[request.request_id]] if chunk.token_on_device else []
-            known.append(digests(tokens + fed, request.cache_salt, request.lora_name))
-        for (chunk, _, tables, state), prefix in zip(sent.chunks, known):
+            fed_ids = [self._last[request.request_id]] if chunk.token_on_device else []
+            known_ids.append(digests(tokens + fed_ids, request.cache_salt, request.lora_name))
+        for (chunk, _, tables, state), prefix in zip(step.chunks, known_ids):
             for group in range(len(self.windows)):
                 for position in range(chunk.start, chunk.end):
                     slot = self.slots.setdefault((group, tables[group][position // size]), [None] * size)
@@ -173,12 +173,12 @@ class FakeDevice:
                 assert self.states[state] == before, "the state is not that of the prefix"
                 self.states[state] = (chunk.end, prefix[chunk.end])
         result = StepResult(sampled_tokens=[])
-        for index, ((chunk, _, tables, _), prefix) in enumerate(zip(sent.chunks, known)):
+        for index, ((chunk, _, tables, _), prefix) in enumerate(zip(step.chunks, known_ids)):
             request = chunk.seq.request
             for group, window in enumerate(self.windows):
                 for position in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):
-                    held = self.slots[group, tables[group][position // size]][position % size]
-                    assert held == prefix[position + 1], (
+                    stored_id = self.slots[group, tables[group][position // size]][position % size]
+                    assert stored_id == prefix[position + 1], (
                         f"{request.request_id}: position {position} of group {group} reads foreign content"
                     )
             token = next_token(prefix[chunk.end]) if chunk.should_sample else None
@@ -320,8 +320,8 @@ class Bench:
         scheduler = self.core.scheduler
         for request_id, end in self.ends.items():
             expected = continuation(self.requests[request_id], scheduler.token_limit, scheduler.config.eos_token_ids)
-            got = self.outputs[request_id]
+            actual = self.outputs[request_id]
             if end.finish_reason in ("stop", "length"):
-                assert got == expected, request_id
+                assert actual == expected, request_id
             else:
-                assert got == expected[: len(got)], request_id
+                assert actual == expected[: len(actual)], request_id

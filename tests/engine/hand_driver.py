@@ -46,14 +46,14 @@ class Driver:
         """`all_rows`: compute hidden states of all positions, not only of those that a token is drawn from."""
         self.rng = random.Random(seed)
         device = torch.device(device)
-        self.model, chosen = load_model(folder, dtype=dtype, device=device)
-        self.spec = self.model.cache_spec(block_size, chosen)
+        self.model, attention = load_model(folder, dtype=dtype, device=device)
+        self.spec = self.model.cache_spec(block_size, attention)
         self.runner = ModelRunner(
             self.model,
             self.spec,
             num_units,
             device=device,
-            dtype=chosen,
+            dtype=attention,
             max_model_len=1024,
             kernels=kernels,
             capture=capture,
@@ -61,15 +61,15 @@ class Driver:
         self.runner._buffer.fill_(0xFF)  # NaN in every float dtype
         self.free_units = self.rng.sample(range(num_units), num_units)
         self.free_blocks: list[list[int]] = [[] for _ in self.spec.groups]
-        self.hidden: list[torch.Tensor] = []
+        self.hidden_states: list[torch.Tensor] = []
         forward = self.runner._forward
 
         def recording(step: Any) -> torch.Tensor:
-            hidden = forward(replace(step, wanted=None) if all_rows else step)
+            hidden_states = forward(replace(step, wanted=None) if all_rows else step)
             starts = step.batch.query_starts if all_rows else step.starts
-            self.hidden = [hidden[starts[i] : starts[i + 1]].clone() for i in range(len(step.chunks))]
-            self.forwarded = step.chunks
-            return hidden[step.wanted] if all_rows and step.wanted is not None else hidden
+            self.hidden_states = [hidden_states[starts[i] : starts[i + 1]].clone() for i in range(len(step.chunks))]
+            self.forwarded_chunks = step.chunks
+            return hidden_states[step.wanted] if all_rows and step.wanted is not None else hidden_states
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
 
@@ -107,17 +107,17 @@ class Driver:
 
     def logits_of(self, seq: Sequence) -> torch.Tensor:
         """Logits of the positions the last step computed for the sequence: [tokens, vocab]."""
-        at = next(i for i, chunk in enumerate(self.forwarded) if chunk.seq is seq)
-        return self.model.logits(self.hidden[at]).float()
+        at = next(i for i, chunk in enumerate(self.forwarded_chunks) if chunk.seq is seq)
+        return self.model.logits(self.hidden_states[at]).float()
 
     def run(self, seq: Sequence, output_tokens: int, cuts: Iterator[int] | None = None) -> torch.Tensor:
         """Prefill in chunks that end at `cuts`, then decode; logits of every position computed."""
         parts = []
         end = seq.prompt_len + output_tokens - 1
         while seq.computed_tokens < end:
-            until = next(cuts, len(seq.token_ids)) if cuts is not None else len(seq.token_ids)
-            until = min(max(until, seq.computed_tokens + 1), len(seq.token_ids))
-            self.step((seq, until))
+            stop_at = next(cuts, len(seq.token_ids)) if cuts is not None else len(seq.token_ids)
+            stop_at = min(max(stop_at, seq.computed_tokens + 1), len(seq.token_ids))
+            self.step((seq, stop_at))
             parts.append(self.logits_of(seq))
         return torch.cat(parts)
 

@@ -22,7 +22,7 @@ class Memory:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
-        self.held: dict[int, dict[tuple[int, int], object]] = {}
+        self.contents: dict[int, dict[tuple[int, int], object]] = {}
 
     def span(self, kind: int, block: int) -> tuple[int, tuple[int, int]]:
         if kind == len(self.spec.groups):
@@ -35,14 +35,14 @@ class Memory:
     def write(self, kind: int, block: int, content: object) -> None:
         unit, (start, end) = self.span(kind, block)
         assert end <= self.spec.unit_bytes
-        ranges = self.held.setdefault(unit, {})
+        ranges = self.contents.setdefault(unit, {})
         for other in [r for r in ranges if r[0] < end and start < r[1]]:
             del ranges[other]
         ranges[start, end] = content
 
     def read(self, kind: int, block: int) -> object:
         unit, span = self.span(kind, block)
-        return self.held.get(unit, {}).get(span)
+        return self.contents.get(unit, {}).get(span)
 
 
 class NaiveCache:
@@ -54,9 +54,9 @@ class NaiveCache:
         self.memory = Memory(cache.spec)
         self.host = Memory(cache.spec)
         self.state_kind = len(self.spec.groups)
-        self.pinned: set[tuple[int, int]] = set()
+        self.pinned_blocks: set[tuple[int, int]] = set()
         """(kind, block) held by the step being planned; once it is over, only table entries count."""
-        self.computed: dict[tuple[int, int], Node] = {}
+        self.computed_nodes: dict[tuple[int, int], Node] = {}
         """(kind, hash) of everything computed that either memory had at the last check, or a reset or failure since."""
         self.had_room = False
         """Whether host memory had room then for all that the device could hand down."""
@@ -69,8 +69,8 @@ class NaiveCache:
         memories = {CopyDirection.WITHIN: (self.memory,) * 2, CopyDirection.TO_HOST: (self.memory, self.host),
                     CopyDirection.FROM_HOST: (self.host, self.memory)}  # fmt: skip
         for kind, source, destination, way in plan.block_copies:
-            read, written = memories[way]
-            written.write(kind, destination, read.read(kind, source))
+            read_memory, write_memory = memories[way]
+            write_memory.write(kind, destination, read_memory.read(kind, source))
         for source, destination in plan.state_restores:
             self.memory.write(state, destination, self.memory.read(state, source))
         for unit in plan.state_resets:
@@ -114,12 +114,12 @@ class NaiveCache:
         for node in self.cache.tree.nodes():
             assert node.hash not in seen_hashes
             seen_hashes.add(node.hash)
-            packed = b""
+            packed_ids = b""
             at = node
             while at is not None:
-                packed = at.key.packed_tokens + packed
+                packed_ids = at.key.packed_tokens + packed_ids
                 at = at.parent  # type: ignore[assignment]
-            prefix = tuple(unpack_token_ids(packed))
+            prefix = tuple(unpack_token_ids(packed_ids))
             tiers = [(kind, block, False) for kind, block in enumerate(node.blocks)]
             tiers += [(kind, block, True) for kind, block in enumerate(node.host_blocks or ())]
             for kind, block, on_host in tiers:
@@ -130,8 +130,8 @@ class NaiveCache:
                 seen_blocks.add((kind, number, on_host))
                 content = (self.host if on_host else self.memory).read(kind, number)
                 start = len(prefix) - size
-                wanted = prefix if kind == self.state_kind else [prefix[: start + i + 1] for i in range(size)]
-                assert content == wanted, f"block {number} of kind {kind} does not hold what its hash says"
+                expected_content = prefix if kind == self.state_kind else [prefix[: start + i + 1] for i in range(size)]
+                assert content == expected_content, f"block {number} of kind {kind} does not hold what its hash says"
 
     def check_kept(self) -> None:
         """Nothing computed loses its last copy while host memory has room, but a state that a deeper one replaced."""
@@ -142,47 +142,47 @@ class NaiveCache:
             for kind, block in enumerate(blocks)
             if block is not None and not block.is_pending
         }
-        lost = self.computed.keys() - now.keys()
-        if self.had_room and lost:
-            replaced = set[int]()
+        lost_keys = self.computed_nodes.keys() - now.keys()
+        if self.had_room and lost_keys:
+            replaced_keys = set[int]()
             for (kind, _), node in now.items():
                 while kind == self.state_kind and node.parent is not None:
                     node = node.parent
-                    replaced.add(node.hash)
-            for kind, hash_ in lost:
+                    replaced_keys.add(node.hash)
+            for kind, hash_ in lost_keys:
                 assert kind == self.state_kind, f"a block of kind {kind} is nowhere"
-                assert hash_ in replaced, "a state is nowhere"
+                assert hash_ in replaced_keys, "a state is nowhere"
         host = self.cache.host_tier
-        self.computed = now
+        self.computed_nodes = now
         self.had_room = host is not None and host.pool.free_units >= 2 * len(self.cache.pool.units)
 
     def forget(self) -> None:
         """A reset or a failed step may lose anything."""
-        self.computed = {}
+        self.computed_nodes = {}
 
     # ------------------------------------------------------------------ capacity
 
     def live(self) -> list[set[int]]:
         """Blocks of every kind that somebody needs, read off the tables."""
         size = self.spec.block_size
-        held: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
+        blocks_in_use: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
         for seq in self.cache._seq_blocks:
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
                 first = 0 if window is None else max(0, seq.computed_tokens - window + 1) // size
-                held[group].update(table[first:])
+                blocks_in_use[group].update(table[first:])
             if seq.state_unit is not None:
-                held[self.state_kind].add(seq.state_unit)
-        for kind, block in self.pinned:
-            held[kind].add(block)
-        return held
+                blocks_in_use[self.state_kind].add(seq.state_unit)
+        for kind, block in self.pinned_blocks:
+            blocks_in_use[kind].add(block)
+        return blocks_in_use
 
-    def has_room(self, more: list[int]) -> bool:
+    def has_room(self, extra_blocks: list[int]) -> bool:
         """Whether `more[k]` blocks of every kind fit beside the live ones, with all else gone and all packed."""
         units = 0
         for kind, blocks in enumerate(self.live()):
             per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
-            units += -(-(len(blocks) + more[kind]) // per_unit)
+            units += -(-(len(blocks) + extra_blocks[kind]) // per_unit)
         return units <= len(self.cache.pool.units)
 
     def demand(self, blocks: int, step_tokens_max: int) -> list[int]:
@@ -218,9 +218,9 @@ class NaiveCache:
             if any(node.blocks):
                 assert node.has_computed(0), "prefix closure of the device"
                 assert node.parent is None or node.parent.has_computed(0), "prefix closure of the device"
-            for kind, named in enumerate(node.blocks):
-                if named is not None:
-                    kinds_of_unit.setdefault(named.unit.index, set()).add(kind)
+            for kind, block_of_kind in enumerate(node.blocks):
+                if block_of_kind is not None:
+                    kinds_of_unit.setdefault(block_of_kind.unit.index, set()).add(kind)
         assert all(len(kinds) == 1 for kinds in kinds_of_unit.values()), "a unit of two kinds"
         for unit in pool.units:
             assert (unit.kind is None) == (unit.index not in kinds_of_unit), (
@@ -228,5 +228,5 @@ class NaiveCache:
             )
             for block in unit.blocks:
                 number = unit.index if unit.kind == self.state_kind else block.id
-                wanted = references[block.kind, number]
-                assert block.refs == wanted, f"{block!r}: {wanted} table entries"
+                reference_count = references[block.kind, number]
+                assert block.refs == reference_count, f"{block!r}: {reference_count} table entries"

@@ -38,17 +38,17 @@ def test_tables_are_those_of_this_step() -> None:
     for _ in range(300):
         calm = rng.random() < 0.5  # tables only grow
         for seq in seqs:
-            what = rng.random() * (0.2 if calm else 1)
-            if what < 0.2:
+            event_draw = rng.random() * (0.2 if calm else 1)
+            if event_draw < 0.2:
                 for table in seq.block_tables:
                     if len(table) < 80:
                         table.append(BlockId(rng.randrange(99)))
-            elif what < 0.3:
+            elif event_draw < 0.3:
                 table = rng.choice(seq.block_tables)
                 table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
                 seq.table_version += 1
                 changes += 1
-            elif what < 0.35:
+            elif event_draw < 0.35:
                 seq.block_tables = [blocks(rng, 5) for _ in range(2)]
                 seq.table_version += 1
                 changes += 1
@@ -56,29 +56,29 @@ def test_tables_are_those_of_this_step() -> None:
             seqs[rng.randrange(len(seqs))] = sequence(rng)
         if rng.random() < 0.05:
             seats.clear()
-        chosen = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
-        ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in chosen]
-        chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(chosen, ends)]
+        step_seqs = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
+        ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in step_seqs]
+        chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(step_seqs, ends)]
         rows, new = seats.of(chunks)
         assert len(set(rows.tolist())) == len(chunks)
-        told = rng.random() < 0.8
+        passes_orders = rng.random() < 0.8
         for group, tables in enumerate(groups):
-            tables.update(chunks, np.array(ends), rows, new, seats.count, changes if told else None)
-            kept, found = tables.kept(rows), tables.array(np.array(ends), rows)
-            assert len(found) == len(chunks)
-            for row, here, chunk in zip(rows, found, chunks, strict=True):
+            tables.update(chunks, np.array(ends), rows, new, seats.count, changes if passes_orders else None)
+            kept_tables, table_rows = tables.kept(rows), tables.array(np.array(ends), rows)
+            assert len(table_rows) == len(chunks)
+            for row, row_table, chunk in zip(rows, table_rows, chunks, strict=True):
                 width = -(-chunk.end // 4)
                 table = chunk.seq.block_tables[group][:width]
-                assert here[:width].tolist() == table
-                assert kept.there[:width, row].tolist() == [POOL.block_rows(block) for block in table]
+                assert row_table[:width].tolist() == table
+                assert kept_tables.there[:width, row].tolist() == [POOL.block_rows(block) for block in table]
 
 
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, seats, tables = random.Random(0), Seats(), BlockTables(0, POOL, 80, CPU)
-    sent: list[int] = []
+    sent_sizes: list[int] = []
     upload = block_tables.upload
     monkeypatch.setattr(
-        block_tables, "upload", lambda arrays, device: (sent.append(len(arrays[0])), upload(arrays, device))[1]
+        block_tables, "upload", lambda arrays, device: (sent_sizes.append(len(arrays[0])), upload(arrays, device))[1]
     )
     seqs = [sequence(rng) for _ in range(4)]
     for step in range(6):
@@ -88,7 +88,7 @@ def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) ->
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends.tolist())]
         rows, new = seats.of(chunks)
         tables.update(chunks, ends, rows, new, seats.count)
-    assert sent == [20, 1]
+    assert sent_sizes == [20, 1]
 
 
 def test_too_few_blocks() -> None:

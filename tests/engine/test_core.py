@@ -29,7 +29,7 @@ def test_same_step_twins_share_the_blocks_that_the_first_is_about_to_fill() -> N
     bench.add("a", prompt)
     bench.add("b", prompt)
 
-    def look(plan: StepPlan) -> None:
+    def check_plan(plan: StepPlan) -> None:
         (first, second) = plan.chunks
         assert (first.start, first.end, second.start, second.end) == (0, 14, 12, 14)
         assert first.seq.block_tables[0][:3] == second.seq.block_tables[0][:3]
@@ -37,7 +37,7 @@ def test_same_step_twins_share_the_blocks_that_the_first_is_about_to_fill() -> N
         refs = [bench.cache.pool.units[b].blocks[0].refs for b in first.seq.block_tables[0]]
         assert refs == [2, 2, 2, 1]
 
-    bench.device.on_execute = look
+    bench.device.on_execute = check_plan
     bench.step()
     assert bench.firsts["a"].cached_tokens == 0
     assert bench.firsts["b"].cached_tokens == 12
@@ -69,9 +69,9 @@ def test_sequences_that_generate_the_same_text_end_up_on_the_same_blocks() -> No
         bench.step()
     assert [name for name, _, _ in bench.device.plans[-1]] == ["a", "b"]
     chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache._seq_blocks}
-    common = len(bench.outputs["b"]) // 4
-    assert common >= 2
-    assert chains["a"][:common] == chains["b"][:common]
+    common_blocks = len(bench.outputs["b"]) // 4
+    assert common_blocks >= 2
+    assert chains["a"][:common_blocks] == chains["b"][:common_blocks]
     bench.drain()
     bench.assert_correct()
 
@@ -101,8 +101,8 @@ def test_a_hash_that_points_at_a_freed_block_is_a_miss() -> None:
 
 @pytest.mark.parametrize("colliding", ["tokens", "parent"])
 def test_an_equal_hash_of_something_else_is_a_miss(monkeypatch: pytest.MonkeyPatch, colliding: str) -> None:
-    def bad_hashes(parent: int | None, packed: bytes, size: int, *keys: object) -> list[int]:
-        tokens = unpack_token_ids(packed)
+    def bad_hashes(parent: int | None, packed_ids: bytes, size: int, *keys: object) -> list[int]:
+        tokens = unpack_token_ids(packed_ids)
         count = len(tokens) // size
         if colliding == "tokens":  # the hash knows the depth only
             return list(range((parent or 0) + 1, (parent or 0) + 1 + count))
@@ -122,16 +122,17 @@ def test_an_equal_hash_of_something_else_is_a_miss(monkeypatch: pytest.MonkeyPat
 
 def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_twice() -> None:
     bench = make_bench(max_num_batched_tokens=16)
-    shared = list(range(100, 150))
-    bench.add("first", [*shared, 1, 2])
+    prefix = list(range(100, 150))
+    bench.add("first", [*prefix, 1, 2])
     bench.step()  # 16 of the 52 tokens
-    bench.add("second", [*shared, 3, 4])
+    bench.add("second", [*prefix, 3, 4])
     bench.add("other", [7, 8, 9])
     bench.drain()
-    started = {
-        name: next(i for i, plan in enumerate(bench.device.plans) if name in named(plan)) for name in bench.requests
+    start_steps = {
+        name: next(i for i, plan in enumerate(bench.device.plans) if name in planned_names(plan))
+        for name in bench.requests
     }
-    assert started["other"] <= started["second"], "others are not held up"
+    assert start_steps["other"] <= start_steps["second"], "others are not held up"
     assert bench.firsts["second"].cached_tokens == 48
     assert bench.device.computed_tokens == 52 + 4 + 3 + 3 * 3  # each token once: prompts, then three decode steps each
     bench.assert_correct()
@@ -139,10 +140,10 @@ def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_twice() -> N
 
 def test_the_owner_of_an_awaited_prefix_leaves_and_the_waiting_one_computes_it() -> None:
     bench = make_bench(max_num_batched_tokens=16)
-    shared = list(range(100, 150))
-    bench.add("first", [*shared, 1, 2])
+    prefix = list(range(100, 150))
+    bench.add("first", [*prefix, 1, 2])
     bench.step()
-    bench.add("second", [*shared, 3, 4])
+    bench.add("second", [*prefix, 3, 4])
     bench.step()
     bench.abort("first")
     bench.drain()
@@ -150,7 +151,7 @@ def test_the_owner_of_an_awaited_prefix_leaves_and_the_waiting_one_computes_it()
     bench.assert_correct()
 
 
-def named(plan: list[tuple[str, int, int]]) -> set[str]:
+def planned_names(plan: list[tuple[str, int, int]]) -> set[str]:
     return {request_id for request_id, _, _ in plan}
 
 
@@ -171,16 +172,16 @@ def test_salt_and_lora_are_never_shared_across() -> None:
     bench.assert_correct()
     assert [bench.firsts[f"0.{i}"].cached_tokens for i in range(5)] == [0] * 5
     assert [bench.firsts[f"1.{i}"].cached_tokens for i in range(5)] == [12] * 5
-    stored = [e for e in bench.events.events if isinstance(e, BlockStored) and e.parent_block_hash is None]
-    assert [e.extra_keys and e.extra_keys[:2] for e in stored] == [
+    stored_events = [e for e in bench.events.events if isinstance(e, BlockStored) and e.parent_block_hash is None]
+    assert [e.extra_keys and e.extra_keys[:2] for e in stored_events] == [
         [None, None],
         [("s",), None],
         [("t",), None],
         [("s",), ("s",)],
         [("s", "s"), ("s",)],
     ]
-    assert [e.lora_name for e in stored] == [None, None, None, "s", "s"]
-    assert {(e.group_idx, e.kv_cache_spec_kind, e.medium, e.lora_id) for e in stored} == {
+    assert [e.lora_name for e in stored_events] == [None, None, None, "s", "s"]
+    assert {(e.group_idx, e.kv_cache_spec_kind, e.medium, e.lora_id) for e in stored_events} == {
         (0, "full_attention", "GPU", None)
     }
 
@@ -375,8 +376,8 @@ def test_conversation_reuses_what_was_generated_and_events_say_the_same() -> Non
         expected = 0 if not turn else (len(history) - 3 - 1) // 4 * 4  # the last token of a turn was never computed
         assert bench.firsts[f"t{turn}"].cached_tokens == expected
         history = history + continuation(request, 200) + [200 + turn, 201, 202]
-    stored = [e for e in bench.events.events if isinstance(e, BlockStored)]
-    assert len(stored[0].block_hashes) == 2  # a run of neighbours is one event
+    stored_events = [e for e in bench.events.events if isinstance(e, BlockStored)]
+    assert len(stored_events[0].block_hashes) == 2  # a run of neighbours is one event
     assert not any(isinstance(e, BlockRemoved) for e in bench.events.events)
 
 
@@ -387,8 +388,8 @@ def test_eviction_takes_the_tail_first_and_never_a_parent_before_its_child() -> 
     chain = [name for e in bench.events.events if isinstance(e, BlockStored) for name in e.block_hashes]
     bench.add("b", list(range(200, 212)), max_tokens=1)
     bench.drain()
-    removed = [name for e in bench.events.events if isinstance(e, BlockRemoved) for name in e.block_hashes]
-    assert removed == chain[:2:-1][: len(removed)]
+    removed_hashes = [name for e in bench.events.events if isinstance(e, BlockRemoved) for name in e.block_hashes]
+    assert removed_hashes == chain[:2:-1][: len(removed_hashes)]
 
 
 def test_prefix_caching_can_be_switched_off() -> None:

@@ -22,7 +22,7 @@ def make_bench(
     return Bench(KVCache(spec, units, step_tokens_max=budget), config)
 
 
-def stored(bench: Bench, kind: str) -> list[BlockStored]:
+def stored_events(bench: Bench, kind: str) -> list[BlockStored]:
     return [e for e in bench.events.events if isinstance(e, BlockStored) and e.kv_cache_spec_kind == kind]
 
 
@@ -31,7 +31,7 @@ def test_forty_tokens_publish_two_blocks_and_what_was_promised_is_reused() -> No
     prompt = list(range(1000, 1040))
     bench.add("a", prompt, max_tokens=1)
     bench.drain()
-    full, states = stored(bench, "full_attention"), stored(bench, "mamba")
+    full, states = stored_events(bench, "full_attention"), stored_events(bench, "mamba")
     hashes = [name for event in full for name in event.block_hashes]
     assert len(hashes) == 2
     (checkpoint,) = states
@@ -49,13 +49,13 @@ def test_forty_tokens_publish_two_blocks_and_what_was_promised_is_reused() -> No
 
 def test_branching_point_gets_a_checkpoint_the_second_time() -> None:
     bench = make_bench(units=80)
-    shared = list(range(1000, 1064))
-    bench.add("a", shared + [1] * 40, max_tokens=1)
+    prefix = list(range(1000, 1064))
+    bench.add("a", prefix + [1] * 40, max_tokens=1)
     bench.drain()
-    bench.add("b", shared + [2] * 40, max_tokens=1)
+    bench.add("b", prefix + [2] * 40, max_tokens=1)
     bench.drain()
     assert bench.firsts["b"].cached_tokens == 0  # the KV was there, the state was not
-    bench.add("c", shared + [3] * 40, max_tokens=1)
+    bench.add("c", prefix + [3] * 40, max_tokens=1)
     bench.drain()
     assert bench.firsts["c"].cached_tokens == 64
     bench.assert_correct()
@@ -63,9 +63,9 @@ def test_branching_point_gets_a_checkpoint_the_second_time() -> None:
 
 def test_requests_that_wait_together_share_at_their_common_point() -> None:
     bench = make_bench(units=80)
-    shared = list(range(1000, 1050))
+    prefix = list(range(1000, 1050))
     for name in "abcd":
-        bench.add(name, shared + [ord(name)] * 30, max_tokens=2)
+        bench.add(name, prefix + [ord(name)] * 30, max_tokens=2)
     bench.drain()
     assert [bench.firsts[name].cached_tokens for name in "abcd"] == [0, 48, 48, 48]
     assert bench.device.computed_tokens == 80 + 3 * 32 + 4
@@ -74,10 +74,10 @@ def test_requests_that_wait_together_share_at_their_common_point() -> None:
 
 def test_one_that_comes_while_the_prefix_is_computed_waits_for_its_checkpoint() -> None:
     bench = make_bench(units=80, budget=32)
-    shared = list(range(1000, 1100))
-    bench.add("a", shared + [1] * 20, max_tokens=2)
+    prefix = list(range(1000, 1100))
+    bench.add("a", prefix + [1] * 20, max_tokens=2)
     bench.step()
-    bench.add("b", shared + [2] * 20, max_tokens=2)
+    bench.add("b", prefix + [2] * 20, max_tokens=2)
     bench.drain()
     assert bench.firsts["b"].cached_tokens == 96
     bench.assert_correct()
@@ -93,10 +93,10 @@ def test_a_conversation_resumes_at_the_last_boundary_reached_in_decode() -> None
             assert bench.firsts[f"t{turn}"].cached_tokens == (len(history) - 2) // 16 * 16
         history = [*request.token_ids, *bench.outputs[f"t{turn}"], 7]
     bench.assert_correct()
-    rolling = [e for e in stored(bench, "mamba") if any(token < 1000 for token in e.token_ids)]
-    dropped = [e for e in bench.events.events if isinstance(e, BlockRemoved) and e.group_idx == 1]
+    rolling = [e for e in stored_events(bench, "mamba") if any(token < 1000 for token in e.token_ids)]
+    dropped_states = [e for e in bench.events.events if isinstance(e, BlockRemoved) and e.group_idx == 1]
     assert len(rolling) > 8
-    assert len(dropped) >= len(rolling) - 8  # one rolling checkpoint a sequence, whatever the length
+    assert len(dropped_states) >= len(rolling) - 8  # one rolling checkpoint a sequence, whatever the length
 
 
 def test_sliding_window_blocks_are_announced_when_evicted_not_when_passed() -> None:
@@ -104,18 +104,18 @@ def test_sliding_window_blocks_are_announced_when_evicted_not_when_passed() -> N
     prompt = list(range(1000, 1100))
     bench.add("a", prompt, max_tokens=1)
     bench.drain()
-    window_blocks = {name for e in stored(bench, "sliding_window") for name in e.block_hashes}
+    window_blocks = {name for e in stored_events(bench, "sliding_window") for name in e.block_hashes}
     assert len(window_blocks) == 6
     assert not any(isinstance(e, BlockRemoved) for e in bench.events.events)
-    assert all(e.kv_cache_spec_sliding_window == 20 for e in stored(bench, "sliding_window"))
+    assert all(e.kv_cache_spec_sliding_window == 20 for e in stored_events(bench, "sliding_window"))
     bench.add("b", prompt[:40] + [1] * 40, max_tokens=1)  # branches where the window had long passed
     bench.drain()
     assert bench.firsts["b"].cached_tokens == 32
     for turn in range(6):
         bench.add(f"c{turn}", [turn] * 100, max_tokens=1)
         bench.drain()
-    removed = [e for e in bench.events.events if isinstance(e, BlockRemoved)]
-    assert {e.group_idx for e in removed} == {0, 1}
+    removed_events = [e for e in bench.events.events if isinstance(e, BlockRemoved)]
+    assert {e.group_idx for e in removed_events} == {0, 1}
     bench.assert_correct()
 
 
@@ -132,11 +132,11 @@ def test_everything_at_once_under_pressure() -> None:
 
 def test_nobody_waits_for_a_checkpoint_that_a_reset_has_taken_back() -> None:
     bench = make_bench(units=80, budget=32)
-    shared = list(range(1000, 1200))
-    bench.add("a", [*shared, 1], max_tokens=2)
+    prefix = list(range(1000, 1200))
+    bench.add("a", [*prefix, 1], max_tokens=2)
     bench.step()
     bench.core.reset_prefix_cache()
-    bench.add("b", [*shared, 2], max_tokens=2)
+    bench.add("b", [*prefix, 2], max_tokens=2)
     bench.core.scheduler.config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2000)
     bench.step()
     assert bench.core.scheduler.running_count == 2

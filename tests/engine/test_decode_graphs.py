@@ -31,14 +31,14 @@ class RunAgain:
     """Records by keeping the computation; a repetition writes the same result tensor, as a graph does."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.record_count = self.replay_count = 0
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        self.recorded += 1
+        self.record_count += 1
         out = torch.full_like(run(), float("nan"))
 
         def replay() -> None:
-            self.replayed += 1
+            self.replay_count += 1
             out.copy_(run())
 
         return replay, out
@@ -71,7 +71,7 @@ def test_recorded_steps_give_the_same_tokens(family):
             driver.step(*((seqs[i], len(seqs[i].token_ids)) for i in members))
         answers.append([seq.token_ids for seq in seqs])
     assert answers[0] == answers[1]
-    assert (capture.recorded, capture.replayed) == (2, 3)  # sizes 4 and 2; the prompts were computed as usual
+    assert (capture.record_count, capture.replay_count) == (2, 3)  # sizes 4 and 2; the prompts were computed as usual
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ class FakeCuda:
     """Streams and graphs as torch has them, without a device: what runs on which stream, and what is destroyed."""
 
     def __init__(self) -> None:
-        self.current, self.made, self.graphs = "main", 0, weakref.WeakSet[Any]()
+        self.current, self.stream_count, self.graphs = "main", 0, weakref.WeakSet[Any]()
         self.ran: list[tuple[str, bool]] = []
         """(stream, while recording) of each run."""
         self.recording = False
@@ -106,8 +106,8 @@ class FakeCuda:
 
         class Stream:
             def __init__(self, device: torch.device) -> None:
-                fake.made += 1
-                self.name = f"side {fake.made}"
+                fake.stream_count += 1
+                self.name = f"side {fake.stream_count}"
 
             def wait_stream(self, other: object) -> None: ...
 
@@ -122,8 +122,8 @@ class FakeCuda:
             def replay(self) -> None: ...
 
         @contextmanager
-        def stream(chosen: Stream) -> Iterator[None]:
-            before, fake.current = fake.current, chosen.name
+        def stream(new_stream: Stream) -> Iterator[None]:
+            before, fake.current = fake.current, new_stream.name
             try:
                 yield
             finally:
@@ -171,7 +171,7 @@ def test_all_is_recorded_on_one_stream_which_is_left_also_after_a_failure(monkey
     assert fake.current == "main"
     capture(fake.run)
     assert fake.ran == [("side 1", recording) for recording in (False, True, False, False, True)]
-    assert fake.made == 1
+    assert fake.stream_count == 1
     gc.collect()
     assert len(fake.graphs) == 3  # destroying the failed one would free what the others' products work in
     del capture
@@ -183,7 +183,7 @@ def test_recording_ahead():
     capture = RunAgain()
     driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), capture)
     driver.runner.record_decode_steps(3)
-    assert capture.recorded == 3  # 4, 2 and 1
+    assert capture.record_count == 3  # 4, 2 and 1
     seq = driver.sequence([1, 2, 3])
     driver.run(seq, 3)
-    assert (capture.recorded, capture.replayed) == (3, 2)
+    assert (capture.record_count, capture.replay_count) == (3, 2)

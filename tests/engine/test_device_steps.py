@@ -65,8 +65,8 @@ class HostData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func in (torch.tensor, torch.as_tensor, torch.asarray)
-        if made and torch.device(kwargs.get("device") or "cpu").type == DEVICE.type:
+        makes_tensor = func in (torch.tensor, torch.as_tensor, torch.asarray)
+        if makes_tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE.type:
             raise HostWaits(f"{func.__name__} from the host's data")
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and on_device(args[0]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -80,7 +80,7 @@ class Guard(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pinned: dict[int, torch.Tensor] = {}
+        self.pinned_tensors: dict[int, torch.Tensor] = {}
         """By storage; kept, so that no address is used twice."""
         self.recording = False
         self.uploads = 0
@@ -98,36 +98,40 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        there = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if on_device(x)]
+        device_tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if on_device(x)]
         if packet is aten.is_pinned:
-            return args[0].untyped_storage()._cdata in self.pinned
+            return args[0].untyped_storage()._cdata in self.pinned_tensors
         if packet is aten._pin_memory or (packet is aten.empty and kwargs.get("pin_memory")):
             return self.pin(args, kwargs)
-        if packet in WAITS and there:
+        if packet in WAITS and device_tensors:
             raise HostWaits(f"{func}: the host waits for the device")
         if packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
                     raise HostWaits(f"{func} with a mask: the host waits for the number of places")
                 assert index is None or on_device(index) == on_device(args[0]), f"{func}: an index on another device"
-        if packet is aten.repeat_interleave and there and kwargs.get("output_size") is None:
+        if packet is aten.repeat_interleave and device_tensors and kwargs.get("output_size") is None:
             raise HostWaits(f"{func}: the host waits for the size of the result")
         if packet is aten._to_copy and isinstance(args[0], torch.Tensor):
-            self.copied(func, kwargs.get("device", args[0].device), args[0], kwargs.get("non_blocking", False))
+            self.check_copy(func, kwargs.get("device", args[0].device), args[0], kwargs.get("non_blocking", False))
         elif packet is aten.copy_:
-            self.copied(func, args[0].device, args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        elif there:
+            self.check_copy(
+                func, args[0].device, args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            )
+        elif device_tensors:
             tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             assert all(on_device(x) or x.dim() == 0 for x in tensors), f"{func}: tensors of two devices"
         return func(*args, **kwargs)
 
     def pin(self, args: Any, kwargs: Any) -> torch.Tensor:
         assert not self.recording, "pinned memory is allocated in a recorded step"
-        made = args[0].clone() if isinstance(args[0], torch.Tensor) else torch.empty(args[0], dtype=kwargs["dtype"])
-        self.pinned[made.untyped_storage()._cdata] = made
-        return made
+        new_tensor = (
+            args[0].clone() if isinstance(args[0], torch.Tensor) else torch.empty(args[0], dtype=kwargs["dtype"])
+        )
+        self.pinned_tensors[new_tensor.untyped_storage()._cdata] = new_tensor
+        return new_tensor
 
-    def copied(self, func: Any, target: torch.device, source: torch.Tensor, non_blocking: bool) -> None:
+    def check_copy(self, func: Any, target: torch.device, source: torch.Tensor, non_blocking: bool) -> None:
         if target.type == source.device.type:
             return
         if target.type == "cpu":
@@ -136,7 +140,7 @@ class Guard(TorchDispatchMode):
         self.uploads += 1
         if not non_blocking:
             raise HostWaits(f"{func}: a copy to the device that the host waits for")
-        if source.untyped_storage()._cdata not in self.pinned:
+        if source.untyped_storage()._cdata not in self.pinned_tensors:
             raise HostWaits(f"{func}: a copy to the device from memory that is not pinned")
 
 
@@ -235,7 +239,7 @@ class Hand:
             if chunk.should_sample:
                 chunk.seq.token_ids.append(1)
 
-    def overlapped(self, seqs: list[Sequence], count: int) -> None:
+    def run_overlapped(self, seqs: list[Sequence], count: int) -> None:
         """Steps that each decode all of them, begun before the result of the one before is read."""
         submit, reads = inspect.unwrap(ModelRunner.submit), []
         for i in range(count):
@@ -256,17 +260,17 @@ class Recorder:
     """Stands in for DEVICE graphs: what is recorded must be free of copies from the host."""
 
     def __init__(self, guard: Guard) -> None:
-        self.guard, self.recorded, self.replayed = guard, 0, 0
+        self.guard, self.record_count, self.replay_count = guard, 0, 0
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        self.recorded += 1
+        self.record_count += 1
         run()
         self.guard.recording = True
         out = run()
         self.guard.recording = False
 
         def replay() -> None:
-            self.replayed += 1
+            self.replay_count += 1
 
         return replay, out
 
@@ -296,12 +300,12 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
         for members in (seqs, seqs[:3], seqs):  # recorded: four, three padded to four
             hand.step(*((seq, len(seq.token_ids)) for seq in members))
         if runner._last is not None:
-            hand.overlapped(seqs, 3)
+            hand.run_overlapped(seqs, 3)
         copies: dict[str, Any] = {"block_copies": [BlockCopy(0, BlockId(0), BlockId(1))]}
         if runner.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)
-    assert (capture.recorded, capture.replayed) == (2, 4 + 3 * (runner._last is not None))
+    assert (capture.record_count, capture.replay_count) == (2, 4 + 3 * (runner._last is not None))
     assert guard.uploads > 0
     assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows"} <= LAUNCHED
     assert ("draw_rows" in LAUNCHED) == runner.model.samples

@@ -88,10 +88,10 @@ def test_a_model_without_attention_is_refused_with_its_name() -> None:
 
 
 def test_a_dry_run_tells_the_layout_without_weights(tmp_path: Path) -> None:
-    told = describe_cache(EngineConfig(num_gpu_blocks_override=10))
-    assert "10 units" in told
-    assert "full_attention" in told
+    description = describe_cache(EngineConfig(num_gpu_blocks_override=10))
+    assert "10 units" in description
+    assert "full_attention" in description
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | {"dtype": "bfloat16"}))
-    told = describe_cache(EngineConfig(model=str(tmp_path), num_gpu_blocks_override=10))
-    assert "state: 1 layers, 67,840 bytes, 1 a unit" in told
-    assert "padding: at most" in told
+    description = describe_cache(EngineConfig(model=str(tmp_path), num_gpu_blocks_override=10))
+    assert "state: 1 layers, 67,840 bytes, 1 a unit" in description
+    assert "padding: at most" in description

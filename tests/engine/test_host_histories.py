@@ -58,7 +58,7 @@ class History:
 
     def play(self) -> None:
         acts: list[tuple[float, Callable[[], object]]] = [
-            (0.40, self.ask),
+            (0.40, self.send_request),
             (0.40, self.steps),
             (0.05, lambda: self.bench.abort(self.anyone())),
             (0.04, lambda: self.during(lambda plan: self.bench.abort(self.anyone()))),
@@ -77,7 +77,7 @@ class History:
     def anyone(self) -> str:
         return f"r{self.rng.randrange(self.count + 1)}"
 
-    def ask(self) -> None:
+    def send_request(self) -> None:
         rng = self.rng
         text = (rng.choice(self.texts) + [rng.randint(0, 1) for _ in range(rng.randint(1, 16))])[:50]
         for _ in range(rng.choice([1, 1, 2, 3])):
@@ -147,7 +147,7 @@ def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
 
 def copies_of_steps(bench: Bench) -> list[tuple[int, int]]:
     """(blocks that come up, that go down) with each further step, until it has computed all that is asked."""
-    found: list[tuple[int, int]] = []
+    copy_counts: list[tuple[int, int]] = []
     block_bytes = bench.cache.spec.block_bytes(0)
     while "late" not in bench.ends:
         before = bench.core.stats()
@@ -157,8 +157,8 @@ def copies_of_steps(bench: Bench) -> list[tuple[int, int]]:
             after.host_loaded_bytes - before.host_loaded_bytes,
             after.host_stored_bytes - before.host_stored_bytes,
         )
-        found.append((up // block_bytes, down // block_bytes))
-    return found
+        copy_counts.append((up // block_bytes, down // block_bytes))
+    return copy_counts
 
 
 def loads_of_steps(bench: Bench) -> list[int]:
@@ -190,10 +190,10 @@ def test_where_a_block_takes_more_than_the_bound_the_next_steps_copy_nothing(bou
 def test_what_waits_to_go_down_is_found_meanwhile() -> None:
     """What was evicted for loads ahead, and lies where they go, is a hit: its copy goes down before it comes up."""
     bench, text = two_that_decode(1)
-    stored = bench.core.stats().host_stored_bytes
+    stored_bytes = bench.core.stats().host_stored_bytes
     bench.add("late", [*text, 4], max_tokens=1)
     bench.step()
-    assert bench.core.stats().host_stored_bytes - stored < 5 * bench.cache.spec.block_bytes(0), "the rest waits"
+    assert bench.core.stats().host_stored_bytes - stored_bytes < 5 * bench.cache.spec.block_bytes(0), "the rest waits"
     bench.add("again", [2] * 158 + [1], max_tokens=1)
     bench.drain()
     assert bench.firsts["again"].cached_tokens > 100
@@ -204,11 +204,13 @@ def test_names_of_what_waits_to_go_down_can_be_forgotten() -> None:
     bench, text = two_that_decode(1)
     bench.add("late", [*text, 4], max_tokens=1)
     bench.step()
-    stored = bench.core.stats().host_stored_bytes
+    stored_bytes = bench.core.stats().host_stored_bytes
     bench.core.reset_prefix_cache()
     bench.check()
     bench.drain()
-    assert bench.core.stats().host_stored_bytes - stored < 5 * bench.cache.spec.block_bytes(0), "copied for nobody"
+    assert bench.core.stats().host_stored_bytes - stored_bytes < 5 * bench.cache.spec.block_bytes(0), (
+        "copied for nobody"
+    )
     bench.assert_correct()
 
 
@@ -256,8 +258,8 @@ def test_states_that_are_read_back_are_found_again(question: int, overlap: bool,
     texts = [[rng.randint(0, 3) for _ in range(41)] for _ in range(8)]
     for turn in range(6):
         for number, text in enumerate(texts):
-            asked = text[:40] + [turn % 4] * question if question else text
-            bench.add(f"{turn}/{number}", asked, max_tokens=2)
+            prompt_ids = text[:40] + [turn % 4] * question if question else text
+            bench.add(f"{turn}/{number}", prompt_ids, max_tokens=2)
             bench.drain()
             assert turn == 0 or bench.firsts[f"{turn}/{number}"].cached_tokens == 40
     bench.assert_correct()

@@ -35,15 +35,15 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
     spec = model.cache_spec(4, dtype)
     units = sum(-(-400 // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     units += 6 if spec.state is not None else 0
-    cached = KVCache(spec, units, step_tokens_max=64, host_units=host_units, **cache)
+    kv_cache = KVCache(spec, units, step_tokens_max=64, host_units=host_units, **cache)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(model, spec, units, device=CPU, dtype=dtype, max_model_len=256, host_units=host_units)
     runner._buffer.fill_(0xFF)
     events = EventChecker(spec.block_size)
-    core = EngineCore(Scheduler(config, cached), runner, events)
+    core = EngineCore(Scheduler(config, kv_cache), runner, events)
     rng = random.Random(family)
     texts = [[rng.randrange(2048) for _ in range(90)] for _ in range(6)]
-    said: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
     for turn in range(5):
         for first in (0, 3):
             names = [f"{turn}/{i}" for i in range(first, first + 3)]
@@ -53,12 +53,12 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
             while core.has_work:
                 for output in core.step(0.0):
                     assert output.error is None
-                    said.setdefault(output.request_id, []).extend(output.token_ids)
+                    answers.setdefault(output.request_id, []).extend(output.token_ids)
                 core.check_invariants()
-                assert set(events.resident) == resident_in(cached)
+                assert set(events.resident) == resident_in(kv_cache)
             for name, text in zip(names, texts[first : first + 3], strict=True):
-                text += said[name] + [rng.randrange(2048) for _ in range(12)]
-    return said, core
+                text += answers[name] + [rng.randrange(2048) for _ in range(12)]
+    return answers, core
 
 
 @pytest.mark.parametrize("adaptive", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -66,16 +66,16 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
 def test_tokens_are_those_of_an_engine_without_a_cache(family: str, adaptive: bool) -> None:
     plain, _ = conversations(family, 0, enable_prefix_caching=False)
     without, small = conversations(family, 0, adaptive_eviction=adaptive)
-    said, core = conversations(family, 400, adaptive_eviction=adaptive)
-    assert said == without == plain
+    answers, core = conversations(family, 400, adaptive_eviction=adaptive)
+    assert answers == without == plain
     stats = core.stats()
     assert stats.prefix_cache_hits > small.stats().prefix_cache_hits
     assert 0 < stats.host_cache_hits <= stats.prefix_cache_hits
     assert stats.host_stored_bytes > 0
     assert stats.host_loaded_bytes > 0
     assert 0 < stats.host_cache_usage <= 1
-    returned = sum(90 + turn * 20 for turn in range(4)) * 6  # of whole blocks, but for the last token said
-    assert stats.prefix_cache_hits > 0.9 * returned, "not everything came back although there was room for all"
+    returned_tokens = sum(90 + turn * 20 for turn in range(4)) * 6  # of whole blocks, but for the last token said
+    assert stats.prefix_cache_hits > 0.9 * returned_tokens, "not everything came back although there was room for all"
 
 
 def test_bad_sizes_are_refused() -> None:

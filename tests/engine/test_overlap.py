@@ -76,26 +76,26 @@ def answers(
     runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlap=overlap)
     rng = random.Random(family)
-    shared = [rng.randrange(2048) for _ in range(30)]
+    prefix = [rng.randrange(2048) for _ in range(30)]
     waiting = []
     for i in range(count):
-        tokens = shared[: rng.randrange(1, 30)] + [rng.randrange(2048) for _ in range(rng.randrange(1, 20))]
+        tokens = prefix[: rng.randrange(1, 30)] + [rng.randrange(2048) for _ in range(rng.randrange(1, 20))]
         params = SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=rng.randrange(3, answer_tokens))
         waiting.append(Request(request_id=str(i), token_ids=tokens, params=params))
-    found: dict[str, Any] = {}
+    answers_by_id: dict[str, Any] = {}
     while waiting or core.has_work:
         if waiting and rng.random() < 0.5:
             core.add(waiting.pop(), 0.0)
         for out in core.step(0.0):
-            said = found.setdefault(out.request_id, [[], [], None])
-            said[0] += out.token_ids
-            said[1] += [entry.token_id for entry in out.logprobs or []]
-            said[2] = out.finish_reason
+            answer = answers_by_id.setdefault(out.request_id, [[], [], None])
+            answer[0] += out.token_ids
+            answer[1] += [entry.token_id for entry in out.logprobs or []]
+            answer[2] = out.finish_reason
             assert out.error is None
         core.check_invariants()
     runner.close()
     assert cache.usage.live_units == 0
-    return found, core
+    return answers_by_id, core
 
 
 @pytest.mark.parametrize("family", list(RECIPES))
@@ -104,7 +104,7 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
     off, _ = answers(family, False, token_count)
     on, core = answers(family, True, token_count)
     assert on == off
-    assert {said[2] for said in on.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert {answer[2] for answer in on.values()} == {FinishReason.STOP, FinishReason.LENGTH}
     assert core.stats().finished_requests == 14
     if family != "qwen3_5":  # there it is states that fill the cache
         assert (core.stats().preemptions > 0) == (token_count == 100)
@@ -113,8 +113,8 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
 @pytest.mark.long
 def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
     """Interpreted, a layer of a step takes a second: few of either, but tables that grow by blocks and change."""
-    few: dict[str, Any] = {"count": 6, "answer_tokens": 9, "recipe": SMALLEST}
-    on, off = (answers("qwen3", overlap, 1000, "triton", **few)[0] for overlap in (True, False))
+    small_run: dict[str, Any] = {"count": 6, "answer_tokens": 9, "recipe": SMALLEST}
+    on, off = (answers("qwen3", overlap, 1000, "triton", **small_run)[0] for overlap in (True, False))
     assert on == off
 
 
@@ -135,36 +135,37 @@ def with_state(window: int | None = None) -> CacheSpec:
     return CacheSpec(block_size=1, groups=tuple(groups), state=StateSpec((9,), 256))
 
 
-def told(events: list[Event], groups: int) -> list[str]:
+def format_events(events: list[Event], groups: int) -> list[str]:
     """What was said of each block of the first groups: how many are told of in one event is the owner's business."""
-    said = []
+    lines = []
     for event in events:
         parent = event.parent_block_hash if isinstance(event, BlockStored) else None
         assert not isinstance(event, AllBlocksCleared)
         for name in event.block_hashes:
             if event.group_idx < groups:
-                said.append(repr((type(event), event.group_idx, name, parent, event.medium)))
+                lines.append(repr((type(event), event.group_idx, name, parent, event.medium)))
             parent = name if isinstance(event, BlockStored) else None
-    return sorted(said)
+    return sorted(lines)
 
 
 def goes_on_as_an_answer(bench: Bench) -> bool:
     """Whether a prompt says more of another request's text than its prompt: a token that only a step's result tells."""
     texts = {
-        name: (len(asked.token_ids), asked.token_ids + bench.outputs[name]) for name, asked in bench.requests.items()
+        name: (len(request.token_ids), request.token_ids + bench.outputs[name])
+        for name, request in bench.requests.items()
     }
-    prompts = {name: asked.token_ids for name, asked in bench.requests.items()}
+    prompts = {name: request.token_ids for name, request in bench.requests.items()}
     return any(
-        name != other and len(prompt) > known and prompt[: known + 1] == text[: known + 1]
+        name != other and len(prompt) > prompt_len and prompt[: prompt_len + 1] == text[: prompt_len + 1]
         for name, prompt in prompts.items()
-        for other, (known, text) in texts.items()
+        for other, (prompt_len, text) in texts.items()
     )
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(
     spec=specs(4, 9),
-    asked=st.lists(
+    arrivals=st.lists(
         st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 12), st.integers(0, 5)),
         min_size=1, max_size=5,
     ),
@@ -174,7 +175,7 @@ def goes_on_as_an_answer(bench: Bench) -> bool:
 @example(with_state(), [([1], 3, 5), ([1], 4, 2)])  # both by decoding
 @example(with_state(2), [([1, 1], 2, 5), ([1, 1, 0], 1, 3), ([0, 1, 0], 1, 1), ([1], 10, 4)])
 @example(with_state(1), [([1, 1, 0], 6, 5), ([1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0, 1], 3, 0)])
-def test_late_stops_leave_no_trace(spec: CacheSpec, asked: Asked) -> None:
+def test_late_stops_leave_no_trace(spec: CacheSpec, arrivals: Asked) -> None:
     """Requests that come together, in a cache that evicts nothing: outputs, cached tokens and events are the same.
 
     But for states where a prompt goes on as another request's answer: without overlap the host knows that answer a step
@@ -185,7 +186,7 @@ def test_late_stops_leave_no_trace(spec: CacheSpec, asked: Asked) -> None:
     )
     benches = [Bench(KVCache(spec, 400, step_tokens_max=200), config, overlap=overlap) for overlap in (False, True)]
     for bench in benches:
-        for i, (text, max_tokens, stop) in enumerate(asked):
+        for i, (text, max_tokens, stop) in enumerate(arrivals):
             bench.add(str(i), text, max_tokens=max_tokens, stop_token_ids=(stop,), min_tokens=stop % 3)
         bench.drain()
         bench.assert_correct()
@@ -194,7 +195,7 @@ def test_late_stops_leave_no_trace(spec: CacheSpec, asked: Asked) -> None:
     assert on.outputs == off.outputs
     assert {n: o.cached_tokens for n, o in on.firsts.items()} == {n: o.cached_tokens for n, o in off.firsts.items()}
     groups = len(spec.groups) + (not goes_on_as_an_answer(on))
-    assert told(on.events.events, groups) == told(off.events.events, groups)
+    assert format_events(on.events.events, groups) == format_events(off.events.events, groups)
 
 
 def make_bench(units: int = 64, **config: Any) -> Bench:
@@ -205,19 +206,25 @@ def make_bench(units: int = 64, **config: Any) -> Bench:
 def test_a_step_is_begun_before_the_result_of_the_one_before_is_asked_for() -> None:
     bench = make_bench()
     bench.add("a", [1, 2, 3], max_tokens=5)
-    sent: list[StepPlan] = []
+    submitted_plans: list[StepPlan] = []
     submit = bench.core._submit
 
-    def watched(plan: StepPlan) -> Any:
-        sent.append(plan)
+    def record_plan(plan: StepPlan) -> Any:
+        submitted_plans.append(plan)
         return submit(plan)
 
-    bench.core._submit = watched
-    bench.device.on_execute = lambda plan: order.append((len(sent), plan is sent[-1]))
+    bench.core._submit = record_plan
+    bench.device.on_execute = lambda plan: order.append((len(submitted_plans), plan is submitted_plans[-1]))
     order: list[tuple[int, bool]] = []
     bench.drain()
     assert order == [(2, False), (3, False), (4, False), (5, False), (5, True)]
-    assert [chunk.token_on_device for plan in sent for chunk in plan.chunks] == [False, True, True, True, True]
+    assert [chunk.token_on_device for plan in submitted_plans for chunk in plan.chunks] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert bench.device.plans[-1] == [("a", 6, 7)]  # the length is known ahead: nothing is computed in vain
 
 
@@ -236,11 +243,11 @@ def test_nobody_is_preempted_while_a_step_is_out() -> None:
         bench.add(str(i), [i] * 6, max_tokens=20)
     preempt = bench.core.scheduler._preempt
 
-    def watched(entry: Any) -> None:
+    def record_preemption(entry: Any) -> None:
         assert not bench.core._steps_in_flight
         preempt(entry)
 
-    bench.core.scheduler._preempt = watched  # type: ignore[method-assign]
+    bench.core.scheduler._preempt = record_preemption  # type: ignore[method-assign]
     bench.drain()
     bench.assert_correct()
     assert bench.core.stats().preemptions > 0
@@ -255,8 +262,8 @@ def test_a_failing_step_takes_nobody_else_with_it() -> None:
     bench.device.fail_next = True
     assert bench.step() == []
     bench.add("b", [3] * 9, max_tokens=2)
-    (failed,) = bench.step()
-    assert (failed.request_id, failed.finish_reason) == ("a", FinishReason.ERROR)
+    (failed_output,) = bench.step()
+    assert (failed_output.request_id, failed_output.finish_reason) == ("a", FinishReason.ERROR)
     stats = bench.core.stats()
     assert (stats.running, stats.waiting, stats.preemptions, stats.prompt_tokens) == (0, 1, 0, 12)
     bench.drain()
@@ -313,13 +320,13 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     )  # fmt: skip
     threads, forward = set(), runner._forward
 
-    def seen(step: Any) -> torch.Tensor:
+    def run_on_thread(step: Any) -> torch.Tensor:
         threads.add(threading.current_thread().name)
         if len(step.chunks) > 1:
             raise RuntimeError("no memory for two")
         return forward(step)
 
-    runner._forward = seen  # type: ignore[method-assign]
+    runner._forward = run_on_thread  # type: ignore[method-assign]
     for name in "ab":
         core.add(Request(request_id=name, token_ids=[1, 2, 3], params=SamplingParams(max_tokens=3)), 0.0)
     outputs = []
@@ -333,10 +340,10 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
         tokens += [token for out in core.step(0.0) for token in out.token_ids]
     assert len(tokens) == 3
     assert threads == {"step_0"}
-    runner._probe = lambda: seen(None)  # type: ignore[method-assign]
+    runner._probe = lambda: run_on_thread(None)  # type: ignore[method-assign]
     core.add(Request(request_id="d", token_ids=[1, 2], params=SamplingParams(max_tokens=3)), 0.0)
     runner._forward = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    runner._probe = _lost  # type: ignore[method-assign]
+    runner._probe = _fail_device  # type: ignore[method-assign]
     assert core.step(0.0) == []
     with pytest.raises(RunnerLostError, match="cpu computes nothing any more"):
         core.step(0.0)
@@ -363,19 +370,19 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     runner._prepare = fails  # type: ignore[method-assign]
     core.step(0.0)
     runner._prepare = prepare  # type: ignore[method-assign]
-    computed: list[Any] = []
+    computed_steps: list[Any] = []
     compute = runner._compute
 
-    def watched(step: Any) -> Any:
-        computed.append(compute(step))
-        return computed[-1]
+    def record_step(step: Any) -> Any:
+        computed_steps.append(compute(step))
+        return computed_steps[-1]
 
-    runner._compute = watched  # type: ignore[method-assign]
+    runner._compute = record_step  # type: ignore[method-assign]
     assert len(core.step(0.0)) == 31  # with an error
     while core.has_work:
         core.step(0.0)
     runner.close()
-    assert len(computed) == 1  # the one that stood on it went through
+    assert len(computed_steps) == 1  # the one that stood on it went through
 
 
 @pytest.mark.parametrize(
@@ -390,5 +397,5 @@ def test_where_steps_overlap(how: Any, device: str, ranks: int, expected: bool) 
     assert overlaps(config, torch.device(device)) == expected
 
 
-def _lost() -> None:
+def _fail_device() -> None:
     raise RuntimeError("gone")

@@ -46,7 +46,7 @@ class Fault(RuntimeError):
     pass
 
 
-class Attacked:
+class AttackedEngine:
     """A core on a real model, whose next steps can be made to fail while they run."""
 
     def __init__(self, units: int, grammars: Grammars, *, overlap: bool) -> None:
@@ -68,7 +68,7 @@ class Attacked:
         )
         self.fails = False
         self._forward, self.runner._forward = self.runner._forward, self._fail_or_forward  # type: ignore[method-assign]
-        self.said: dict[str, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
 
     def _fail_or_forward(self, step: PreparedStep) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Attacked:
         for output in self.core.step(0.0):
             assert output.request_id not in self.ends, "an output after the last"
             assert output.error is None or "fell off the bus" in output.error, output.error
-            self.said.setdefault(output.request_id, []).extend(output.token_ids)
+            self.answers.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output.finish_reason
         self.core.check_invariants()
@@ -101,27 +101,27 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(cached_model(PRESETS["tiny"]), cache_bytes=0)
 
 
-def asked(rng: random.Random, count: int) -> list[Request]:
-    shared = [rng.randrange(500) for _ in range(16)]
+def make_requests(rng: random.Random, count: int) -> list[Request]:
+    prefix = [rng.randrange(500) for _ in range(16)]
     return [
         Request(
             request_id=f"{i}",
-            token_ids=shared[: rng.randrange(17)] + [rng.randrange(500) for _ in range(rng.randrange(1, 12))],
+            token_ids=prefix[: rng.randrange(17)] + [rng.randrange(500) for _ in range(rng.randrange(1, 12))],
             params=KINDS[i % len(KINDS)],
         )
         for i in range(count)
     ]
 
 
-def alone(requests: list[Request], grammars: Grammars) -> dict[str, list[int]]:
-    calm = Attacked(200, grammars, overlap=False)
+def answer_each_alone(requests: list[Request], grammars: Grammars) -> dict[str, list[int]]:
+    calm = AttackedEngine(200, grammars, overlap=False)
     for request in requests:
         calm.core.add(request, 0.0)
         while calm.core.has_work:
             calm.step()
         calm.core.reset_prefix_cache()
     calm.close()
-    return calm.said
+    return calm.answers
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
@@ -129,28 +129,28 @@ def test_what_is_served_is_what_it_would_be_alone(overlap: bool) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    requests = asked(rng, 36)
+    requests = make_requests(rng, 36)
     grammars = Grammars(lambda: GrammarVocabulary(tokenizer(), PRESETS["tiny"].vocab_size))
-    right = alone(requests, grammars)
-    attacked = Attacked(20, grammars, overlap=overlap)
+    right = answer_each_alone(requests, grammars)
+    engine = AttackedEngine(20, grammars, overlap=overlap)
     waiting, out = list(requests), 0
-    while waiting or attacked.core.has_work:
-        what = rng.random()
-        if waiting and what < 0.4:
-            attacked.core.add(waiting.pop(0), 0.0)
-        elif what < 0.44:
-            attacked.abort(f"{rng.randrange(len(requests))}")
-        elif what < 0.47:
-            attacked.core.reset_prefix_cache()
-        attacked.fails = rng.random() < 0.02
-        attacked.step()
-        out += len(attacked.core._steps_in_flight)
-    attacked.close()
+    while waiting or engine.core.has_work:
+        event_draw = rng.random()
+        if waiting and event_draw < 0.4:
+            engine.core.add(waiting.pop(0), 0.0)
+        elif event_draw < 0.44:
+            engine.abort(f"{rng.randrange(len(requests))}")
+        elif event_draw < 0.47:
+            engine.core.reset_prefix_cache()
+        engine.fails = rng.random() < 0.02
+        engine.step()
+        out += len(engine.core._steps_in_flight)
+    engine.close()
     grammars.close()
     assert (out > 0) == overlap
-    assert attacked.core.stats().preemptions > 0
+    assert engine.core.stats().preemptions > 0
     for request in requests:
-        name, said = request.request_id, attacked.said.get(request.request_id, [])
-        whole = attacked.ends[name] in (FinishReason.STOP, FinishReason.LENGTH)
-        assert said == (right[name] if whole else right[name][: len(said)]), (name, request.params)
-    assert {FinishReason.STOP, FinishReason.LENGTH} <= set(attacked.ends.values())
+        name, answer = request.request_id, engine.answers.get(request.request_id, [])
+        is_complete = engine.ends[name] in (FinishReason.STOP, FinishReason.LENGTH)
+        assert answer == (right[name] if is_complete else right[name][: len(answer)]), (name, request.params)
+    assert {FinishReason.STOP, FinishReason.LENGTH} <= set(engine.ends.values())

@@ -64,24 +64,24 @@ class Naive:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.computed = 0
+        self.computed_tokens = 0
         self.jobs: list[tuple[float, int, int]] = []
         """(came, number, tokens left)."""
         self.tokens: dict[int, int] = {}
         self.plans: list[list[tuple[str, int, int]]] = []
 
     def step(self) -> None:
-        budget, plan, later = self.budget, [], []
-        for came, number, left in sorted(self.jobs, key=lambda job: (job[2] + AGEING * job[0], job[1])):
-            tokens = min(left, budget)
+        budget, plan, waiting_jobs = self.budget, [], []
+        for arrival_work, number, tokens_left in sorted(self.jobs, key=lambda job: (job[2] + AGEING * job[0], job[1])):
+            tokens = min(tokens_left, budget)
             budget -= tokens
             if tokens:
-                start = self.tokens[number] - left
+                start = self.tokens[number] - tokens_left
                 plan.append((f"r{number}", start, start + tokens))
-            if left > tokens:
-                later.append((came, number, left - tokens))
-        self.computed += self.budget - budget
-        self.jobs = later
+            if tokens_left > tokens:
+                waiting_jobs.append((arrival_work, number, tokens_left - tokens))
+        self.computed_tokens += self.budget - budget
+        self.jobs = waiting_jobs
         if plan:
             self.plans.append(plan)
 
@@ -90,7 +90,7 @@ class Naive:
             for tokens in prompts:
                 number = len(self.tokens)
                 self.tokens[number] = tokens
-                self.jobs.append((self.computed, number, tokens))
+                self.jobs.append((self.computed_tokens, number, tokens))
             for _ in range(steps):
                 self.step()
         while self.jobs:
@@ -125,7 +125,7 @@ def test_the_order_is_that_of_a_naive_model(history: History, budget: int) -> No
 def test_who_comes_after_the_bound_stays_behind(history: History, budget: int, seqs: int) -> None:
     """Of a prompt with `n` tokens, once `n / AGEING` were computed since it came."""
     bench = make_bench(budget=budget, seqs=seqs, caching=False)
-    tokens = [one for prompts, _ in history for one in prompts]
+    tokens = [prompt for prompts, _ in history for prompt in prompts]
     arrival_work: dict[str, int] = {}
     waiting = bench.core.scheduler._waiting
     add_arrival = waiting.add_arrival
@@ -140,10 +140,10 @@ def test_who_comes_after_the_bound_stays_behind(history: History, budget: int, s
     first = {name: at for at, plan in reversed(list(enumerate(plans))) for name, _, _ in plan}
     for name, end in last.items():
         number = int(name[1:])
-        later = [other for other in arrival_work if int(other[1:]) > number and first[other] < end]
-        assert all(arrival_work[other] - arrival_work[name] <= tokens[number] / AGEING for other in later), (
+        later_names = [other for other in arrival_work if int(other[1:]) > number and first[other] < end]
+        assert all(arrival_work[other] - arrival_work[name] <= tokens[number] / AGEING for other in later_names), (
             name,
-            later,
+            later_names,
         )
 
 
@@ -173,15 +173,15 @@ def test_a_long_prompt_waits_for_a_seat_as_others_do(overlap: bool) -> None:
     bench.add("first", [1] * 4, max_tokens=20)
     bench.step()
     bench.add("long", [2] * 30, max_tokens=1)
-    passed = 0
+    overtaking_count = 0
     while "long" not in bench.ends:
-        assert passed < 100
+        assert overtaking_count < 100
         if len(bench.core.scheduler._waiting) < 2:
-            bench.add(f"short{passed}", [3] * 2, max_tokens=8)
-            passed += 1
+            bench.add(f"short{overtaking_count}", [3] * 2, max_tokens=8)
+            overtaking_count += 1
         bench.step()
     # 30 / AGEING tokens go by in steps of 9 beside one that decodes: 34 steps, in which five answers of 8 are given.
-    assert 3 <= passed <= 7
+    assert 3 <= overtaking_count <= 7
     bench.drain()
     bench.assert_correct()
 
@@ -265,7 +265,7 @@ def test_a_step_with_enough_prompt_tokens_does_not_go_on_with_a_longer_one() -> 
 
 @settings(max_examples=examples(150))
 @given(
-    asked=st.lists(
+    arrivals=st.lists(
         st.tuples(st.integers(1, 70), st.integers(1, 20), st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=14
     ),
     units=st.integers(8, 24),
@@ -274,7 +274,7 @@ def test_a_step_with_enough_prompt_tokens_does_not_go_on_with_a_longer_one() -> 
     hybrid=st.booleans(),
 )
 def test_no_livelock_where_memory_is_short(
-    asked: list[tuple[int, int, int, int]], units: int, budget: int, overlap: bool, hybrid: bool
+    arrivals: list[tuple[int, int, int, int]], units: int, budget: int, overlap: bool, hybrid: bool
 ) -> None:
     """Short ones are admitted beside paused long ones, and preempted: all are through in the end.
 
@@ -285,7 +285,7 @@ def test_no_livelock_where_memory_is_short(
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=100, prefill_order="shortest")
     bench = Bench(cache, config, overlap=overlap)
     scheduler, tokens = bench.core.scheduler, 0
-    for number, (length, answer, steps, priority) in enumerate(asked):
+    for number, (length, answer, steps, priority) in enumerate(arrivals):
         length = min(length, scheduler.token_limit - 1)
         bench.add(f"r{number}", [number] * length, max_tokens=answer, priority=priority)
         tokens += length + answer

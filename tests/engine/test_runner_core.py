@@ -57,14 +57,14 @@ def test_conversations_in_a_small_cache(family, block_size, host_units):
     rng = random.Random(seed)
     oracle = Oracle(cached_model(RECIPES[family]))
     core = make_core(family, token_count=256, block_size=block_size, host_units=host_units)
-    shared = [[rng.randrange(2048) for _ in range(rng.randrange(20, 60))] for _ in range(2)]
+    prefixes = [[rng.randrange(2048) for _ in range(rng.randrange(20, 60))] for _ in range(2)]
     prompts, outputs = {}, {}
     waiting = [f"r{i}" for i in range(10)]
     hits = preemptions = 0
     while waiting or core.has_work:
         if waiting and rng.random() < 0.4:
             name = waiting.pop()
-            prompts[name] = rng.choice(shared) + [rng.randrange(2048) for _ in range(rng.randrange(0, 20))]
+            prompts[name] = rng.choice(prefixes) + [rng.randrange(2048) for _ in range(rng.randrange(0, 20))]
             params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(8, 60), ignore_eos=True)
             core.add(Request(request_id=name, token_ids=prompts[name], params=params), now=0.0)
         for out in core.step(0.0):
@@ -87,34 +87,34 @@ def test_conversations_in_a_small_cache(family, block_size, host_units):
 def test_rows_that_no_token_is_drawn_from_end_at_the_last_mixer(family):
     rng = random.Random(family)
     folder = cached_model(RECIPES.get(family, Recipe(family=family)))
-    d, whole = Driver(folder, all_rows=False), Driver(folder)
-    seen: list[int] = []
+    d, reference_driver = Driver(folder, all_rows=False), Driver(folder)
+    row_counts: list[int] = []
 
-    def watched(layer):
+    def record_rows(layer):
         def call(x, step):
-            seen.append(len(x))
+            row_counts.append(len(x))
             return layer(x, step)
 
         return call
 
     mixing = [i for i, _ in (*d.model.attentions, *d.model.recurrents)]
-    behind = d.model.blocks[max(mixing) :]
+    later_layers = d.model.blocks[max(mixing) :]
     watched_layers = 0
-    for i, block in enumerate(behind):
+    for i, block in enumerate(later_layers):
         if block.mlp is not None:
-            block.mlp, watched_layers = watched(block.mlp), watched_layers + 1
+            block.mlp, watched_layers = record_rows(block.mlp), watched_layers + 1
         if i > 0:
-            block.mixer, watched_layers = watched(block.mixer), watched_layers + 1
+            block.mixer, watched_layers = record_rows(block.mixer), watched_layers + 1
     assert watched_layers > 0
     first, second = ([rng.randrange(2048) for _ in range(count)] for count in (30, 20))
     results = []
-    for driver in (d, whole):
+    for driver in (d, reference_driver):
         a, b = driver.sequence(first, name="a"), driver.sequence(second, name="b")
         results.append([driver.step((a, 30), (b, 12)).sampled_tokens, driver.step((b, 16)).sampled_tokens])
         results[-1].append(driver.step((a, 31), (b, 20)).sampled_tokens)
     assert results[0] == results[1]
     assert results[0][1] == [None]
-    assert seen == [1] * watched_layers + [2] * watched_layers
+    assert row_counts == [1] * watched_layers + [2] * watched_layers
 
 
 def test_a_step_that_fails_costs_its_requests_only():
@@ -134,13 +134,13 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
     )  # fmt: skip
     plan, _ = largest_step(runner.spec, 8, 2, 64)
 
-    def broken(*args: object) -> None:
+    def raise_error(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
 
-    monkeypatch.setattr(runner, "_forward", broken)
+    monkeypatch.setattr(runner, "_forward", raise_error)
     with pytest.raises(RuntimeError, match="illegal") as passing:
         runner.execute(plan)
     assert not isinstance(passing.value, RunnerLostError)
-    monkeypatch.setattr(runner, "_probe", broken)
+    monkeypatch.setattr(runner, "_probe", raise_error)
     with pytest.raises(RunnerLostError, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
         runner.execute(plan)

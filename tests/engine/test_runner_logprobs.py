@@ -23,16 +23,16 @@ def test_prompt_logprobs_in_chunks(monkeypatch):
     tokens = [rng.randrange(2048) for _ in range(41)]
     seq = d.sequence(tokens, SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=2))
     other = d.sequence([rng.randrange(2048) for _ in range(9)])
-    found, outputs = [], []
+    logprobs, outputs = [], []
     for end in random_cuts(rng, 41):
         parts = [(other, len(other.token_ids)), (seq, end)]
         result = d.step(*parts)
-        found += result.prompt_logprobs.get(1, [])
+        logprobs += result.prompt_logprobs.get(1, [])
         assert 0 not in result.prompt_logprobs
         outputs += [result.logprobs[1]] if 1 in result.logprobs else []
     exact = torch.log_softmax(oracle.logits(tokens).double(), -1)
-    assert [entry.token_id for entry in found] == tokens[1:]
-    for position, entry in enumerate(found):
+    assert [entry.token_id for entry in logprobs] == tokens[1:]
+    for position, entry in enumerate(logprobs):
         assert entry.logprob == pytest.approx(exact[position, entry.token_id].item(), abs=2e-4)
         assert entry.rank == 1 + int((exact[position] > exact[position, entry.token_id]).sum())
         assert [token for token, _ in entry.top] == exact[position].topk(3).indices.tolist()

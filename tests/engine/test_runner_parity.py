@@ -156,9 +156,9 @@ def test_mixed_batch(driver, oracle, rng):
     seqs = [d.sequence(prompt(rng, rng.choice((1, 2, 15, 16, 17, 40, 90))), name=str(i)) for i in range(7)]
     logits = {seq: [] for seq in seqs}
     while active := [seq for seq in seqs if seq.output_len < 6]:
-        chosen = rng.sample(active, rng.randint(1, len(active)))
-        d.step(*((seq, min(len(seq.token_ids), seq.computed_tokens + rng.choice((1, 7, 33)))) for seq in chosen))
-        for seq in chosen:
+        step_seqs = rng.sample(active, rng.randint(1, len(active)))
+        d.step(*((seq, min(len(seq.token_ids), seq.computed_tokens + rng.choice((1, 7, 33)))) for seq in step_seqs))
+        for seq in step_seqs:
             logits[seq].append(d.logits_of(seq))
     for seq in seqs:
         oracle.check(seq, torch.cat(logits[seq]))
@@ -167,9 +167,9 @@ def test_mixed_batch(driver, oracle, rng):
 def test_prefix_hit(driver, oracle, rng):
     """A second sequence starts on blocks that the first one filled (where a checkpoint of state allows it)."""
     d = driver()
-    shared = prompt(rng, 48)
-    first = d.sequence(shared + prompt(rng, 5))
-    second = d.sequence(shared + prompt(rng, 9))
+    prefix = prompt(rng, 48)
+    first = d.sequence(prefix + prompt(rng, 5))
+    second = d.sequence(prefix + prompt(rng, 9))
     if d.spec.state is None:
         d.run(first, 3)
     else:
@@ -193,8 +193,8 @@ def test_sharers_in_one_step(driver, oracle, rng):
     d = driver()
     if d.spec.state is not None:
         pytest.skip("recurrent state defers sharing by one step")
-    shared = prompt(rng, 48)
-    owner, sharer = d.sequence(shared + prompt(rng, 4)), d.sequence(shared + prompt(rng, 3))
+    prefix = prompt(rng, 48)
+    owner, sharer = d.sequence(prefix + prompt(rng, 4)), d.sequence(prefix + prompt(rng, 3))
     d.grow(owner, len(owner.token_ids))
     for table, source in zip(sharer.block_tables, owner.block_tables, strict=True):
         table.extend(source[:3])

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 class Drawing:
     """A sampler as the runner drives it."""
 
-    def __init__(self, *args: Any, **others: Any) -> None:
-        self.sampler, self.seats = Sampler(*args, **others), Seats()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.sampler, self.seats = Sampler(*args, **options), Seats()
 
     def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """(the next token of each row, row -> logprobs where asked for)."""
@@ -36,9 +36,9 @@ class Drawing:
         rows, new = self.seats.of([Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends)])
         self.sampler.forget(new)
         draft = self.sampler.draft(seqs, np.array(ends), rows.tolist(), self.seats.count)
-        tokens, found = self.sampler.sample(logits.clone(), draft)
+        tokens, logprobs = self.sampler.sample(logits.clone(), draft)
         batch = draft.batch
-        entries = read_logprobs([x.tolist() for x in found], batch.logprob_counts) if found else []
+        entries = read_logprobs([x.tolist() for x in logprobs], batch.logprob_counts) if logprobs else []
         return tokens.tolist(), dict(zip(batch.logprobs, entries, strict=True))
 
 
@@ -66,9 +66,9 @@ def naive_distribution(logits: list[float], seq: Sequence, eos: tuple[int, ...])
     weights = [math.exp((v - max(values)) / p.temperature) for v in values]
     weights = [w if w >= p.min_p else 0.0 for w in weights]
     order = sorted(range(len(values)), key=lambda i: -weights[i])
-    kept = order[: p.top_k] if p.top_k > 0 else order
-    total, mass, nucleus = sum(weights[i] for i in kept), 0.0, []
-    for i in kept:
+    kept_ids = order[: p.top_k] if p.top_k > 0 else order
+    total, mass, nucleus = sum(weights[i] for i in kept_ids), 0.0, []
+    for i in kept_ids:
         if mass >= p.top_p * total:
             break
         nucleus.append(i)
@@ -130,32 +130,32 @@ def test_frequencies(params):
     """20,000 rows drawn together follow the naive distribution (total variation; fixed seeds, so it cannot flake)."""
     count = 20000
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    one = sequence(params, [1, 2, 3], [4, 4, 5])
+    seq = sequence(params, [1, 2, 3], [4, 4, 5])
     seqs = [sequence(params, [1, 2, 3], [4, 4, 5], name=str(i)) for i in range(count)]
     tokens, _ = Drawing(VOCAB, CPU, seed=3)(logits.expand(count, -1), seqs)
-    expected = np.array(naive_distribution(logits[0].tolist(), one, ()))
-    found = np.bincount(tokens, minlength=VOCAB) / count
-    assert np.abs(found - expected).sum() / 2 < 0.03
-    assert found[expected == 0].sum() == 0
+    expected = np.array(naive_distribution(logits[0].tolist(), seq, ()))
+    frequencies = np.bincount(tokens, minlength=VOCAB) / count
+    assert np.abs(frequencies - expected).sum() / 2 < 0.03
+    assert frequencies[expected == 0].sum() == 0
 
 
 def test_seeded_requests_draw_the_same_in_any_company():
     rng = torch.Generator().manual_seed(5)
-    seeded = SamplingParams(seed=11, temperature=0.9, top_p=0.95)
-    alone, company = [], []
+    seeded_params = SamplingParams(seed=11, temperature=0.9, top_p=0.95)
+    single_draws, company = [], []
     for output in range(20):
         logits = torch.randn(1, VOCAB, generator=rng)
-        seq = sequence(seeded, [1, 2], [3] * output, name=f"alone{output}")
-        alone += Drawing(VOCAB, CPU, seed=1)(logits, [seq])[0]
-        others = [
+        seq = sequence(seeded_params, [1, 2], [3] * output, name=f"alone{output}")
+        single_draws += Drawing(VOCAB, CPU, seed=1)(logits, [seq])[0]
+        other_seqs = [
             sequence(SamplingParams(temperature=1.3), name="x"),
             sequence(SamplingParams(temperature=0.0), name="y"),
         ]
-        seq = sequence(seeded, [1, 2], [3] * output, name=f"company{output}")
+        seq = sequence(seeded_params, [1, 2], [3] * output, name=f"company{output}")
         rows = torch.cat((torch.randn(1, VOCAB, generator=rng), logits, torch.randn(1, VOCAB, generator=rng)))
-        company.append(Drawing(VOCAB, CPU, seed=2)(rows, [others[0], seq, others[1]])[0][1])
-    assert alone == company
-    assert len(set(alone)) > 5
+        company.append(Drawing(VOCAB, CPU, seed=2)(rows, [other_seqs[0], seq, other_seqs[1]])[0][1])
+    assert single_draws == company
+    assert len(set(single_draws)) > 5
 
 
 def test_unseeded_requests_differ():
@@ -185,13 +185,13 @@ def test_the_same_sequences_again_see_new_penalties():
     seqs = [sequence(SamplingParams(temperature=0.0, frequency_penalty=1.0), name=str(i)) for i in range(2)]
     logits = torch.zeros(2, VOCAB)
     logits[:, 7], logits[:, 8] = 2.5, 1.0
-    drawn = []
+    draws = []
     for _ in range(5):
         tokens, _ = draw(logits, seqs)
-        drawn.append(tokens[0])
+        draws.append(tokens[0])
         for seq, token in zip(seqs, tokens, strict=True):
             seq.token_ids.append(token)
-    assert drawn == [7, 7, 7, 8, 0] or drawn == [7, 7, 8, 7, 0]
+    assert draws == [7, 7, 7, 8, 0] or draws == [7, 7, 8, 7, 0]
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_logprobs(dtype):
         sequence(SamplingParams(temperature=0.0, logprobs=want, logit_bias={5: 100.0}), name=str(i))
         for i, want in enumerate(wants)
     ]
-    tokens, found = Drawing(VOCAB, CPU)(logits, seqs)
+    tokens, logprobs = Drawing(VOCAB, CPU)(logits, seqs)
     assert tokens == [5] * 4
-    assert sorted(found) == [1, 2, 3]
+    assert sorted(logprobs) == [1, 2, 3]
     exact = torch.log_softmax(logits.double(), -1)
-    for i, entry in found.items():
+    for i, entry in logprobs.items():
         order = exact[i].argsort(descending=True).tolist()
         assert entry.token_id == 5
         assert entry.logprob == pytest.approx(exact[i, 5].item(), abs=1e-4)

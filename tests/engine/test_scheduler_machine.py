@@ -99,9 +99,9 @@ class CoreMachine(RuleBasedStateMachine):
     def add_one_that_fills_the_pool(self, data: st.DataObject, short_of: int, new: int, max_tokens: int) -> None:
         """As long as the pool, or nearly, most of it said before: resumed, it needs more memory for a moment."""
         length = self.bench.core.scheduler.token_limit - short_of
-        known = data.draw(st.sampled_from(self.texts))[: max(0, length - new)]
+        prefix = data.draw(st.sampled_from(self.texts))[: max(0, length - new)]
         if length > 0:
-            self.bench.add(f"r{self.count}", known + [2] * (length - len(known)), max_tokens=max_tokens)
+            self.bench.add(f"r{self.count}", prefix + [2] * (length - len(prefix)), max_tokens=max_tokens)
             self.count += 1
 
     @rule(times=st.integers(1, 6))
@@ -176,19 +176,19 @@ TestCore.settings = settings(max_examples=examples(60), stateful_step_count=30, 
     spec=specs(4, 9),
     units=st.integers(2, 14),
     budget=st.integers(1, 80),
-    asked=st.lists(
+    arrivals=st.lists(
         st.tuples(st.integers(0, 40), st.booleans(), st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=5
     ),
     overlap=st.booleans(),
     host_units=st.sampled_from([0, 1, 4, 20]),
 )
 def test_whatever_fits_alone_is_served(
-    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]], overlap: bool, host_units: int
+    spec: CacheSpec, units: int, budget: int, arrivals: list[tuple[int, bool, int, int]], overlap: bool, host_units: int
 ) -> None:
     """Beginnings of one text, and requests that continue one to the pool's end: none waits for ever."""
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=500)
     bench = Bench(KVCache(spec, units, step_tokens_max=budget, host_units=host_units), config, overlap=overlap)
-    for number, (new, fills, short_of, max_tokens) in enumerate(asked):
+    for number, (new, fills, short_of, max_tokens) in enumerate(arrivals):
         length = max(0, bench.core.scheduler.token_limit - short_of)
         text = [3] * (length - new) + [1] * min(new, length) * fills
         if text:

@@ -60,7 +60,7 @@ def engine(
     order: PrefillOrder = "shortest",
     seats: int = 256,
 ) -> EngineCore:
-    made = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
+    runner = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
     limits = SchedulerConfig(
         max_num_seqs=seats,
         max_num_batched_tokens=times.step_tokens,
@@ -68,7 +68,7 @@ def engine(
         eos_token_ids=frozenset({EOS}),
         prefill_order=order,
     )
-    return EngineCore(Scheduler(limits, KVCache(CACHE, units)), made, lambda events: None)
+    return EngineCore(Scheduler(limits, KVCache(CACHE, units)), runner, lambda events: None)
 
 
 def test_what_comes_back_from_host_memory_takes_time() -> None:
@@ -86,19 +86,22 @@ def test_what_comes_back_from_host_memory_takes_time() -> None:
                 core.step(clock.now_s)
             took.append(clock.now_s - start_s)
     assert took[:2] == pytest.approx([64 * 16 * 1e-3] * 2)
-    loaded = core.stats().host_cache_hits / 2
-    assert loaded > 50 * 16
-    assert took[2:] == pytest.approx([16 * 1e-3 + loaded * 1e-5] * 2, rel=0.05)
+    loaded_blocks = core.stats().host_cache_hits / 2
+    assert loaded_blocks > 50 * 16
+    assert took[2:] == pytest.approx([16 * 1e-3 + loaded_blocks * 1e-5] * 2, rel=0.05)
 
 
 def test_host_memory_of_a_simulation() -> None:
     spec = {**SPEC, "kv_bytes_per_token": 1000}
-    assembled = assemble(EngineConfig(simulate=json.dumps(spec), host_cache_memory=160_000, block_size=16))
-    assert assembled.info.num_host_blocks == 10
-    assembled.close()
-    for told, memory, wrong in ((SPEC, 160_000, "SPEC must have kv_bytes_per_token"), (spec, 100, "holds no block")):
+    assembly = assemble(EngineConfig(simulate=json.dumps(spec), host_cache_memory=160_000, block_size=16))
+    assert assembly.info.num_host_blocks == 10
+    assembly.close()
+    for spec_fields, memory, wrong in (
+        (SPEC, 160_000, "SPEC must have kv_bytes_per_token"),
+        (spec, 100, "holds no block"),
+    ):
         with pytest.raises(ConfigError, match=f"--host-cache-memory {memory}.*{wrong}"):
-            assemble(EngineConfig(simulate=json.dumps(told), host_cache_memory=memory))
+            assemble(EngineConfig(simulate=json.dumps(spec_fields), host_cache_memory=memory))
 
 
 def test_sizes_that_would_take_this_machine_are_refused() -> None:
@@ -130,9 +133,9 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
             core.add(request(str(i), length, out, i, ignore_eos=True), begin + at)
         for output in core.step(clock.now_s):
             i = int(output.request_id)
-            since = clock.now_s - begin - arrivals[i][0]
-            first[i] = since if math.isnan(first[i]) else first[i]
-            end[i] = since
+            elapsed_s = clock.now_s - begin - arrivals[i][0]
+            first[i] = elapsed_s if math.isnan(first[i]) else first[i]
+            end[i] = elapsed_s
     return first, end
 
 
@@ -161,9 +164,9 @@ def test_it_takes_the_time_of_the_offline_simulator(
     for i, (at, length, out) in enumerate(arrivals):
         ids = list(range(block, block + -(-length // 512)))
         block += len(ids)
-        made = workload.SimRequest(i, i, at, length, out, ids)
-        made.final_ids = ids[: length // 512]
-        requests.append(made)
+        request = workload.SimRequest(i, i, at, length, out, ids)
+        request.final_ids = ids[: length // 512]
+        requests.append(request)
     times = StepTimes()
     limits = EngineLimits(seats, shortest=order == "shortest")
     config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times, limits=limits)
@@ -178,8 +181,8 @@ def test_what_scheduling_costs_does_not_add_up() -> None:
     """Each step is due after the one before it was due, not after its outputs were sent."""
     exact, slow = Clock(), Clock(overhead_s=1e-3)
     times = StepTimes()
-    (_, [want]), (_, [got]) = (run(engine(c, times), c, [(0.0, 100, 200)]) for c in (exact, slow))
-    assert want < got < want + 0.01
+    (_, [expected]), (_, [actual]) = (run(engine(c, times), c, [(0.0, 100, 200)]) for c in (exact, slow))
+    assert expected < actual < expected + 0.01
 
 
 def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
@@ -205,7 +208,7 @@ def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
     assert runner.lateness.steps == 5
 
 
-def say(answers: Answers, out: int, **params: Any) -> tuple[list[int], str]:
+def generate_answer(answers: Answers, out: int, **params: Any) -> tuple[list[int], str]:
     clock = Clock()
     core = engine(clock, StepTimes(), answers)
     core.add(request("a", 5, out, **params), clock.now_s)
@@ -220,16 +223,16 @@ def say(answers: Answers, out: int, **params: Any) -> tuple[list[int], str]:
 
 def test_answers_end_repeat_and_follow_a_script() -> None:
     words = Answers([1, 2, 3], EOS, 6)
-    tokens, reason = say(words, 50)
+    tokens, reason = generate_answer(words, 50)
     assert (len(tokens), tokens[-1], reason) == (6, EOS, "stop")
-    assert say(words, 50) == (tokens, reason)
-    assert say(words, 4)[1] == "length"
-    longer, reason = say(words, 20, ignore_eos=True)
+    assert generate_answer(words, 50) == (tokens, reason)
+    assert generate_answer(words, 4)[1] == "length"
+    longer, reason = generate_answer(words, 20, ignore_eos=True)
     assert (len(longer), reason) == (20, "length")
-    assert len(set(say(Answers(range(20, 60), EOS, None), 40)[0])) > 5
+    assert len(set(generate_answer(Answers(range(20, 60), EOS, None), 40)[0])) > 5
     script = Answers([1], EOS, None, [[11, 12, 13]])
-    assert say(script, 50) == ([11, 12, 13, EOS], "stop")
-    assert say(script, 6, ignore_eos=True) == ([11, 12, 13, EOS, 11, 12], "length")
+    assert generate_answer(script, 50) == ([11, 12, 13, EOS], "stop")
+    assert generate_answer(script, 6, ignore_eos=True) == ([11, 12, 13, EOS, 11, 12], "length")
 
 
 def test_words_are_read_back_as_they_were_said() -> None:
@@ -253,7 +256,7 @@ def test_certain_logprobs_for_those_who_ask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("spec_text", "words"),
     [
         ("h100:gpt-9", "no such file.*GPU:MODEL of h200"),
         ("/nowhere/spec.json", "no such file"),
@@ -265,9 +268,9 @@ def test_certain_logprobs_for_those_who_ask() -> None:
         ("l4:qwen3-32b", "do not fit"),
     ],
 )
-def test_a_wrong_spec_is_named(given: str, words: str) -> None:
+def test_a_wrong_spec_is_named(spec_text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_spec(given)
+        read_spec(spec_text)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +301,12 @@ def test_presets_are_in_order() -> None:
 
 def test_sizes_are_those_that_were_given() -> None:
     events = KVEventsConfig(enable_kv_cache_events=False)
-    assembled = assemble(EngineConfig(simulate=json.dumps(SPEC), max_model_len=1000, kv_events=events))
-    assert (assembled.info.num_blocks, assembled.info.max_model_len) == (4096 // 16, 1000)
-    assembled.close()
-    assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=77, kv_events=events))
-    assert assembled.info.num_blocks == 77
-    assembled.close()
+    assembly = assemble(EngineConfig(simulate=json.dumps(SPEC), max_model_len=1000, kv_events=events))
+    assert (assembly.info.num_blocks, assembly.info.max_model_len) == (4096 // 16, 1000)
+    assembly.close()
+    assembly = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=77, kv_events=events))
+    assert assembly.info.num_blocks == 77
+    assembly.close()
 
 
 def test_a_missing_tokenizer_is_said_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

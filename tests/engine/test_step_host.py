@@ -19,9 +19,9 @@ def test_the_parts_of_a_step(tmp_path: Path, device: str) -> None:
     target = tmp_path / "host.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "step_host.py"), "--shape", "tiny", "--device", device]
     command += ["--rounds", "3", "--device-ms", "3", "--cases", "3x64", "2x64p", "--json", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr
-    plain, penalised = json.loads(target.read_text())["cases"]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert process.returncode == 0, process.stderr
+    plain, penalised_case = json.loads(target.read_text())["cases"]
     assert {"plan", "tables", "launch", "sampling inputs", "read-back", "apply"} <= set(plain["parts_ms"])
-    assert "penalties" in penalised["parts_ms"]
+    assert "penalties" in penalised_case["parts_ms"]
     assert "penalties" not in plain["parts_ms"]

@@ -112,18 +112,18 @@ def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: tor
 
 def engine_config(folder: Path, dtype: str = "float32") -> EngineConfig:
     """Whose cache has UNITS units, whatever the model's blocks are."""
-    model, chosen = load_model(folder, dtype=dtype, shard=Shard(0, 2))
-    blocks = UNITS * model.cache_spec(BLOCK_SIZE, chosen).blocks_per_unit(0)
+    model, dtype_and_attention = load_model(folder, dtype=dtype, shard=Shard(0, 2))
+    blocks = UNITS * model.cache_spec(BLOCK_SIZE, dtype_and_attention).blocks_per_unit(0)
     return EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=blocks, dtype=dtype)
 
 
 def conversations(rng: random.Random) -> list[list[Request]]:
     """Rounds of prompts: longer than a step, sharing prefixes within and between the rounds."""
-    shared = [rng.randrange(2048) for _ in range(40)]
+    prefix = [rng.randrange(2048) for _ in range(40)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
     rounds = []
     for number in range(2):
-        prompts = [shared + [rng.randrange(2048) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+        prompts = [prefix + [rng.randrange(2048) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
         rounds.append([Request(request_id=f"{number}-{i}", token_ids=p, params=params) for i, p in enumerate(prompts)])
     return rounds
 
@@ -144,9 +144,9 @@ def answers(core: EngineCore, rounds: list[list[Request]]) -> dict[str, list[Tok
     return outputs
 
 
-def first_difference(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> TokenLogprobs | None:
+def first_difference(actual: list[TokenLogprobs], expected: list[TokenLogprobs]) -> TokenLogprobs | None:
     """What one rank found where two ranks first found another token."""
-    return next((e for f, e in zip(found, expected, strict=True) if f.token_id != e.token_id), None)
+    return next((e for f, e in zip(actual, expected, strict=True) if f.token_id != e.token_id), None)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -174,9 +174,9 @@ def check_same_tokens(leader: Leader, folder: Path, seed: int, gap: float) -> No
     config = engine_config(folder)
     rounds = conversations(random.Random(seed))
     expected = answers(one_rank(folder, config), rounds)
-    found = answers(two_ranks(leader, folder, config), rounds)
+    parallel_answers = answers(two_ranks(leader, folder, config), rounds)
     for request_id in expected:
-        other = first_difference(found[request_id], expected[request_id])
+        other = first_difference(parallel_answers[request_id], expected[request_id])
         if other is not None:  # only where two tokens are equally likely within rounding
             (_, likeliest), (_, next_best) = other.top
             assert likeliest - next_best < gap, f"{request_id}: {other}"
@@ -189,7 +189,7 @@ def test_logprobs_of_a_prompt(leader: Leader) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
     rng = random.Random(1)
     prompts = [[rng.randrange(2048) for _ in range(length)] for length in (40, 7)]
-    found = []
+    results = []
     for core in (one_rank(folder, config), two_ranks(leader, folder, config)):
         for i, prompt in enumerate(prompts):
             core.add(Request(request_id=str(i), token_ids=prompt, params=params), now=0.0)
@@ -198,15 +198,18 @@ def test_logprobs_of_a_prompt(leader: Leader) -> None:
             for out in core.step(0.0):
                 assert out.error is None, out.error
                 entries.setdefault(out.request_id, []).extend(out.prompt_logprobs or [])
-        found.append(entries)
-    assert [len(found[0][str(i)]) for i in range(2)] == [39, 6] or [len(found[0][str(i)]) for i in range(2)] == [40, 7]
-    for request_id, expected in found[0].items():
-        for one, two in zip(expected, found[1][request_id], strict=True):
-            assert (one is None) == (two is None)
-            if one is not None and two is not None:
-                assert one.token_id == two.token_id
-                assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
-                assert [p for _, p in one.top] == pytest.approx([p for _, p in two.top], abs=1e-4)
+        results.append(entries)
+    assert [len(results[0][str(i)]) for i in range(2)] == [39, 6] or [len(results[0][str(i)]) for i in range(2)] == [
+        40,
+        7,
+    ]
+    for request_id, expected in results[0].items():
+        for expected_score, parallel_score in zip(expected, results[1][request_id], strict=True):
+            assert (expected_score is None) == (parallel_score is None)
+            if expected_score is not None and parallel_score is not None:
+                assert expected_score.token_id == parallel_score.token_id
+                assert expected_score.logprob == pytest.approx(parallel_score.logprob, abs=1e-4)
+                assert [p for _, p in expected_score.top] == pytest.approx([p for _, p in parallel_score.top], abs=1e-4)
 
 
 def test_a_rank_holds_half_the_vocabulary() -> None:
@@ -222,12 +225,12 @@ def test_bf16(leader: Leader) -> None:
     answers(two_ranks(leader, folder, config), rounds)
 
 
-@pytest.mark.parametrize(("ours", "agreed"), [(UNITS - 5, UNITS - 5), (UNITS + 5, UNITS)])
+@pytest.mark.parametrize(("our_units", "agreed_units"), [(UNITS - 5, UNITS - 5), (UNITS + 5, UNITS)])
 def test_the_rank_with_least_memory_sizes_the_cache(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch, ours: int, agreed: int
+    leader: Leader, monkeypatch: pytest.MonkeyPatch, our_units: int, agreed_units: int
 ) -> None:
-    monkeypatch.setattr(sizing, "count_units", lambda *_: ours)  # of this process; the other counts UNITS
-    assert shared_size(leader) == agreed
+    monkeypatch.setattr(sizing, "count_units", lambda *_: our_units)  # of this process; the other counts UNITS
+    assert shared_size(leader) == agreed_units
 
 
 def shared_size(leader: Leader) -> int:
@@ -268,12 +271,14 @@ def test_shares_cover_everything(size: int, count: int) -> None:
     if count % size == 0:
         parts = [shard.split(count, "things", 3) for shard in shards]
         assert torch.cat([part.of(tensor, 0) for part in parts]).tolist() == tensor.tolist()
-        joined = [Cut.joined([part, part]) for part in parts]
-        assert sorted(torch.cat([j.of(tensor.repeat(2), 0) for j in joined]).tolist()) == sorted([*tensor.tolist()] * 2)
-        assert all(j.whole == (size == 1) for j in joined)
-    shared = [shard.split_shared(count, "things", 3) for shard in shards]
-    assert {i for part in shared for i in part.of(tensor, 0).tolist()} == set(range(count * 3))
-    assert {part.size for part in shared} == {3 * max(1, count // size)}
+        joined_parts = [Cut.joined([part, part]) for part in parts]
+        assert sorted(torch.cat([j.of(tensor.repeat(2), 0) for j in joined_parts]).tolist()) == sorted(
+            [*tensor.tolist()] * 2
+        )
+        assert all(j.whole == (size == 1) for j in joined_parts)
+    shared_ranges = [shard.split_shared(count, "things", 3) for shard in shards]
+    assert {i for part in shared_ranges for i in part.of(tensor, 0).tolist()} == set(range(count * 3))
+    assert {part.size for part in shared_ranges} == {3 * max(1, count // size)}
 
 
 def test_plans_survive_their_messages() -> None:
@@ -297,17 +302,26 @@ def test_plans_survive_their_messages() -> None:
                 BlockCopy(0, BlockId(2), BlockId(3), CopyDirection.TO_HOST),
             ],
         )
-        again = decoder.decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encoder.encode(plan)), type=PlanMessage))
-        for found, chunk in zip(again.chunks, chunks, strict=True):
-            assert (found.start, found.end, found.should_sample) == (chunk.start, chunk.end, chunk.should_sample)
-            assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]
-            assert found.seq.block_tables == chunk.seq.block_tables
-            assert found.seq.state_unit == chunk.seq.state_unit
-            scored = found.seq.request.params.prompt_logprobs is not None
-            assert scored == (chunk.seq.request.params.prompt_logprobs is not None)
-            assert not scored or found.seq.prompt_len == chunk.seq.prompt_len
+        decoded_plan = decoder.decode(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(encoder.encode(plan)), type=PlanMessage)
+        )
+        for decoded_chunk, chunk in zip(decoded_plan.chunks, chunks, strict=True):
+            assert (decoded_chunk.start, decoded_chunk.end, decoded_chunk.should_sample) == (
+                chunk.start,
+                chunk.end,
+                chunk.should_sample,
+            )
+            assert (
+                decoded_chunk.seq.token_ids[decoded_chunk.start : decoded_chunk.end]
+                == chunk.seq.token_ids[chunk.start : chunk.end]
+            )
+            assert decoded_chunk.seq.block_tables == chunk.seq.block_tables
+            assert decoded_chunk.seq.state_unit == chunk.seq.state_unit
+            has_prompt_logprobs = decoded_chunk.seq.request.params.prompt_logprobs is not None
+            assert has_prompt_logprobs == (chunk.seq.request.params.prompt_logprobs is not None)
+            assert not has_prompt_logprobs or decoded_chunk.seq.prompt_len == chunk.seq.prompt_len
         for name in ("state_restores", "state_resets", "state_checkpoints", "block_copies"):
-            assert getattr(again, name) == getattr(plan, name)
+            assert getattr(decoded_plan, name) == getattr(plan, name)
 
 
 def random_sequence(rng: random.Random) -> Sequence:
@@ -341,8 +355,8 @@ def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
     """The last test of this leader."""
     folder = cached_model(MODELS["qwen3"])
     core = two_ranks(leader, folder, engine_config(folder))
-    told: list[str] = []
-    leader.watch(told.append)
+    reasons: list[str] = []
+    leader.watch(reasons.append)
     (follower,) = leader._followers
     pid = follower.process.pid
     core.add(Request(request_id="late", token_ids=[1, 2, 3], params=SamplingParams()), now=0.0)
@@ -350,7 +364,7 @@ def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(RunnerLostError, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
         core.step(0.0)
-    assert told == []  # the step has said it
+    assert reasons == []  # the step has said it
 
 
 def test_a_rank_without_memory_for_the_cache_holds_up_nobody(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:

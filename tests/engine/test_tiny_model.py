@@ -73,39 +73,39 @@ def test_norms_and_biases_are_not_trivial(tmp_path):
 
 def test_bytes_depend_on_the_recipe_alone(tmp_path):
     torch.manual_seed(1)
-    one = tensors_of(make_model(tmp_path / "1", recipe("nemotron_h")))
+    first_tensors = tensors_of(make_model(tmp_path / "1", recipe("nemotron_h")))
     torch.manual_seed(2)
     state = torch.random.get_rng_state()
     two = tensors_of(make_model(tmp_path / "2", recipe("nemotron_h")))
     assert torch.equal(torch.random.get_rng_state(), state)
     other = tensors_of(make_model(tmp_path / "3", recipe("nemotron_h", seed=1)))
-    assert one.keys() == two.keys() == other.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one)
+    assert first_tensors.keys() == two.keys() == other.keys()
+    assert all(torch.equal(first_tensors[name], two[name]) for name in first_tensors)
+    assert not any(torch.equal(first_tensors[name], other[name]) for name in first_tensors)
     for name in ("tokenizer.json", "config.json", "generation_config.json", "tokenizer_config.json"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 @pytest.mark.parametrize("size", ["50KB", "200KB"])
 def test_shards(tmp_path, size):
-    whole = tensors_of(make_model(tmp_path / "whole", recipe()))
+    whole_tensors = tensors_of(make_model(tmp_path / "whole", recipe()))
     folder = make_model(tmp_path / "parts", recipe(max_shard_size=size))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     assert len(files) > 1
     assert sorted(set(index["weight_map"].values())) == files
     parts = tensors_of(folder)
-    assert parts.keys() == whole.keys() == index["weight_map"].keys()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    assert parts.keys() == whole_tensors.keys() == index["weight_map"].keys()
+    assert all(torch.equal(parts[name], whole_tensors[name]) for name in whole_tensors)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole_tensors.values())
     AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_dtype_and_tying(tmp_path):
-    for tied in (True, False):
-        folder = make_model(tmp_path / str(tied), recipe(tie_embeddings=tied, dtype="bfloat16"))
+    for is_tied in (True, False):
+        folder = make_model(tmp_path / str(is_tied), recipe(tie_embeddings=is_tied, dtype="bfloat16"))
         tensors = tensors_of(folder)
-        assert ("lm_head.weight" in tensors) is not tied
+        assert ("lm_head.weight" in tensors) is not is_tied
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -168,10 +168,13 @@ def test_smaller_vocabularies_are_prefixes():
 
 def test_the_tokenizer_is_cacheable_and_equals_transformers(tmp_path):
     folder = make_model(tmp_path / "m", recipe(vocab_size=5000))
-    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
-    assert ours.cache_stats() is not None
-    assert ours.vocab_size == VOCAB_SIZE  # the embedding has more rows, as those of real models do
-    assert ours.eos_token_ids == (ours.token_to_id("<|im_end|>"), ours.token_to_id("<|endoftext|>"))
+    our_tokenizer, hf_tokenizer = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert our_tokenizer.cache_stats() is not None
+    assert our_tokenizer.vocab_size == VOCAB_SIZE  # the embedding has more rows, as those of real models do
+    assert our_tokenizer.eos_token_ids == (
+        our_tokenizer.token_to_id("<|im_end|>"),
+        our_tokenizer.token_to_id("<|endoftext|>"),
+    )
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}]
     messages = [
@@ -183,9 +186,9 @@ def test_the_tokenizer_is_cacheable_and_equals_transformers(tmp_path):
     ]
     for fields in ({}, {"tools": tools}):
         request = parse_chat(json.dumps({"messages": messages, **fields}).encode())
-        want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **fields)
-        assert ours.encode_chat(request) == want
-    assert ours.chat_template.source() == CHAT_TEMPLATE
+        want = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **fields)
+        assert our_tokenizer.encode_chat(request) == want
+    assert our_tokenizer.chat_template.source() == CHAT_TEMPLATE
 
 
 # -- the cache folder
@@ -214,8 +217,8 @@ def test_other_recipes_and_broken_attempts_do_not_collide(tmp_path, monkeypatch)
 def test_the_script(tmp_path):
     out = tmp_path / "m"
     args = ["--family", "llama", "--layers", "1", "--hidden-size", "32", "--head-dim", "8", "--max-shard-size", "50KB"]
-    done = subprocess.run([sys.executable, SCRIPT, *args, str(out)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, SCRIPT, *args, str(out)], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
     assert json.loads((out / "config.json").read_text())["hidden_size"] == 32
     bad = subprocess.run([sys.executable, SCRIPT, "--heads", "3", str(out) + "2"], capture_output=True, timeout=120)
     assert bad.returncode == 1

@@ -290,11 +290,11 @@ class _CountingStr(str):
 
     def __getitem__(self, key: Any) -> Any:
         part = _CountingStr(str.__getitem__(self, key))
-        _CountingStr.looked += len(part)
+        _CountingStr.read_chars += len(part)
         return part
 
     def __add__(self, other: str) -> Any:
-        _CountingStr.looked += len(self) + len(other)
+        _CountingStr.read_chars += len(self) + len(other)
         return _CountingStr(str.__add__(self, other))
 
 
@@ -316,12 +316,12 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     def work(copies: int, at_a_time: int) -> int:
         row, text = CALL_FORMATS[name], scrap * copies
         parser = ToolCallParser(row, TYPES)
-        _CountingStr.looked = 0
+        _CountingStr.read_chars = 0
         for start in range(0, len(text), at_a_time):
             parser._pending_text = _CountingStr(parser._pending_text)
             parser.push(_CountingStr(text[start : start + at_a_time]))
         parser.finish()
-        return _CountingStr.looked
+        return _CountingStr.read_chars
 
     for at_a_time in (3, 1 << 20):
         small, large = work(200, at_a_time), work(1600, at_a_time)

@@ -50,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
     def step(self, seed: int, admissions: int, outcome: str) -> None:
         """Grow some running sequences, admit new ones, compute, commit (or fail, or be reset meanwhile)."""
         rng = random.Random(seed)
-        self.naive.pinned = set()
+        self.naive.pinned_blocks = set()
         chunks: list[Chunk] = []
         for seq in list(self.running):
             if rng.random() < 0.8:
@@ -69,7 +69,7 @@ class PoolMachine(RuleBasedStateMachine):
         if outcome == "reset":
             self.reset()
         self.cache.commit(chunks)
-        self.naive.pinned = set()
+        self.naive.pinned_blocks = set()
 
     @rule(seed=st.integers(0, 2**32))
     def finish(self, seed: int) -> None:
@@ -155,7 +155,7 @@ class PoolMachine(RuleBasedStateMachine):
         """What the step pins, states to copy and blocks to merge into, counts as live until it is over."""
         self.cache.register_full_blocks(seq, end)
         state = len(self.cache.spec.groups)
-        self.naive.pinned = {
+        self.naive.pinned_blocks = {
             (unit.kind, unit.index if unit.kind == state else block.id)
             for unit in self.cache.pool.units
             for block in unit.blocks

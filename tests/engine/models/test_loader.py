@@ -43,21 +43,23 @@ def test_dtypes(folder: Path) -> None:
 
 
 def test_shards_hold_the_same_as_one_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole, _ = load_model(folder)
+    whole_model, _ = load_model(folder)
     with caplog.at_level("INFO"):
-        sharded, _ = load_model(cached_model(Recipe(max_shard_size="400KB")))
-    told = [line for line in caplog.messages if line.startswith("loading ")]
-    assert len(told) > 1, "how far it is stands in the log, a line a file"
-    assert all(f"({number} of {len(told)}, " in line for number, line in enumerate(told, 1)), told
-    for a, b in zip(whole.weights, sharded.weights, strict=True):
+        sharded_model, _ = load_model(cached_model(Recipe(max_shard_size="400KB")))
+    load_messages = [line for line in caplog.messages if line.startswith("loading ")]
+    assert len(load_messages) > 1, "how far it is stands in the log, a line a file"
+    assert all(f"({number} of {len(load_messages)}, " in line for number, line in enumerate(load_messages, 1)), (
+        load_messages
+    )
+    for a, b in zip(whole_model.weights, sharded_model.weights, strict=True):
         assert torch.equal(a.tensor, b.tensor)
 
 
 def test_unknown_architecture_lists_what_is_supported(folder: Path) -> None:
     edit_config(folder, architectures=["FooForCausalLM"])
-    with pytest.raises(ModelError, match="'FooForCausalLM' is not supported; supported: ") as caught:
+    with pytest.raises(ModelError, match="'FooForCausalLM' is not supported; supported: ") as error_info:
         load_model(folder)
-    assert all(name in str(caught.value) for name in ARCHITECTURES)
+    assert all(name in str(error_info.value) for name in ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,8 @@ def test_a_tied_checkpoint_may_carry_its_head(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros_like(t["model.embed_tokens.weight"])}))
     vocabulary = load_model(folder)[0].vocabulary
     assert torch.equal(vocabulary.embedding.tensor, expected.embedding.tensor)
-    hidden = torch.randn(3, expected.embedding.tensor.shape[1])
-    assert torch.equal(vocabulary.logits(hidden), expected.logits(hidden))
+    hidden_states = torch.randn(3, expected.embedding.tensor.shape[1])
+    assert torch.equal(vocabulary.logits(hidden_states), expected.logits(hidden_states))
 
 
 def test_integer_tensors_are_refused(folder: Path) -> None:

@@ -85,7 +85,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def published(name: str) -> CausalLM:
+def load_published(name: str) -> CausalLM:
     return build_model(HfConfig(PUBLISHED[name][1], name))
 
 
@@ -96,22 +96,22 @@ def count_parameters(model: CausalLM) -> int:
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_size_is_the_published_one(name: str) -> None:
-    assert count_parameters(published(name)) == PUBLISHED[name][0]
+    assert count_parameters(load_published(name)) == PUBLISHED[name][0]
 
 
 def test_cache_of_a_windowed_model() -> None:
     """Mistral keeps its whole KV in a full-attention group; Gemma has a group of each kind, full attention first."""
-    (group,) = published("Mistral-7B-v0.1").cache_spec(16, torch.bfloat16).groups
+    (group,) = load_published("Mistral-7B-v0.1").cache_spec(16, torch.bfloat16).groups
     assert (group.kind, group.sliding_window) == ("full_attention", None)
-    assert published("Mistral-7B-v0.1").windows == [4096]
-    full, sliding = published("gemma-3-4b-it").cache_spec(16, torch.bfloat16).groups
+    assert load_published("Mistral-7B-v0.1").windows == [4096]
+    full, sliding = load_published("gemma-3-4b-it").cache_spec(16, torch.bfloat16).groups
     assert (full.kind, full.layers) == ("full_attention", (5, 11, 17, 23, 29))
     assert (sliding.kind, sliding.sliding_window, len(sliding.layers)) == ("sliding_window", 1024, 29)
 
 
 def test_cache_of_a_hybrid_model() -> None:
     """Nemotron-H-8B: 4 attention layers of 4 KiB a token, 24 states of 4 MiB in fp32 and their tails of 60 KiB."""
-    spec = published("Nemotron-H-8B-Base-8K").cache_spec(16, torch.bfloat16)
+    spec = load_published("Nemotron-H-8B-Base-8K").cache_spec(16, torch.bfloat16)
     assert [(g.layers, g.token_bytes) for g in spec.groups] == [((7, 18, 29, 40), 4 * 4096)]
     assert spec.state is not None
     assert spec.state.state_bytes == 24 * (128 * 64 * 128 * 4 + 3 * 10240 * 2)
@@ -121,5 +121,5 @@ def test_cache_of_a_hybrid_model() -> None:
 
 def test_the_family_that_the_docs_show_is_the_one_that_runs() -> None:
     root = Path(__file__).resolve().parents[3]
-    shown = (root / "docs" / "adding-a-model.md").read_text()
-    assert f"```python\n{(root / 'engine/models/families/granite.py').read_text()}```" in shown
+    page = (root / "docs" / "adding-a-model.md").read_text()
+    assert f"```python\n{(root / 'engine/models/families/granite.py').read_text()}```" in page
