@@ -27,18 +27,18 @@ class Cache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.served = 0
+        self.served_count = 0
         self.places: dict[int, Place] = {}
         self.order: AdaptiveEviction[Place] = AdaptiveEviction(capacity, 16)
 
     def serve(self, names: list[int]) -> int:
-        last, found = None, 0
-        while found < len(names) and names[found] in self.places:
-            last, found = self.places[names[found]], found + 1
-        turn = self.order.begin_turn(names, found)
+        last, hit_blocks = None, 0
+        while hit_blocks < len(names) and names[hit_blocks] in self.places:
+            last, hit_blocks = self.places[names[hit_blocks]], hit_blocks + 1
+        turn = self.order.begin_turn(names, hit_blocks)
         if last is not None:
             self.order.mark_used(last)
-        for depth in range(found, len(names)):
+        for depth in range(hit_blocks, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
                 last.cached_child_count += 1
@@ -54,23 +54,23 @@ class Cache:
             if leaf.parent is not None:
                 leaf.parent.cached_child_count -= 1
             self.order.remove_leaf(leaf, leaf.parent)
-        self.served += 1
-        if self.served % 50 == 0:
+        self.served_count += 1
+        if self.served_count % 50 == 0:
             self.order.check_invariants(self.places.values())
-        return found
+        return hit_blocks
 
 
 def lru(trace: list[list[int]], capacity: int) -> list[int]:
     blocks: OrderedDict[int, None] = OrderedDict()
-    found = []
+    hits = []
     for names in trace:
-        found.append(next((i for i, name in enumerate(names) if name not in blocks), len(names)))
+        hits.append(next((i for i, name in enumerate(names) if name not in blocks), len(names)))
         for name in reversed(names):
             blocks[name] = None
             blocks.move_to_end(name)
         while len(blocks) > capacity:
             blocks.popitem(last=False)
-    return found
+    return hits
 
 
 def adaptive(trace: list[list[int]], capacity: int) -> list[int]:
@@ -135,10 +135,10 @@ def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
     before = counts.turn_count
     reuse_stats.end_turn(first)
     assert counts.turn_count == before, "it is not known yet whether it comes back"
-    again = reuse_stats.begin_turn([1, 2, 3, 4, 5, 6], 4)
-    assert (again.previous, counts.turn_count, counts.return_count) == (first, before + 1, before / 2 + 1)
-    reuse_stats.end_turn(again)
-    late = reuse_stats.counts_of(again)
+    returning_turn = reuse_stats.begin_turn([1, 2, 3, 4, 5, 6], 4)
+    assert (returning_turn.previous, counts.turn_count, counts.return_count) == (first, before + 1, before / 2 + 1)
+    reuse_stats.end_turn(returning_turn)
+    late = reuse_stats.counts_of(returning_turn)
     before = late.turn_count
     for k in range(100, 110):  # 20 blocks, two caches' worth
         reuse_stats.end_turn(reuse_stats.begin_turn([k, -k], 0))
@@ -191,17 +191,19 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
             (place, turn, (reuse_stats.turn_class(turn), round(reuse_stats.expected_gap_log2(turn) * 2)))
         )
         if rng.random() < 0.4:
-            chosen = queue.select_leaf()
-            found = next(entry for entry in naive.entries if entry[0] is chosen)
-            key = found[2]
+            selected_leaf = queue.select_leaf()
+            selected_entry = next(entry for entry in naive.entries if entry[0] is selected_leaf)
+            key = selected_entry[2]
             assert isinstance(key, tuple)
             turns = [entry[1] for entry in naive.entries if entry[2] == key]
             gap, age = 2 ** (key[1] / 2), reuse_stats.clock - turns[0].end_clock
             overdue = age > 1.5 * gap
-            assert found[1] is (turns[0] if overdue else turns[-1])
-            assert reuse_stats.counts_of(found[1]).return_share / (age if overdue else gap) == naive.value_min()
-            queue.remove(found[0])
-            naive.entries.remove(found)
+            assert selected_entry[1] is (turns[0] if overdue else turns[-1])
+            assert (
+                reuse_stats.counts_of(selected_entry[1]).return_share / (age if overdue else gap) == naive.value_min()
+            )
+            queue.remove(selected_entry[0])
+            naive.entries.remove(selected_entry)
         queue.check_invariants({entry[0] for entry in naive.entries})
 
 

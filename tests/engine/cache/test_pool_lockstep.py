@@ -117,12 +117,12 @@ class PoolMachine(RuleBasedStateMachine):
             chunks.append(Chunk(seq, seq.computed_tokens, end, False))
 
     def _grow(self, seq: Sequence, end: int) -> bool:
-        wanted = -(-end // self.cache.block_size) - len(seq.block_tables[0])
-        more = [max(0, wanted)] * len(self.cache.spec.groups) + [0]
-        room = self.naive.has_room(more)
-        grown = self.cache.grow(seq, end)
-        assert grown == room, f"grow said {grown}, capacity says {room}"
-        return grown
+        block_count = -(-end // self.cache.block_size) - len(seq.block_tables[0])
+        extra_units = [max(0, block_count)] * len(self.cache.spec.groups) + [0]
+        room = self.naive.has_room(extra_units)
+        has_grown = self.cache.grow(seq, end)
+        assert has_grown == room, f"grow said {has_grown}, capacity says {room}"
+        return has_grown
 
     def _admit(self, rng: random.Random, chunks: list[Chunk]) -> None:
         text = rng.choice(self.texts)
@@ -133,9 +133,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache.discard_keys(seq)
             return
         blocks = -(-len(text) // self.cache.block_size)
-        unshared = self.naive.has_room(self.naive.demand(blocks, STEP_TOKENS_MAX))
+        has_room_alone = self.naive.has_room(self.naive.demand(blocks, STEP_TOKENS_MAX))
         if not self.cache.admit(seq):
-            assert not unshared, "refused although it fits without sharing anything"
+            assert not has_room_alone, "refused although it fits without sharing anything"
             self.cache.discard_keys(seq)
             return
         for other in rng.sample(self.texts, k=min(2, len(self.texts))):

@@ -29,23 +29,23 @@ CACHED_MIN = 20
 """Blocks that must be cached at a worker for a request to go there."""
 
 
-class Held:
-    """A cache that evicts nothing of what runs: of the rest the oldest, or with `asked` what is used latest."""
+class ReferenceCache:
+    """A cache that evicts nothing of what runs: of the rest the oldest, or with `future_prompts` what is used latest."""
 
-    def __init__(self, capacity: int, asked: list[list[int]] | None = None) -> None:
+    def __init__(self, capacity: int, future_prompts: list[list[int]] | None = None) -> None:
         self.capacity = capacity
-        self.asked = asked
-        self.started = 0
+        self.future_prompts = future_prompts
+        self.start_count = 0
         self.nodes: dict[int, int] = {}
         """Names with their worth."""
         self.running: list[list[int]] = []
 
     def start(self, names: list[int]) -> int:
-        found = leading(names, self.nodes)
-        self.started += 1
+        hit_blocks = leading(names, self.nodes)
+        self.start_count += 1
         self.running.append(names)
         self._use(names)
-        return found
+        return hit_blocks
 
     def finish(self, names: list[int]) -> None:
         self.running.remove(names)
@@ -53,16 +53,16 @@ class Held:
 
     def _use(self, names: list[int]) -> None:
         """Of one prompt the last block is worth least."""
-        self.nodes.update((name, self.started * 1000 - depth) for depth, name in enumerate(names))
+        self.nodes.update((name, self.start_count * 1000 - depth) for depth, name in enumerate(names))
         if (over := len(self.nodes) - self.capacity) <= 0:
             return
         worth = self.nodes
-        if self.asked is not None:
+        if self.future_prompts is not None:
             worth = dict.fromkeys(self.nodes, -NEVER)
-            for at in range(len(self.asked) - 1, self.started - 1, -1):
-                worth.update((name, -at * 1000 - depth) for depth, name in enumerate(self.asked[at]))
-        held = {name for prompt in self.running for name in prompt}
-        for name in sorted(self.nodes.keys() - held, key=lambda name: worth[name])[:over]:
+            for at in range(len(self.future_prompts) - 1, self.start_count - 1, -1):
+                worth.update((name, -at * 1000 - depth) for depth, name in enumerate(self.future_prompts[at]))
+        running_blocks = {name for prompt in self.running for name in prompt}
+        for name in sorted(self.nodes.keys() - running_blocks, key=lambda name: worth[name])[:over]:
             del self.nodes[name]
 
 
@@ -75,26 +75,26 @@ class AdaptiveEviction(Ours):
         """Of the running requests, by their last block."""
 
     def start(self, names: list[int]) -> int:
-        found, self.turns[names[-1]] = self.take(names)
+        hit_blocks, self.turns[names[-1]] = self.take(names)
         self.trim()
-        return found
+        return hit_blocks
 
     def finish(self, names: list[int]) -> None:
         self.leave(names, self.turns.pop(names[-1]))
         self.trim()
 
 
-def play(make: Callable[[int], Held | AdaptiveEviction], seed: int) -> tuple[int, int, int]:
+def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) -> tuple[int, int, int]:
     """Blocks found of one draw, what Belady finds of the same, and Belady that evicts nothing that runs."""
     rng = random.Random(seed)
-    grown = (CONTEXT_TOKENS + TURNS * 2 * TURN_TOKENS) // BLOCK
-    capacity = 2 * grown + 64
-    texts = [[rng.getrandbits(63) for _ in range(grown + 2)] for _ in range(CONVERSATIONS)]
+    final_blocks = (CONTEXT_TOKENS + TURNS * 2 * TURN_TOKENS) // BLOCK
+    capacity = 2 * final_blocks + 64
+    texts = [[rng.getrandbits(63) for _ in range(final_blocks + 2)] for _ in range(CONVERSATIONS)]
     caches = [make(capacity) for _ in range(WORKERS)]
-    asked: list[list[list[int]]] = [[] for _ in caches]
+    prompts_by_cache: list[list[list[int]]] = [[] for _ in caches]
     steps: list[tuple[int, bool, list[int]]] = []
     running: deque[tuple[int, list[int]]] = deque()
-    found = 0
+    hit_blocks = 0
     for turn in range(1, TURNS + 1):
         order = list(range(CONVERSATIONS))
         for i in range(CONVERSATIONS - 1):
@@ -106,26 +106,30 @@ def play(make: Callable[[int], Held | AdaptiveEviction], seed: int) -> tuple[int
                 caches[worker].finish(names)
                 steps.append((worker, False, names))
             names = texts[conversation][: (CONTEXT_TOKENS + turn * (TURN_TOKENS + ANSWER_TOKENS)) // BLOCK]
-            known = [leading(names, cache.nodes) for cache in caches]
+            hits_by_cache = [leading(names, cache.nodes) for cache in caches]
             loads = [sum(at == worker for at, _ in running) for worker in range(WORKERS)]
-            ranks = [(-k if max(known) >= CACHED_MIN else 0, load, rng.random()) for k, load in zip(known, loads)]
+            ranks = [
+                (-k if max(hits_by_cache) >= CACHED_MIN else 0, load, rng.random())
+                for k, load in zip(hits_by_cache, loads)
+            ]
             worker = ranks.index(min(ranks))
-            found += caches[worker].start(names)
+            hit_blocks += caches[worker].start(names)
             running.append((worker, names))
-            asked[worker].append(names)
+            prompts_by_cache[worker].append(names)
             steps.append((worker, True, names))
-    held = [Held(capacity, prompts) for prompts in asked]
+    reference_caches = [ReferenceCache(capacity, prompts) for prompts in prompts_by_cache]
     best = sum(
-        held[worker].start(names) if starts else held[worker].finish(names) or 0 for worker, starts, names in steps
+        reference_caches[worker].start(names) if starts else reference_caches[worker].finish(names) or 0
+        for worker, starts, names in steps
     )
-    return found, sum(sum(belady(prompts, capacity)) for prompts in asked), best
+    return hit_blocks, sum(sum(belady(prompts, capacity)) for prompts in prompts_by_cache), best
 
 
 def test_half_of_beladys_hits_are_found() -> None:
     """Also in the worst of the draws; LRU finds less in the mean, and nobody more than the bound."""
-    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (Held, AdaptiveEviction))
-    assert min(found / best for found, best, _ in ours) > 0.5
-    found, best, _ = (sum(column) for column in zip(*lru))
-    assert found / best < 0.5
-    found, best, held = (sum(column) for column in zip(*ours))
-    assert found < held < best
+    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (ReferenceCache, AdaptiveEviction))
+    assert min(hits / best for hits, best, _ in ours) > 0.5
+    hits, best, _ = (sum(column) for column in zip(*lru))
+    assert hits / best < 0.5
+    hits, best, guarded_best = (sum(column) for column in zip(*ours))
+    assert hits < guarded_best < best

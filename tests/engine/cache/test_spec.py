@@ -24,5 +24,5 @@ def test_a_unit_holds_everything_and_no_simple_size_pads_less(
     assert all(spec.blocks_per_unit(g) * block <= spec.unit_bytes for g, block in enumerate(blocks))
     smallest = max([*blocks, state or 0])
     plain = -(-smallest // 256) * 256
-    unused = [plain % block for block in blocks] + ([plain - state] if state else [])
-    assert spec.padding_share <= max(unused) / plain + 1e-12
+    unused_bytes = [plain % block for block in blocks] + ([plain - state] if state else [])
+    assert spec.padding_share <= max(unused_bytes) / plain + 1e-12

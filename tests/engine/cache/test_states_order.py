@@ -65,17 +65,17 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
     saves = [1, 2, 5, 14, 300]
     rng.shuffle(saves)
     ends = {}
-    for number, saved in enumerate(saves):
-        places = path(1000 * number, saved, saved)
-        ends[saved] = places[-1]
+    for number, saved_blocks in enumerate(saves):
+        places = path(1000 * number, saved_blocks, saved_blocks)
+        ends[saved_blocks] = places[-1]
         finish_turn(reuse_stats, queue, places)
-    nothing = path(9000, 600)
-    finish_turn(reuse_stats, queue, nothing)
-    gone = []
+    useless_path = path(9000, 600)
+    finish_turn(reuse_stats, queue, useless_path)
+    evicted_paths = []
     while (leaf := queue.select_leaf()) is not None:
-        gone.append(leaf)
+        evicted_paths.append(leaf)
         queue.remove(leaf)
-    assert gone == [nothing[-1], *(ends[saved] for saved in sorted(saves))]
+    assert evicted_paths == [useless_path[-1], *(ends[saved_blocks] for saved_blocks in sorted(saves))]
 
 
 def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(
@@ -137,8 +137,8 @@ def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def conversations(rng: random.Random, requests: int) -> list[list[int]]:
     """Some go on, some begin anew, and two begin with the same."""
-    shared = [rng.getrandbits(63) for _ in range(3)]
-    talks = [shared + [rng.getrandbits(63)] if n < 2 else [rng.getrandbits(63)] for n in range(9)]
+    prefix = [rng.getrandbits(63) for _ in range(3)]
+    talks = [prefix + [rng.getrandbits(63)] if n < 2 else [rng.getrandbits(63)] for n in range(9)]
     trace = []
     for _ in range(requests):
         names = rng.choice(talks)
@@ -152,11 +152,11 @@ def conversations(rng: random.Random, requests: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_path_and_state_that_is_cached_can_be_chosen(seed: int, hybrid: Any) -> None:
     cache = hybrid(60, 512, 3, adaptive=True)
-    found = 0
+    evicted_count = 0
     for names in conversations(random.Random(seed), 300):
-        found += cache.serve(names)
+        evicted_count += cache.serve(names)
         cache.cache.check_invariants()
-    assert found
+    assert evicted_count
 
 
 def test_of_a_cycle_that_is_larger_than_the_cache_states_of_a_part_stay(hybrid: Any) -> None:
