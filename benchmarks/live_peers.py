@@ -104,7 +104,7 @@ class Workers:
     def late(self) -> tuple[float, float]:
         """(mean lateness of a step, step time in the mean), ms."""
         steps, late_s, step_s = (sum(metric(url, f"engine:simulated_{name}_total") for url in self.urls)
-                                 for name in ("steps", "late_seconds", "step_seconds"))  # fmt: skip
+                                 for name in ("steps", "lag_seconds", "step_seconds"))  # fmt: skip
         return late_s / max(steps, 1) * 1e3, step_s / max(steps, 1) * 1e3
 
     async def disturb(self, seconds: float) -> None:

@@ -196,10 +196,10 @@ class MetricsPage:
         for name, text, value in (
             ("steps", "Steps that were simulated.", lag.steps),
             ("step_seconds", "What they should have taken.", lag.step_s),
-            ("late_seconds", "Of each one's end after it was due, in sum.", lag.lag_s),
+            ("lag_seconds", "Sum of the times by which steps ended late.", lag.lag_s),
         ):
             yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
-        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=lag.lag_s_max)
+        yield GaugeMetricFamily("engine:simulated_lag_seconds_max", "Largest lag of a step.", value=lag.lag_s_max)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily

@@ -30,7 +30,7 @@ CACHED_MIN = 20
 
 
 class ReferenceCache:
-    """A cache that evicts nothing of what runs: of the rest the oldest, or with `future_prompts` what is used latest."""
+    """A cache that evicts nothing of what runs: of the rest the oldest, or by `future_prompts` what is used latest."""
 
     def __init__(self, capacity: int, future_prompts: list[list[int]] | None = None) -> None:
         self.capacity = capacity
