@@ -46,14 +46,14 @@ class Driver:
         """`all_rows`: compute hidden states of all positions, not only of those that a token is drawn from."""
         self.rng = random.Random(seed)
         device = torch.device(device)
-        self.model, attention = load_model(folder, dtype=dtype, device=device)
-        self.spec = self.model.cache_spec(block_size, attention)
+        self.model, model_dtype = load_model(folder, dtype=dtype, device=device)
+        self.spec = self.model.cache_spec(block_size, model_dtype)
         self.runner = ModelRunner(
             self.model,
             self.spec,
             num_units,
             device=device,
-            dtype=attention,
+            dtype=model_dtype,
             max_model_len=1024,
             kernels=kernels,
             capture=capture,

@@ -112,8 +112,8 @@ def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: tor
 
 def engine_config(folder: Path, dtype: str = "float32") -> EngineConfig:
     """Whose cache has UNITS units, whatever the model's blocks are."""
-    model, dtype_and_attention = load_model(folder, dtype=dtype, shard=Shard(0, 2))
-    blocks = UNITS * model.cache_spec(BLOCK_SIZE, dtype_and_attention).blocks_per_unit(0)
+    model, model_dtype = load_model(folder, dtype=dtype, shard=Shard(0, 2))
+    blocks = UNITS * model.cache_spec(BLOCK_SIZE, model_dtype).blocks_per_unit(0)
     return EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=blocks, dtype=dtype)
 
 

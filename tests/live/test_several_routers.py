@@ -292,7 +292,7 @@ def test_one_that_starts_later_takes_what_the_first_knows(tmp_path: Path, engine
             name, _, _ = first.complete(ids, worker=names[number % 2])
             prompts[name, number] = [*ids, 5]
         knows = {key: {name: 320 if name == key[0] else 0 for name in names} for key in prompts}
-        predictions_of = lambda router: {key: router.predicted(ids) for key, ids in prompts.items()}  # noqa: E731
+        predictions_of = lambda router: {key: router.predicted_tokens(ids) for key, ids in prompts.items()}  # noqa: E731
         wait_until(lambda: predictions_of(first) == knows, lambda: (predictions_of(first), first.log()))
         second = start(1)
         for name in names:

@@ -220,14 +220,14 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         config: ProcessConfig = SCHEMA.build({})
         process = RouterProcess(config, "test")
-        assert process._reading.model_names is None
+        assert process._request_reader.model_names is None
         assert not process._tenants.shares
         core = process._core
         assert not core._queues_when_busy
         assert core._background_priority == float("inf")
         assert core.config.queue.ttft_s_max is None
         process._feed.close()
-        process._helpers.processes.close()
+        process._worker_pool.processes.close()
         process._executor.shutdown()
 
     asyncio.run(scenario())
