@@ -1,8 +1,8 @@
 """What became of the last requests: each with the reasons why its prompt was not cached. Pure.
 
-Owns the book of turns, the last answers to "why", and the sums by reason. Refuses to know sockets, workers' load and
-how a prompt is read. Of most requests only the decision is kept: reasons that need no more are made of it when somebody
-asks. A share of the conversations, and those that somebody asks for, are compared turn by turn.
+Owns the history of prompts, the last answers to "why", and the sums by reason. Refuses to know sockets, workers' load
+and how a prompt is read. Of most requests only the decision is kept: reasons that need no more are made of it when
+somebody asks. A share of the conversations, and those that somebody asks for, are compared turn by turn.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class MissAnalyzer:
         tokens_by_reason: Counter[str] | None = None,
         reuse_sums: Counter[str] | None = None,
     ) -> None:
-        """`shared`: how many tokens two prompts begin with alike."""
+        """`count_common_tokens`: how many tokens two prompts begin with alike."""
         self.history = PromptHistory(config.memory_mb << 20, config.ttl_s, count_common_tokens)
         self._requests_max = config.requests_max
         self._requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
@@ -200,7 +200,7 @@ class MissAnalyzer:
         now: float,
         timestamp: float,
     ) -> MissExplanation:
-        """The same as `compared`, of a request that was not sent. Changes nothing."""
+        """The same as `record_compared`, of a request that was not sent. Changes nothing."""
         return self._explain(
             prompt, self._compare(prompt, block_tokens), decision, removed_prefix, context, now, timestamp
         )

@@ -1,4 +1,4 @@
-"""What the book of turns can be told."""
+"""Settings of the reasons why prompts miss the cache."""
 
 from __future__ import annotations
 

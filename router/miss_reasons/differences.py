@@ -33,7 +33,7 @@ def unpack_words(outline: Outline) -> array[int]:
 
 def message_digests(outline: Outline, *, without_system: bool = False) -> Iterable[int]:
     """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
-    `said` without system prompts, which many conversations share."""
+    `without_system`, without system prompts, which many conversations share."""
     words = unpack_words(outline)
     digests, kinds = words[2::FINGERPRINT_FIELDS], words[3::FINGERPRINT_FIELDS]
     return compress(digests, bytes(kinds.tolist()).translate(_ROLE_BY_KIND)) if without_system else digests

@@ -2,7 +2,7 @@
 
 Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
 by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts take, at most `bytes_max`;
-every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
+every prompt is found from each of its names; the oldest goes first, and none stays longer than `ttl_s`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PromptHistory:
     def __init__(
         self, bytes_max: int, ttl_s: float, count_common_tokens: Callable[[array[int], array[int]], int]
     ) -> None:
-        """`shared`: how many tokens two prompts begin with alike."""
+        """`count_common_tokens`: how many tokens two prompts begin with alike."""
         self._bytes_max, self._ttl_s, self._count_common_tokens = bytes_max, ttl_s, count_common_tokens
         self._prompts: OrderedDict[int, PreviousPrompt] = OrderedDict()
         """id -> prompt, the longest unused first."""
@@ -221,7 +221,7 @@ def _share_message(outline: Outline | None, previous: PreviousPrompt, session: s
 def _similarity(
     previous: PreviousPrompt, digests: set[int] | None, common_tokens: int, prompt_tokens: int
 ) -> int | None:
-    """`own`: the messages of the prompt that it may have come before."""
+    """`digests`: the messages of the prompt that it may have come before."""
     if digests is not None and previous.outline is not None:
         return (
             len(digests.intersection(message_digests(previous.outline, without_system=previous.session is None)))

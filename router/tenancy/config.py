@@ -1,4 +1,4 @@
-"""What sharing can be told. Turns, the background and --max-ttft are the queue's: router/decide/config.py."""
+"""What tenancy can be told. Turns, the background and --max-ttft are the queue's: router/decide/config.py."""
 
 from __future__ import annotations
 
