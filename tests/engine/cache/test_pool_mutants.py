@@ -131,7 +131,9 @@ def no_compaction(patch: Patch) -> None:
 
 def capacity_off_by_one(patch: Patch) -> None:
     def can_allocate(self: Any, counts: Any) -> bool:
-        return sum(-(-(a + b) // n) for a, b, n in zip(self._live, counts, self.blocks_per_unit)) < len(self.units)
+        return sum(-(-(a + b) // n) for a, b, n in zip(self._live_blocks, counts, self.blocks_per_unit)) < len(
+            self.units
+        )
 
     patch.setattr(UnitPool, "can_allocate", can_allocate)
 
