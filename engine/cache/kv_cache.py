@@ -464,7 +464,7 @@ class KVCache:
             assert self.host_loads is not None
             self.host_loads.check_invariants()
             pinned_host_blocks = [
-                load[2] for step in self._steps_in_flight for load in step.host_loads if load is not None
+                load.host_block for step in self._steps_in_flight for load in step.host_loads if load is not None
             ]
             self.host_tier.check_invariants(pinned_host_blocks + self.host_loads.pinned_host_blocks())
         for unit in self.pool.units:
