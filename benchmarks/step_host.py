@@ -206,8 +206,8 @@ class HostEngine(Engine):
         super().__init__(options)
         if self.imagined is not None:
             hidden = self.model.config.hidden_size
-            self.model.forward = lambda token_ids, step, wanted=None: torch.empty(  # type: ignore[method-assign]
-                len(token_ids if wanted is None else wanted), hidden, dtype=self.dtype, device="meta"
+            self.model.forward = lambda token_ids, step, selected_tokens=None: torch.empty(  # type: ignore[method-assign]
+                len(token_ids if selected_tokens is None else selected_tokens), hidden, dtype=self.dtype, device="meta"
             )
             empty = torch.empty
             torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]

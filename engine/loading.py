@@ -14,10 +14,10 @@ from engine.execution.sizing import (
     count_host_units,
     load_bytes_max,
     make_runner,
-    overlaps,
     rank_device,
     resolve_max_len,
     sequences_max,
+    should_overlap,
     size_cache,
     step_tokens,
 )
@@ -77,7 +77,7 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
         leader.await_loaded(device)
         all_reduce_min = leader.all_reduce_min
     host_units = count_host_units(config, spec)
-    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=all_reduce_min)
+    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, all_reduce_min=all_reduce_min)
     runners: list[ModelRunner] = []
 
     def make_executor_runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
@@ -116,8 +116,8 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
         step_tokens_max=config.step_tokens_max,
         host_units=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
-        copy_s=lambda: runners[0].moves.copy_s if runners else 0.0,
-        overlap=overlaps(config, device),
+        copy_s=lambda: runners[0].block_copier.copy_s if runners else 0.0,
+        overlap=should_overlap(config, device),
         target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )
 

@@ -1,8 +1,8 @@
 """The block tables of running sequences where the kernels read them, kept from step to step.
 
-A sequence has a row (`Seats`) as long as it is in every step. What its table gained is written there when a step needs
-it, on the host and on the device; all of it where something else of it changed (`Sequence.table_version`). So a step
-costs what is new, however long the contexts are, and nobody is looked at one by one who has nothing new.
+A sequence has a row (`RowAllocator`) as long as it is in every step. What its table gained is written there when a
+step needs it, on the host and on the device; all of it where something else of it changed (`Sequence.table_version`).
+So a step costs what is new, however long the contexts are, and nobody is looked at one by one who has nothing new.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import IntArray, KeptTable, PagedKV
 from kernels.transfer import upload
 
-ROWS = 16
+INITIAL_ROWS = 16
 """That tables begin with; doubled when more sequences come."""
 
 
-class Seats:
-    """Which row of what is kept by sequence belongs to whom."""
+class RowAllocator:
+    """Assigns a row of the per-sequence tables to each running sequence."""
 
     def __init__(self) -> None:
-        self.count = ROWS
-        self._sequences: list[Sequence] = []
-        self._held: dict[Sequence, int] = {}
-        self._free = list(range(ROWS))[::-1]
-        self._rows = np.zeros(0, np.int64)
+        self.row_count = INITIAL_ROWS
+        self._last_sequences: list[Sequence] = []
+        self._row_by_sequence: dict[Sequence, int] = {}
+        self._free_rows = list(range(INITIAL_ROWS))[::-1]
+        self._last_rows = np.zeros(0, np.int64)
 
-    def of(self, chunks: Items[Chunk]) -> tuple[IntArray, list[int]]:
+    def assign(self, chunks: Items[Chunk]) -> tuple[IntArray, list[int]]:
         """([chunks]: the row of each chunk's sequence, those rows that are new to it). Who is not there loses his."""
-        if self.hold(chunks):
-            return self._rows, []
+        if self.has_same_sequences(chunks):
+            return self._last_rows, []
         sequences = [chunk.seq for chunk in chunks]
-        held, self._sequences = self._held, sequences
-        self._held = {seq: held.pop(seq) for seq in sequences if seq in held}
-        self._free += held.values()
-        while len(self._free) < len(sequences) - len(self._held):
-            self._free += range(self.count, 2 * self.count)
-            self.count *= 2
-        new = []
+        previous_rows, self._last_sequences = self._row_by_sequence, sequences
+        self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
+        self._free_rows += previous_rows.values()
+        while len(self._free_rows) < len(sequences) - len(self._row_by_sequence):
+            self._free_rows += range(self.row_count, 2 * self.row_count)
+            self.row_count *= 2
+        new_rows = []
         for seq in sequences:
-            if seq not in self._held:
-                self._held[seq] = self._free.pop()
-                new.append(self._held[seq])
-        self._rows = np.array([self._held[seq] for seq in sequences], np.int64)
-        return self._rows, new
+            if seq not in self._row_by_sequence:
+                self._row_by_sequence[seq] = self._free_rows.pop()
+                new_rows.append(self._row_by_sequence[seq])
+        self._last_rows = np.array([self._row_by_sequence[seq] for seq in sequences], np.int64)
+        return self._last_rows, new_rows
 
-    def hold(self, chunks: Items[Chunk]) -> bool:
+    def has_same_sequences(self, chunks: Items[Chunk]) -> bool:
         """Whether these are the sequences of the last step, in its order. They are compared by identity."""
-        return len(chunks) == len(self._sequences) and [chunk.seq for chunk in chunks] == self._sequences
+        return len(chunks) == len(self._last_sequences) and [chunk.seq for chunk in chunks] == self._last_sequences
 
     def clear(self) -> None:
         """Nothing that is kept may be trusted: a step has failed."""
-        self._sequences, self._held = [], {}
-        self._free = list(range(self.count))[::-1]
+        self._last_sequences, self._row_by_sequence = [], {}
+        self._free_rows = list(range(self.row_count))[::-1]
 
 
 class BlockTables:
@@ -67,71 +67,81 @@ class BlockTables:
         self._group = group
         self._kv = kv
         self._device = device
-        self._here = np.zeros((ROWS, blocks_max), np.int64)
-        self._there = None if device is None else torch.zeros(blocks_max, ROWS, dtype=torch.int32, device=device)
-        self._known = np.zeros((2, ROWS), np.int64)
+        self._host_tables = np.zeros((INITIAL_ROWS, blocks_max), np.int64)
+        self._device_tables = (
+            None if device is None else torch.zeros(blocks_max, INITIAL_ROWS, dtype=torch.int32, device=device)
+        )
+        self._table_states = np.zeros((2, INITIAL_ROWS), np.int64)
         """Of the sequence in each row when its table was written: its `table_version`, its blocks."""
-        self._changes: int | None = None
+        self._last_table_version: int | None = None
 
     def update(
         self,
         chunks: Items[Chunk],
         ends: IntArray,
         rows: IntArray,
-        new: list[int],
+        new_rows: list[int],
         row_count: int,
-        changes: int | None = None,
+        table_version: int | None = None,
     ) -> None:
-        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new` rows.
+        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new_rows`.
 
-        `changes`: as StepPlan has it; where it is what it was, only what tables gained is looked for.
+        `table_version`: as StepPlan has it; where it is what it was, only what tables gained is looked for.
         """
         self._extend(row_count)
-        if new:
-            self._known[1, new] = 0
-        lengths = self._known[1, rows]
-        if new or changes is None or changes != self._changes:
-            now = np.array([chunk.seq.table_version for chunk in chunks])
-            lengths[self._known[0, rows] != now] = 0
-            self._known[0, rows] = now
-            self._changes = changes
-        behind = (lengths * self._kv.block_size < ends).nonzero()[0]
-        if not len(behind):
+        if new_rows:
+            self._table_states[1, new_rows] = 0
+        lengths = self._table_states[1, rows]
+        if new_rows or table_version is None or table_version != self._last_table_version:
+            versions = np.array([chunk.seq.table_version for chunk in chunks])
+            lengths[self._table_states[0, rows] != versions] = 0
+            self._table_states[0, rows] = versions
+            self._last_table_version = table_version
+        outdated = (lengths * self._kv.block_size < ends).nonzero()[0]
+        if not len(outdated):
             return
-        stride, grown = self._here.shape[0], rows[behind]
-        places: list[int] = []
+        stride, outdated_rows = self._host_tables.shape[0], rows[outdated]
+        table_indices: list[int] = []
         """In a table [blocks, rows]."""
         new_blocks: list[BlockId] = []
-        written: list[int] = []
-        for i, row, length in zip(behind.tolist(), grown.tolist(), lengths[behind].tolist()):
+        block_counts: list[int] = []
+        for i, row, length in zip(outdated.tolist(), outdated_rows.tolist(), lengths[outdated].tolist()):
             chunk = chunks[i]
             table = chunk.seq.block_tables[self._group]
-            count = len(table)
-            assert count * self._kv.block_size >= chunk.end, f"{chunk.seq.request.request_id}: fewer blocks than tokens"
+            block_count = len(table)
+            assert block_count * self._kv.block_size >= chunk.end, (
+                f"{chunk.seq.request.request_id}: fewer blocks than tokens"
+            )
             new_blocks += table[length:]
-            written.append(count)
-            places += range(length * stride + row, count * stride + row, stride)
-        at, blocks = np.array(places, np.int64), np.array(new_blocks, np.int64)
-        index, row_of = np.divmod(at, stride)
-        self._here[row_of, index] = blocks
-        self._known[1, grown] = written
-        if self._there is not None:
-            there, sent = upload([at, self._kv.block_rows(blocks)], self._there.device)
-            self._there.view(-1).index_copy_(0, there.long(), sent)
+            block_counts.append(block_count)
+            table_indices += range(length * stride + row, block_count * stride + row, stride)
+        flat_indices, blocks = np.array(table_indices, np.int64), np.array(new_blocks, np.int64)
+        block_indices, table_rows = np.divmod(flat_indices, stride)
+        self._host_tables[table_rows, block_indices] = blocks
+        self._table_states[1, outdated_rows] = block_counts
+        if self._device_tables is not None:
+            device_indices, device_blocks = upload(
+                [flat_indices, self._kv.block_rows(blocks)], self._device_tables.device
+            )
+            self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
-    def kept(self, rows: IntArray) -> KeptTable:
+    def device_table(self, rows: IntArray) -> KeptTable:
         """The tables in these rows, for kernels that read them on the device."""
-        assert self._there is not None
-        return KeptTable(self._here, self._there, rows)
+        assert self._device_tables is not None
+        return KeptTable(self._host_tables, self._device_tables, rows)
 
-    def array(self, ends: IntArray, rows: IntArray) -> IntArray:
+    def host_table(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""
-        return self._here[rows, : -(-int(ends.max()) // self._kv.block_size)]
+        return self._host_tables[rows, : -(-int(ends.max()) // self._kv.block_size)]
 
     def _extend(self, row_count: int) -> None:
-        more = row_count - self._known.shape[1]
-        if more > 0:
-            self._known = np.concatenate([self._known, np.zeros((2, more), np.int64)], 1)
-            self._here = np.concatenate([self._here, np.zeros((more, self._here.shape[1]), np.int64)])
-            if self._there is not None:
-                self._there = torch.cat([self._there, self._there.new_zeros(self._there.shape[0], more)], 1)
+        missing_rows = row_count - self._table_states.shape[1]
+        if missing_rows > 0:
+            self._table_states = np.concatenate([self._table_states, np.zeros((2, missing_rows), np.int64)], 1)
+            self._host_tables = np.concatenate(
+                [self._host_tables, np.zeros((missing_rows, self._host_tables.shape[1]), np.int64)]
+            )
+            if self._device_tables is not None:
+                self._device_tables = torch.cat(
+                    [self._device_tables, self._device_tables.new_zeros(self._device_tables.shape[0], missing_rows)], 1
+                )

@@ -50,21 +50,21 @@ class CudaCapture:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        around = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(around)
+        outer_stream = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):  # and back, which torch forgets where the recording fails
             run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
             # Thread-local: what another thread does with CUDA (NCCL's watchdog) must not spoil the recording.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = run()
-        around.wait_stream(self._stream)
-        return graph.replay, out
+                hidden = run()
+        outer_stream.wait_stream(self._stream)
+        return graph.replay, hidden
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedStep:
     inputs: Tensor
     """[2, size]: token ids and positions; those of padding are of some sequence before."""
     step: Step
@@ -93,7 +93,7 @@ class DecodeGraphs:
         self._kv, self._states, self._ropes = kv, states, ropes
         self._blocks_max = blocks_max
         self._capture = capture
-        self._recorded: dict[int, _Recorded | None] = {}
+        self._steps_by_size: dict[int, _RecordedStep | None] = {}
 
     def forward(
         self,
@@ -107,27 +107,27 @@ class DecodeGraphs:
         if count > SIZES[-1] or count != len(batch.context_lens):
             return None
         size = SIZES[bisect_left(SIZES, count)]
-        if size not in self._recorded:
-            self._recorded[size] = self._record(size)
-        recorded = self._recorded[size]
-        if recorded is None:
+        if size not in self._steps_by_size:
+            self._steps_by_size[size] = self._record(size)
+        recorded_step = self._steps_by_size[size]
+        if recorded_step is None:
             return None
-        recorded.inputs[0, :count].copy_(token_ids)
-        overwrite(recorded.inputs[1], batch.positions)
-        for plan, table, kv in zip(recorded.step.plans, tables, self._kv, strict=True):
+        recorded_step.inputs[0, :count].copy_(token_ids)
+        overwrite(recorded_step.inputs[1], batch.positions)
+        for plan, table, kv in zip(recorded_step.step.plans, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
-            self._plans.refill_state_plan(recorded.step.state_plan, units)
-        recorded.replay()
-        return recorded.hidden[:count]
+            self._plans.refill_state_plan(recorded_step.step.state_plan, units)
+        recorded_step.replay()
+        return recorded_step.hidden[:count]
 
     def record(self, count_max: int) -> None:
         """Record now what batches of up to so many sequences will need. Largest first: the others share its memory."""
         for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
-            if size not in self._recorded:
-                self._recorded[size] = self._record(size)
+            if size not in self._steps_by_size:
+                self._steps_by_size[size] = self._record(size)
 
-    def _record(self, size: int) -> _Recorded | None:
+    def _record(self, size: int) -> _RecordedStep | None:
         device = self._ops.device
         inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
         token_ids, positions = inputs
@@ -153,7 +153,9 @@ class DecodeGraphs:
         except RuntimeError as error:  # of CUDA's; also how torch says that there is no memory
             if self._model.shard.size > 1:
                 raise  # the other ranks record it, and would wait for this one
-            why = "no memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
-            log.warning("the decode step of %d sequences is not recorded but computed launch by launch: %s", size, why)
+            reason = "no memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+            log.warning(
+                "the decode step of %d sequences is not recorded but computed launch by launch: %s", size, reason
+            )
             return None
-        return _Recorded(inputs, step, replay, hidden)
+        return _RecordedStep(inputs, step, replay, hidden)

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from engine.types import TokenLogprobs
 
-TENSORS = 5
+LOGPROB_TENSORS = 5
 """That `token_logprobs` gives."""
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, most: int) -> list[Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> list[Tensor]:
     """Each row's token, its logprob and rank, [rows] each; logprobs and ids of the `most` likeliest, [rows, most] each.
 
     logits: [rows, vocab]; tokens: [rows].
     """
     logprobs = torch.log_softmax(logits.float(), -1)
-    chosen = logprobs.gather(1, tokens[:, None])
-    values, ids = logprobs.topk(min(most, logits.shape[1]))
-    return [tokens, chosen[:, 0], 1 + (logprobs > chosen).sum(-1), values, ids]
+    own_logprobs = logprobs.gather(1, tokens[:, None])
+    values, ids = logprobs.topk(min(top_count, logits.shape[1]))
+    return [tokens, own_logprobs[:, 0], 1 + (logprobs > own_logprobs).sum(-1), values, ids]
 
 
-def read_logprobs(found: Rows[list[Any]], counts: Rows[int]) -> list[TokenLogprobs]:
+def read_logprobs(columns: Rows[list[Any]], counts: Rows[int]) -> list[TokenLogprobs]:
     """Of each row, from the lists of these tensors, with its `counts[i]` likeliest tokens."""
     return [
-        TokenLogprobs(token, value, rank, list(zip(ids[:count], likely[:count], strict=True)))
-        for token, value, rank, likely, ids, count in zip(*found, counts, strict=True)
+        TokenLogprobs(token, value, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
+        for token, value, rank, top_logprobs, top_ids, count in zip(*columns, counts, strict=True)
     ]

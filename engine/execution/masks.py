@@ -1,7 +1,7 @@
 """Which tokens constrained rows may draw next: made on a thread beside the forward, applied before a draw.
 
-Of each constrained sequence in a row (see `Seats`) its matcher is kept, with how much of its answer it has read. A row
-whose answer is not constrained yet (`Constraint.reasoning_end_token`), or not at all, costs nothing.
+Of each constrained sequence in a row (see `RowAllocator`) its matcher is kept, with how much of its answer it has read.
+A row whose answer is not constrained yet (`Constraint.reasoning_end_token`), or not at all, costs nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _MatcherState:
 
 @dataclass(slots=True)
 class MaskRequest:
-    """What a row's mask is made of, as far as the host knows it when the step is drafted."""
+    """What a row's mask is made of, as far as the host knows it when the step is prepared."""
 
     logits_row: int
     """Of the row among the logits."""
@@ -111,7 +111,7 @@ class Masks:
         self._token_lists = _TokenListCache(vocab_size)
         self._matcher_states: dict[int, _MatcherState] = {}
 
-    def forget(self, rows: Rows[int] | None = None) -> None:
+    def reset_rows(self, rows: Rows[int] | None = None) -> None:
         """These rows (None: all) belong to others now."""
         for row in list(self._matcher_states) if rows is None else rows:
             self._matcher_states.pop(row, None)

@@ -24,10 +24,10 @@ def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: 
     All have one unit of each group for every position, and one state: what they compute is of no use to anybody.
     """
     token_count = min(token_count, sequences * length_max)
-    rest, lengths = token_count, list[int]()
-    while rest > sequences - len(lengths):  # of those that are left each has at least one token
-        lengths.append(min(length_max, rest - (sequences - len(lengths) - 1)))
-        rest -= lengths[-1]
+    remaining, lengths = token_count, list[int]()
+    while remaining > sequences - len(lengths):  # of those that are left each has at least one token
+        lengths.append(min(length_max, remaining - (sequences - len(lengths) - 1)))
+        remaining -= lengths[-1]
     tokens = [0] * length_max
     tables = []
     for group in range(len(spec.groups)):
@@ -37,15 +37,15 @@ def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: 
     state = None if spec.state is None else UnitId(len(spec.groups))
 
     def chunk(count: int, name: str) -> Chunk:
-        wanted = 20 if count > 1 else None
+        prompt_logprobs = 20 if count > 1 else None
         params = SamplingParams(
-            temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=wanted
+            temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=prompt_logprobs
         )  # fmt: skip
         request = Request(request_id=name, token_ids=tokens, params=params)
         seq = Sequence(request, tokens, length_max, 0.0, block_tables=tables, state_unit=state)
         return Chunk(seq, length_max - count, length_max, should_sample=True)
 
-    chunks = [chunk(length, f"profile {i}") for i, length in enumerate(lengths)] + [chunk(1, "profile")] * rest
+    chunks = [chunk(length, f"profile {i}") for i, length in enumerate(lengths)] + [chunk(1, "profile")] * remaining
     return StepPlan(chunks, state_resets=[] if state is None else [state]), len(spec.groups) + (state is not None)
 
 

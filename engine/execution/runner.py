@@ -19,12 +19,19 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import CacheSpec
-from engine.execution.block_moves import BlockMoves
-from engine.execution.block_tables import BlockTables, Seats
+from engine.execution.block_copier import BlockCopier
+from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.execution.decode_graphs import Capture, DecodeGraphs
-from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
+from engine.execution.logprobs import LOGPROB_TENSORS, read_logprobs, token_logprobs
 from engine.execution.masks import Masks
-from engine.execution.prepared import Company, Order, PreparedStep, is_scored, state_units, wanted_rows
+from engine.execution.prepared_step import (
+    BatchState,
+    Order,
+    PreparedStep,
+    select_hidden_rows,
+    state_units,
+    wants_prompt_logprobs,
+)
 from engine.execution.sampler import Sampler
 from engine.grammars import Grammars
 from engine.models import CausalLM
@@ -94,7 +101,7 @@ class ModelRunner:
         self._windows = model.windows
         stride = unit_stride_bytes(spec)
         self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
-        self.moves = BlockMoves(spec, self._buffer, stride, host_units)
+        self.block_copier = BlockCopier(spec, self._buffer, stride, host_units)
         self._kv = [
             PagedKV(
                 buffer=self._buffer.view(dtype),
@@ -108,25 +115,26 @@ class ModelRunner:
             for g, group in enumerate(spec.groups)
         ]
 
-        self._last = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
         """[rows]: the token drawn last for the sequence in each row."""
-        self._before: Callable[[], dict[int, int]] = dict
+        self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """What waits for the tokens that the last step that was begun has drawn, by row."""
-        self._fixed = self._ops if isinstance(self._ops, FixedPlans) else None
+        self._fixed_plans = self._ops if isinstance(self._ops, FixedPlans) else None
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
-        self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
-        self._seats = Seats()
-        self._company: Company | None = None
+        self._step_thread = ThreadPoolExecutor(1, "step") if overlap and self._fixed_plans is None else None
+        self._row_allocator = RowAllocator()
+        self._batch_state: BatchState | None = None
         self._batch: Ragged | None = None
         """Of the last step, both."""
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
-            BlockTables(g, kv, blocks_max, None if self._fixed is None else device) for g, kv in enumerate(self._kv)
+            BlockTables(g, kv, blocks_max, None if self._fixed_plans is None else device)
+            for g, kv in enumerate(self._kv)
         ]
         layout = model.state_layout(dtype)
         self._states = layout.views(self._buffer, stride) if spec.state is not None else []
         self._graphs: DecodeGraphs | None = None
-        if capture is not None and self._fixed is not None:
+        if capture is not None and self._fixed_plans is not None:
             self._graphs = DecodeGraphs(
                 model,
                 self._ops,
@@ -144,7 +152,7 @@ class ModelRunner:
 
     def free_pool(self) -> None:
         """Give the pool's memory back. No step may be out, and none may come before `take_pool`."""
-        self._seats.clear()
+        self._row_allocator.clear()
         self._buffer.untyped_storage().resize_(0)
 
     def take_pool(self) -> None:
@@ -161,25 +169,29 @@ class ModelRunner:
 
         Either may raise, RunnerLostError too. The plan is not read after this returns.
         """
-        return self._guarded(partial(self._submit, plan))
+        return self._reset_on_error(partial(self._submit, plan))
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         step = self._prepare(plan)
-        read = self._compute(step) if self._worker is None else self._worker.submit(self._work, step).result
-        return lambda: self._guarded(lambda: self._result(step, read()))
+        read = (
+            self._compute(step)
+            if self._step_thread is None
+            else self._step_thread.submit(self._compute_and_read, step).result
+        )
+        return lambda: self._reset_on_error(lambda: self._build_result(step, read()))
 
     @torch.inference_mode()
-    def _work(self, step: PreparedStep) -> list[list[Any]]:
+    def _compute_and_read(self, step: PreparedStep) -> list[list[Any]]:
         """On the thread that computes."""
         return self._compute(step)()
 
-    def _guarded(self, call: Callable[[], Result]) -> Result:
+    def _reset_on_error(self, call: Callable[[], Result]) -> Result:
         try:
             return call()
         except Exception as error:
-            self._seats.clear()
+            self._row_allocator.clear()
             self._batch = None
-            self._sampler.forget()
+            self._sampler.reset_rows()
             try:
                 self._probe()
             except RuntimeError as fault:
@@ -192,112 +204,129 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
-        follows = self._following(plan)
-        chunks, order, batch = follows or _in_order(plan.chunks)
-        company, new = self._company_of(chunks, known=follows is not None)
+        continuation = self._continue_previous(plan)
+        chunks, order, batch = continuation or _sort_for_kernels(plan.chunks)
+        batch_state, new_rows = self._current_batch_state(chunks, is_continuation=continuation is not None)
         self._batch = batch
-        ends, rows = batch.context_lens, company.rows
-        self._sampler.forget(new)
+        ends, rows = batch.context_lens, batch_state.rows
+        self._sampler.reset_rows(new_rows)
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new, self._seats.count, plan.table_version)
-        scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)] if company.scores else []
-        token_ids, fed = self._inputs(chunks, batch.token_count, company, all_fed=follows is not None)
-        wanted, starts = None, batch.query_starts
-        drawn: Order = range(len(chunks))
-        if follows is None:
-            wanted, starts = wanted_rows(chunks, batch.query_starts, scored)
-            drawn = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        sequences, drawn_ends, drawn_rows = company.sequences, ends, company.row_list
-        if len(drawn) < len(chunks):
-            sequences, drawn_rows = [sequences[i] for i in drawn], [drawn_rows[i] for i in drawn]
-            drawn_ends = ends[drawn]
-        draft = None
-        if drawn and self.model.samples:
-            draft = self._sampler.draft(sequences, drawn_ends, drawn_rows, self._seats.count)
+            tables.update(chunks, ends, rows, new_rows, self._row_allocator.row_count, plan.table_version)
+        prompt_logprob_chunks = (
+            [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
+            if batch_state.has_prompt_logprobs
+            else []
+        )
+        token_ids, tokens_on_device = self._build_token_ids(
+            chunks, batch.token_count, batch_state, all_on_device=continuation is not None
+        )
+        selected_tokens, selected_starts = None, batch.query_starts
+        sampled_chunks: Order = range(len(chunks))
+        if continuation is None:
+            selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
+            sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
+        sequences, sampled_ends, sampled_rows = batch_state.sequences, ends, batch_state.row_list
+        if len(sampled_chunks) < len(chunks):
+            sequences, sampled_rows = [sequences[i] for i in sampled_chunks], [sampled_rows[i] for i in sampled_chunks]
+            sampled_ends = ends[sampled_chunks]
+        sampling_inputs = None
+        if sampled_chunks and self.model.samples:
+            sampling_inputs = self._sampler.prepare(
+                sequences, sampled_ends, sampled_rows, self._row_allocator.row_count
+            )
         return PreparedStep(
             plan, chunks, order, batch,
             token_ids=token_ids,
             tables=[
-                tables.array(ends, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
+                tables.host_table(ends, rows) if self._fixed_plans is None else tables.device_table(rows)
+                for tables in self._tables
             ],
             units=state_units(chunks) if self._states else None,
-            wanted=None if wanted is None else to_device(wanted, self.device),
-            starts=starts,
-            drawn=drawn,
-            rows=drawn_rows,
-            last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
-            draft=draft,
-            row_count=self._seats.count,
-            fed=fed,
-            scored=scored,
-            drawn_rows=None if self._last is None or draft is None
-            else company.there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
+            selected_tokens=None if selected_tokens is None else to_device(selected_tokens, self.device),
+            selected_starts=selected_starts,
+            sampled_chunks=sampled_chunks,
+            sampled_rows=sampled_rows,
+            last_token_indices=to_device(selected_starts[1:][sampled_chunks] - 1, self.device)
+            if len(sampled_chunks) < selected_starts[-1] else None,
+            sampling_inputs=sampling_inputs,
+            row_count=self._row_allocator.row_count,
+            tokens_on_device=tokens_on_device,
+            prompt_logprob_chunks=prompt_logprob_chunks,
+            sampled_device_rows=None if self._last_tokens is None or sampling_inputs is None
+            else batch_state.device_rows if len(sampled_chunks) == len(rows)
+            else to_device(rows[sampled_chunks], self.device),
         )  # fmt: skip
 
-    def _company_of(self, chunks: Items[Chunk], *, known: bool) -> tuple[Company, list[int]]:
-        """And the rows that are new to their sequences. `Seats` gives the same array while the same ones come."""
-        if known and self._company is not None:
-            return self._company, []
-        rows, new = self._seats.of(chunks)
-        if self._company is None or self._company.rows is not rows:
-            self._company = Company.of(chunks, rows, self.device)
-        return self._company, new
+    def _current_batch_state(self, chunks: Items[Chunk], *, is_continuation: bool) -> tuple[BatchState, list[int]]:
+        """And the rows that are new to their sequences.
 
-    def _following(self, plan: StepPlan) -> tuple[Items[Chunk], Order, Ragged] | None:
-        """As `_in_order`, where every chunk is what the same chunk of the step before draws: nobody is looked at."""
-        before, chunks = self._batch, plan.chunks
-        if before is None or not plan.continues_previous:
+        `RowAllocator` gives the same array while the same sequences come.
+        """
+        if is_continuation and self._batch_state is not None:
+            return self._batch_state, []
+        rows, new_rows = self._row_allocator.assign(chunks)
+        if self._batch_state is None or self._batch_state.rows is not rows:
+            self._batch_state = BatchState.from_chunks(chunks, rows, self.device)
+        return self._batch_state, new_rows
+
+    def _continue_previous(self, plan: StepPlan) -> tuple[Items[Chunk], Order, Ragged] | None:
+        """As `_sort_for_kernels`, where every chunk is the token that the same chunk of the step before draws."""
+        previous, chunks = self._batch, plan.chunks
+        if previous is None or not plan.continues_previous:
             return None
-        count, starts = len(chunks), before.context_lens
-        assert (chunks[0].start, chunks[-1].start) == (starts[0], starts[-1])
-        query_starts = before.query_starts if before.decode_count == count else np.arange(count + 1)
-        return chunks, range(count), Ragged(query_starts, starts + 1, starts, count)
+        count, previous_lens = len(chunks), previous.context_lens
+        assert (chunks[0].start, chunks[-1].start) == (previous_lens[0], previous_lens[-1])
+        query_starts = previous.query_starts if previous.decode_count == count else np.arange(count + 1)
+        return chunks, range(count), Ragged(query_starts, previous_lens + 1, previous_lens, count)
 
-    def _inputs(
-        self, chunks: Items[Chunk], token_count: int, company: Company, *, all_fed: bool
+    def _build_token_ids(
+        self, chunks: Items[Chunk], token_count: int, batch_state: BatchState, *, all_on_device: bool
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
         """The tokens that are known, and `PreparedStep.fed`."""
-        if all_fed:
-            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, company.there)
-        fed = [
+        if all_on_device:
+            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, batch_state.device_rows)
+        chunks_on_device = [
             i for i, chunk in enumerate(chunks) if chunk.token_on_device
         ]  # alone, so these are places among the tokens too
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
-        there = to_device(np.array(tokens, np.int64), self.device)
-        if not fed:
-            return there, None
-        return there, (to_device(np.array(fed), self.device), to_device(company.rows[fed], self.device))
+        device_tokens = to_device(np.array(tokens, np.int64), self.device)
+        if not chunks_on_device:
+            return device_tokens, None
+        return device_tokens, (
+            to_device(np.array(chunks_on_device), self.device),
+            to_device(batch_state.rows[chunks_on_device], self.device),
+        )
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
         """Have the device do it; what waits for what there is to read."""
         plan = step.plan
-        if step.draft is not None:
-            self._sampler.begin(step.draft, self._before)
+        if step.sampling_inputs is not None:
+            self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
         if plan.block_copies:
-            self.moves.do(plan.block_copies)
+            self.block_copier.execute(plan.block_copies)
         self._prepare_states(plan)
-        found: list[Tensor] = []
-        if self._last is not None and (more := step.row_count - len(self._last)) > 0:
-            self._last = torch.cat([self._last, self._last.new_zeros(more)])
-        if step.fed is not None:
-            assert self._last is not None
-            at, rows = step.fed
-            if at is None:
-                torch.index_select(self._last, 0, rows, out=step.token_ids)
+        outputs: list[Tensor] = []
+        if self._last_tokens is not None and (missing_rows := step.row_count - len(self._last_tokens)) > 0:
+            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
+        if step.tokens_on_device is not None:
+            assert self._last_tokens is not None
+            token_indices, rows = step.tokens_on_device
+            if token_indices is None:
+                torch.index_select(self._last_tokens, 0, rows, out=step.token_ids)
             else:
-                step.token_ids.index_copy_(0, at, self._last.index_select(0, rows))
+                step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
         if step.chunks:
             hidden = self._forward(step)
-            found += self._draw(hidden, step)
-            for i in step.scored:
-                found += self._prompt_logprobs(hidden[step.starts[i] :], step.chunks[i])
+            outputs += self._sample(hidden, step)
+            for i in step.prompt_logprob_chunks:
+                outputs += self._prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
         for source_unit, target_unit in plan.state_checkpoints:
             self._copy_unit(source_unit, target_unit)
-        read = to_host(found)
-        if self._last is not None:
-            self._before = lambda: dict(zip(step.rows, read()[0])) if step.rows else {}
+        read = to_host(outputs)
+        if self._last_tokens is not None:
+            self._read_last_tokens = lambda: dict(zip(step.sampled_rows, read()[0])) if step.sampled_rows else {}
         return read
 
     @torch.inference_mode()
@@ -309,20 +338,20 @@ class ModelRunner:
     def close(self) -> None:
         """Give up the thread and the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
-        if self._worker is not None:
-            self._worker.shutdown()
+        if self._step_thread is not None:
+            self._step_thread.shutdown()
         if self._masks is not None:
             self._masks.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
-        """Hidden states of the wanted rows, [wanted, hidden]."""
+        """Hidden states of the selected rows, [selected, hidden]."""
         batch, tables = step.batch, step.tables
         if self._graphs is not None and batch.decode_count == len(step.chunks):
             hidden = self._graphs.forward(step.token_ids, batch, tables, step.units)
             if hidden is not None:
-                return hidden if step.wanted is None else hidden[step.wanted]
-        fixed = self._fixed
-        plan_attention = self._ops.plan_attention if fixed is None else fixed.plan_kept
+                return hidden if step.selected_tokens is None else hidden[step.selected_tokens]
+        fixed_plans = self._fixed_plans
+        plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_kept
         positions = to_device(batch.positions, self.device)
         layers = Step(
             ops=self._ops,
@@ -335,58 +364,63 @@ class ModelRunner:
             states=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
         )
-        return self.model.forward(step.token_ids, layers, step.wanted)
+        return self.model.forward(step.token_ids, layers, step.selected_tokens)
 
-    def _draw(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
+    def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """The tokens drawn, and their logprobs where somebody wants any."""
-        if not step.drawn:
+        if not step.sampled_chunks:
             return []
-        picked = hidden if step.last is None else hidden[step.last]
-        if step.draft is None:
-            self.model.lend_logits(picked)
+        sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
+        if step.sampling_inputs is None:
+            self.model.lend_logits(sampled_hidden)
             return []
-        tokens, logprobs = self._sampler.sample(self.model.logits(picked), step.draft)
-        if self._last is not None:
-            assert step.drawn_rows is not None
-            self._last.index_copy_(0, step.drawn_rows, tokens)
+        tokens, logprobs = self._sampler.sample(self.model.logits(sampled_hidden), step.sampling_inputs)
+        if self._last_tokens is not None:
+            assert step.sampled_device_rows is not None
+            self._last_tokens.index_copy_(0, step.sampled_device_rows, tokens)
         return [tokens, *logprobs]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
         end = min(chunk.end + 1, chunk.seq.prompt_len)
-        count, slab = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
+        count, slab_rows = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
         tokens = to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
-        found = []
-        for at in range(0, count, slab):
-            rows = hidden[at : min(at + slab, count)]
+        slabs = []
+        for at in range(0, count, slab_rows):
+            rows = hidden[at : min(at + slab_rows, count)]
             if self.model.samples:
-                most = chunk.seq.request.params.prompt_logprobs or 0
-                found.append(token_logprobs(self.model.logits(rows), tokens[at : at + slab], most))
+                top_count = chunk.seq.request.params.prompt_logprobs or 0
+                slabs.append(token_logprobs(self.model.logits(rows), tokens[at : at + slab_rows], top_count))
             else:
                 self.model.lend_logits(rows)
-        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        return [torch.cat(parts) for parts in zip(*slabs, strict=True)]
 
-    def _result(self, step: PreparedStep, found: list[list[Any]]) -> StepResult:
+    def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
         """From what was read: the tokens, their logprobs, those of prompts."""
         result, order = StepResult([None] * len(step.chunks)), step.order
         if not self.model.samples:
             return result
-        if step.draft is not None:
-            tokens = found.pop(0)
+        if step.sampling_inputs is not None:
+            tokens = outputs.pop(0)
             if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
                 result.sampled_tokens = tokens
             else:
-                for i, token in zip(step.drawn, tokens, strict=True):
+                for i, token in zip(step.sampled_chunks, tokens, strict=True):
                     result.sampled_tokens[order[i]] = token
-            result.failures = {order[step.drawn[i]]: why for i, why in self._sampler.failed(step.draft).items()}
-            if rows := step.draft.batch.logprobs:
-                entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
-                result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}
-                del found[:TENSORS]
-        for i in step.scored:
-            most = step.chunks[i].seq.request.params.prompt_logprobs or 0
-            result.prompt_logprobs[order[i]] = read_logprobs(found[:TENSORS], [most] * len(found[0]))
-            del found[:TENSORS]
+            result.failures = {
+                order[step.sampled_chunks[i]]: reason
+                for i, reason in self._sampler.failures(step.sampling_inputs).items()
+            }
+            if rows := step.sampling_inputs.batch.logprob_rows:
+                entries = read_logprobs(outputs[:LOGPROB_TENSORS], step.sampling_inputs.batch.logprob_counts)
+                result.logprobs = {
+                    order[step.sampled_chunks[row]]: entry for row, entry in zip(rows, entries, strict=True)
+                }
+                del outputs[:LOGPROB_TENSORS]
+        for i in step.prompt_logprob_chunks:
+            top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
+            result.prompt_logprobs[order[i]] = read_logprobs(outputs[:LOGPROB_TENSORS], [top_count] * len(outputs[0]))
+            del outputs[:LOGPROB_TENSORS]
         return result
 
     def _prepare_states(self, plan: StepPlan) -> None:
@@ -400,13 +434,13 @@ class ModelRunner:
         units[target].copy_(units[source])
 
 
-def _in_order(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, Ragged]:
+def _sort_for_kernels(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, Ragged]:
     """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
-    longer = ends - starts > 1
-    if not longer.any():
+    is_prompt = ends - starts > 1
+    if not is_prompt.any():
         return chunks, range(len(chunks)), Ragged(np.arange(len(chunks) + 1), ends, starts, len(chunks))
-    at = longer.argsort(kind="stable")
-    order = at.tolist()
-    return [chunks[i] for i in order], order, Ragged.of(starts[at], ends[at])
+    permutation = is_prompt.argsort(kind="stable")
+    order = permutation.tolist()
+    return [chunks[i] for i in order], order, Ragged.of(starts[permutation], ends[permutation])

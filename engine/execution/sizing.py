@@ -35,7 +35,7 @@ CPU_STEP_PRODUCTS = 4e11
 CPU_STEP_TOKENS_MIN = 256
 """With fewer, reading the weights takes a good part of a step."""
 MASK_THREADS_MAX = 8
-LOAD_SHARE = 0.025
+LOAD_TIME_SHARE = 0.025
 """Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room: they may take
 3 %, and not all of it is counted."""
 COPY_COST = 2
@@ -56,24 +56,26 @@ def size_cache(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    agree: Callable[[int, torch.device], int] | None = None,
+    all_reduce_min: Callable[[int, torch.device], int] | None = None,
 ) -> int:
     """Units of the cache that there is memory for, on every rank. Raises ConfigError if there are none.
 
-    `agree`: the smallest number of all ranks, which must all be here together; None: one rank.
+    `all_reduce_min`: the smallest number of all ranks, which must all be here together; None: one rank.
     """
     step_bytes, max_model_len = 0, resolve_max_len(config, model)
     if device.type == "cuda":
 
-        def profiled(unit_count: int) -> ModelRunner:
+        def make_profiling_runner(units: int) -> ModelRunner:
             return make_runner(
-                replace(config, enforce_eager=True, host_cache_memory=None), model, spec, unit_count,
+                replace(config, enforce_eager=True, host_cache_memory=None), model, spec, units,
                 dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
             )  # fmt: skip
 
         tokens = config.step_tokens_max
         try:
-            step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
+            step_bytes = peak_step_bytes(
+                make_profiling_runner, spec, tokens, sequences_max(config), max_model_len, device
+            )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens}, --max-num-seqs {config.max_num_seqs}, --max-model-len "
@@ -84,10 +86,10 @@ def size_cache(
         count = count_units(config, spec, device, step_bytes)
         check_fits(config, count * unit_stride_bytes(spec), device)
     except ConfigError:
-        if agree is not None:
-            agree(0, device)  # the others wait for it
+        if all_reduce_min is not None:
+            all_reduce_min(0, device)  # the others wait for it
         raise
-    if agree is not None and (count := agree(count, device)) < 1:
+    if all_reduce_min is not None and (count := all_reduce_min(count, device)) < 1:
         raise ConfigError("another rank has no memory for the cache: see its log")
     return count
 
@@ -109,7 +111,7 @@ def make_runner(
         model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
         device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
-        overlap=overlaps(config, device), grammars=grammars, mask_threads=mask_threads(config, device),
+        overlap=should_overlap(config, device), grammars=grammars, mask_threads=mask_threads(config, device),
         host_units=count_host_units(config, spec),
     )  # fmt: skip
 
@@ -121,7 +123,7 @@ def mask_threads(config: EngineConfig, device: torch.device) -> int:
     return max(config.num_threads, min(MASK_THREADS_MAX, (os.cpu_count() or 1) // 2))
 
 
-def overlaps(config: EngineConfig, device: torch.device) -> bool:
+def should_overlap(config: EngineConfig, device: torch.device) -> bool:
     """Whether steps are planned and begun while the one before is computed."""
     if config.tensor_parallel_size > 1:  # followers would have to be told the tokens that rank 0 draws
         return False
@@ -141,17 +143,17 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def resolve_device(wanted: str) -> torch.device:
-    if wanted == "auto":
+def resolve_device(device_name: str) -> torch.device:
+    if device_name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device(device_name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"--device {device_name!r}: expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {wanted!r}: no usable CUDA device here")
+        raise ConfigError(f"--device {device_name!r}: no usable CUDA device here")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"--device {device_name!r}: expected auto, cpu, cuda or cuda:N")
     return device
 
 
@@ -184,12 +186,14 @@ def check_fits(config: EngineConfig, cache_bytes: int, device: torch.device) -> 
         _check_memory(f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", cache_bytes, device)
 
 
-def _check_memory(flag: str, wanted: int, device: torch.device) -> None:
-    whose, physical = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _check_memory(flag: str, required_bytes: int, device: torch.device) -> None:
+    memory_owner, memory_bytes = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
-        whose, physical = str(device), torch.cuda.mem_get_info(device)[1]
-    if wanted > physical:
-        raise ConfigError(f"{flag}: takes {wanted} bytes; expected at most the memory of {whose}, {physical} bytes")
+        memory_owner, memory_bytes = str(device), torch.cuda.mem_get_info(device)[1]
+    if required_bytes > memory_bytes:
+        raise ConfigError(
+            f"{flag}: takes {required_bytes} bytes; expected at most the memory of {memory_owner}, {memory_bytes} bytes"
+        )
 
 
 def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
@@ -213,10 +217,11 @@ def step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> 
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
         return config.step_tokens_max
-    multiplies = sum(math.prod(weight.shape) for weight in model.weights if weight.multiplies)
-    fitting = int(CPU_STEP_PRODUCTS * config.num_threads / multiplies)
+    weight_count = sum(math.prod(weight.shape) for weight in model.weights if weight.multiplies)
+    fitting_tokens = int(CPU_STEP_PRODUCTS * config.num_threads / weight_count)
     return min(
-        max(1 << max(fitting.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs), config.step_tokens_max
+        max(1 << max(fitting_tokens.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs),
+        config.step_tokens_max,
     )
 
 
@@ -231,9 +236,9 @@ def load_bytes_max(
     """
     if device.type != "cpu":
         return config.step_tokens_max * sum(group.token_bytes for group in spec.groups)
-    read = [weight for weight in model.weights if weight.multiplies]
-    weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
-    return max(1, int(weights * LOAD_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))
+    linear_weights = [weight for weight in model.weights if weight.multiplies]
+    weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in linear_weights)
+    return max(1, int(weights * LOAD_TIME_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))
 
 
 def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
@@ -245,9 +250,11 @@ def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) ->
 
 
 def resolve_max_len(config: EngineConfig, model: CausalLM) -> int:
-    own = model.config.max_positions
+    model_max_len = model.config.max_positions
     if config.max_model_len is None:
-        return own
-    if config.max_model_len > own:
-        raise ConfigError(f"--max-model-len {config.max_model_len}: this model was made for at most {own} tokens")
+        return model_max_len
+    if config.max_model_len > model_max_len:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: this model was made for at most {model_max_len} tokens"
+        )
     return config.max_model_len

@@ -75,7 +75,9 @@ class Follower:
         """With the other ranks; the leader says later what came of it."""
         assert self._model is not None
         assert self._spec is not None
-        size_cache(self._config, self._model, self._spec, dtype=self._dtype, device=self.device, agree=all_reduce_min)
+        size_cache(
+            self._config, self._model, self._spec, dtype=self._dtype, device=self.device, all_reduce_min=all_reduce_min
+        )
 
     def execute(self, message: LeaderMessage) -> None:
         if isinstance(message, StartRunner):

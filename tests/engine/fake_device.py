@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
-from engine.execution.block_tables import BlockTables, Seats
+from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import (
     Chunk,
@@ -100,7 +100,7 @@ class FakeDevice:
         self.on_execute = lambda plan: None
         self.plans: list[list[tuple[str, int, int]]] = []
         self.computed_tokens = 0
-        self._seats = Seats()
+        self._row_allocator = RowAllocator()
         layout = SimpleNamespace(block_size=block_size)
         self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
         self._queue: deque[SubmittedStep] = deque()
@@ -113,12 +113,12 @@ class FakeDevice:
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         if plan.continues_previous:
             assert all(chunk.token_on_device for chunk in plan.chunks)
-            assert self._seats.hold(plan.chunks)
-        rows, new = self._seats.of(plan.chunks)
+            assert self._row_allocator.has_same_sequences(plan.chunks)
+        rows, new = self._row_allocator.assign(plan.chunks)
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_version)
-            tables.append(table.array(ends, rows).tolist())
+            table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count, plan.table_version)
+            tables.append(table.host_table(ends, rows).tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)
@@ -135,7 +135,7 @@ class FakeDevice:
             step.result = step.result or self._compute(step)
         if isinstance(submitted_step.result, Exception):
             self._queue.clear()
-            self._seats.clear()
+            self._row_allocator.clear()
             raise submitted_step.result
         assert submitted_step.result is not None
         return submitted_step.result

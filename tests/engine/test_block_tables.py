@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.execution import block_tables
-from engine.execution.block_tables import ROWS, BlockTables, Seats
+from engine.execution.block_tables import INITIAL_ROWS, BlockTables, RowAllocator
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence
 from kernels import PagedKV
 
@@ -32,8 +32,8 @@ def test_tables_are_those_of_this_step() -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    seats, groups = Seats(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
-    seqs = [sequence(rng) for _ in range(ROWS + 9)]
+    row_allocator, groups = RowAllocator(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
+    seqs = [sequence(rng) for _ in range(INITIAL_ROWS + 9)]
     changes = 0
     for _ in range(300):
         calm = rng.random() < 0.5  # tables only grow
@@ -55,16 +55,18 @@ def test_tables_are_those_of_this_step() -> None:
         if rng.random() < 0.2:  # gone, and its memory with it
             seqs[rng.randrange(len(seqs))] = sequence(rng)
         if rng.random() < 0.05:
-            seats.clear()
+            row_allocator.clear()
         step_seqs = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
         ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in step_seqs]
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(step_seqs, ends)]
-        rows, new = seats.of(chunks)
+        rows, new = row_allocator.assign(chunks)
         assert len(set(rows.tolist())) == len(chunks)
         passes_orders = rng.random() < 0.8
         for group, tables in enumerate(groups):
-            tables.update(chunks, np.array(ends), rows, new, seats.count, changes if passes_orders else None)
-            kept_tables, table_rows = tables.kept(rows), tables.array(np.array(ends), rows)
+            tables.update(
+                chunks, np.array(ends), rows, new, row_allocator.row_count, changes if passes_orders else None
+            )
+            kept_tables, table_rows = tables.device_table(rows), tables.host_table(np.array(ends), rows)
             assert len(table_rows) == len(chunks)
             for row, row_table, chunk in zip(rows, table_rows, chunks, strict=True):
                 width = -(-chunk.end // 4)
@@ -74,7 +76,7 @@ def test_tables_are_those_of_this_step() -> None:
 
 
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, seats, tables = random.Random(0), Seats(), BlockTables(0, POOL, 80, CPU)
+    rng, row_allocator, tables = random.Random(0), RowAllocator(), BlockTables(0, POOL, 80, CPU)
     sent_sizes: list[int] = []
     upload = block_tables.upload
     monkeypatch.setattr(
@@ -86,12 +88,12 @@ def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) ->
             seqs[1].block_tables[0].append(BlockId(7))
         ends = np.array([20, 20 + (step == 4), 20, 20])
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends.tolist())]
-        rows, new = seats.of(chunks)
-        tables.update(chunks, ends, rows, new, seats.count)
+        rows, new = row_allocator.assign(chunks)
+        tables.update(chunks, ends, rows, new, row_allocator.row_count)
     assert sent_sizes == [20, 1]
 
 
 def test_too_few_blocks() -> None:
     chunk = Chunk(sequence(random.Random(0)), 20, 21, should_sample=True)
     with pytest.raises(AssertionError, match="r: fewer blocks than tokens"):
-        BlockTables(0, POOL, 80, None).update([chunk], np.array([21]), np.array([0]), [0], ROWS)
+        BlockTables(0, POOL, 80, None).update([chunk], np.array([21]), np.array([0]), [0], INITIAL_ROWS)

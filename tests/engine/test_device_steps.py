@@ -299,13 +299,13 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
         hand.step((seqs[0], 41), (seqs[2], 70), (seqs[3], 16))  # a decode beside prompts
         for members in (seqs, seqs[:3], seqs):  # recorded: four, three padded to four
             hand.step(*((seq, len(seq.token_ids)) for seq in members))
-        if runner._last is not None:
+        if runner._last_tokens is not None:
             hand.run_overlapped(seqs, 3)
         copies: dict[str, Any] = {"block_copies": [BlockCopy(0, BlockId(0), BlockId(1))]}
         if runner.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)
-    assert (capture.record_count, capture.replay_count) == (2, 4 + 3 * (runner._last is not None))
+    assert (capture.record_count, capture.replay_count) == (2, 4 + 3 * (runner._last_tokens is not None))
     assert guard.uploads > 0
     assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows"} <= LAUNCHED
     assert ("draw_rows" in LAUNCHED) == runner.model.samples

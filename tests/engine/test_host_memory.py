@@ -102,14 +102,14 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
     size = spec.block_bytes(0)
     for value in (7, 9):
         runner._buffer[:size] = value
-        runner.moves.do(
+        runner.block_copier.execute(
             [
                 BlockCopy(0, BlockId(0), BlockId(1), CopyDirection.TO_HOST),
                 BlockCopy(0, BlockId(1), BlockId(2), CopyDirection.FROM_HOST),
             ]
         )
-        runner.moves.do([BlockCopy(0, BlockId(2), BlockId(3))])
-        assert (runner.moves._block(runner._buffer, 0, BlockId(3)) == value).all()
+        runner.block_copier.execute([BlockCopy(0, BlockId(2), BlockId(3))])
+        assert (runner.block_copier._block_view(runner._buffer, 0, BlockId(3)) == value).all()
         runner.free_pool()
         assert runner._buffer.untyped_storage().nbytes() == 0
         runner.take_pool()
@@ -127,5 +127,5 @@ def test_a_move_beyond_the_memory_is_not_done(way: CopyDirection, source: int, t
     assert 4 * spec.blocks_per_unit(0) <= 16
     before = runner._buffer.clone()
     with pytest.raises(AssertionError, match="lies outside its memory"):
-        runner.moves.do([BlockCopy(0, BlockId(source), BlockId(target), way)])
+        runner.block_copier.execute([BlockCopy(0, BlockId(source), BlockId(target), way)])
     assert torch.equal(runner._buffer, before)

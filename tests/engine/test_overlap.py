@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.runner import ModelRunner
-from engine.execution.sizing import overlaps
+from engine.execution.sizing import should_overlap
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
@@ -394,7 +394,7 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
 )  # fmt: skip
 def test_where_steps_overlap(how: Any, device: str, ranks: int, expected: bool) -> None:
     config = EngineConfig(model="m", overlap=how, tensor_parallel_size=ranks)
-    assert overlaps(config, torch.device(device)) == expected
+    assert should_overlap(config, torch.device(device)) == expected
 
 
 def _fail_device() -> None:

@@ -15,7 +15,7 @@ from fake_device import EventChecker, resident_in
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
-from engine.execution.prepared import PreparedStep
+from engine.execution.prepared_step import PreparedStep
 from engine.execution.runner import ModelRunner
 from engine.grammars import Grammars, GrammarVocabulary
 from engine.models.loader import load_model, load_weights

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine.cache.kv_cache import KVCache
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.decode_batch import DecodeBatch
-from engine.execution.block_tables import BlockTables, Seats
+from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.long
@@ -49,8 +49,8 @@ def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
 
 
 def a_row_is_another_ones(patch: Patch) -> None:
-    real = Seats.of
-    patch.setattr(Seats, "of", lambda self, chunks: (real(self, chunks)[0], []))
+    real = RowAllocator.assign
+    patch.setattr(RowAllocator, "assign", lambda self, chunks: (real(self, chunks)[0], []))
 
 
 def tables_are_written_up_to_the_token_before(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.block_tables import Seats
+from engine.execution.block_tables import RowAllocator
 from engine.execution.logprobs import read_logprobs, token_logprobs
 from engine.execution.sampler import _GOLDEN, Sampler, _mix, uniforms_at
 from engine.types import Chunk, Request, SamplingParams, Sequence, TokenLogprobs
@@ -28,18 +28,20 @@ class Drawing:
     """A sampler as the runner drives it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.sampler, self.seats = Sampler(*args, **options), Seats()
+        self.sampler, self.row_allocator = Sampler(*args, **options), RowAllocator()
 
     def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """(the next token of each row, row -> logprobs where asked for)."""
         ends = [len(seq.token_ids) for seq in seqs]
-        rows, new = self.seats.of([Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends)])
-        self.sampler.forget(new)
-        draft = self.sampler.draft(seqs, np.array(ends), rows.tolist(), self.seats.count)
-        tokens, logprobs = self.sampler.sample(logits.clone(), draft)
-        batch = draft.batch
+        rows, new = self.row_allocator.assign(
+            [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends)]
+        )
+        self.sampler.reset_rows(new)
+        inputs = self.sampler.prepare(seqs, np.array(ends), rows.tolist(), self.row_allocator.row_count)
+        tokens, logprobs = self.sampler.sample(logits.clone(), inputs)
+        batch = inputs.batch
         entries = read_logprobs([x.tolist() for x in logprobs], batch.logprob_counts) if logprobs else []
-        return tokens.tolist(), dict(zip(batch.logprobs, entries, strict=True))
+        return tokens.tolist(), dict(zip(batch.logprob_rows, entries, strict=True))
 
 
 def sequence(params: SamplingParams, prompt: Rows[int] = (1,), output: Rows[int] = (), name: str = "r") -> Sequence:

@@ -98,7 +98,7 @@ def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     spec = model.cache_spec(BLOCK_SIZE, dtype)
     leader.await_loaded(CPU)
-    assert size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.all_reduce_min) == UNITS
+    assert size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min) == UNITS
     return make_core(model, spec, leader.make_leading_runner(runner_of(model, spec, config, dtype), UNITS, 256))
 
 
@@ -241,7 +241,7 @@ def shared_size(leader: Leader) -> int:
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     leader.await_loaded(CPU)
     spec = model.cache_spec(BLOCK_SIZE, dtype)
-    return size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.all_reduce_min)
+    return size_cache(config, model, spec, dtype=dtype, device=CPU, all_reduce_min=leader.all_reduce_min)
 
 
 def test_a_model_that_a_follower_cannot_load(leader: Leader, tmp_path: Path) -> None:

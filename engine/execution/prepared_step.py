@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.sampler import Draft
+from engine.execution.sampler import SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import Ragged
 from kernels.interface import IntArray
@@ -20,23 +20,23 @@ Order = Items[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class BatchState:
     """What is the same in every step while the same sequences come."""
 
     sequences: list[Sequence]
     rows: IntArray
-    """Where what is kept of each lies; see `Seats`."""
+    """Where what is kept of each lies; see `RowAllocator`."""
     row_list: list[int]
-    there: Tensor
+    device_rows: Tensor
     """The rows on the device."""
-    scores: bool
+    has_prompt_logprobs: bool
     """Whether logprobs of any prompt are wanted."""
 
     @staticmethod
-    def of(chunks: Items[Chunk], rows: IntArray, device: torch.device) -> Company:
+    def from_chunks(chunks: Items[Chunk], rows: IntArray, device: torch.device) -> BatchState:
         sequences = [chunk.seq for chunk in chunks]
-        scores = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
-        return Company(sequences, rows, rows.tolist(), to_device(rows, device), scores)
+        has_prompt_logprobs = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
+        return BatchState(sequences, rows, rows.tolist(), to_device(rows, device), has_prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +55,35 @@ class PreparedStep:
     """Of each group: [chunks, blocks], or a KeptTable."""
     units: IntArray | None
     """[chunks]: their states."""
-    wanted: Tensor | None
+    selected_tokens: Tensor | None
     """Tokens whose hidden states are wanted; None: all."""
-    starts: IntArray
-    """[chunks + 1]: where each chunk's begin among the wanted."""
-    drawn: Order
+    selected_starts: IntArray
+    """[chunks + 1]: where each chunk's begin among the selected."""
+    sampled_chunks: Order
     """Chunks that a token is drawn for."""
-    rows: list[int]
+    sampled_rows: list[int]
     """Where what is kept of each of these lies."""
-    last: Tensor | None
-    """Where their last tokens are among the wanted; None: they are all of them."""
-    draft: Draft | None
+    last_token_indices: Tensor | None
+    """Where their last tokens are among the selected; None: they are all of them."""
+    sampling_inputs: SamplingInputs | None
     row_count: int
-    fed: tuple[Tensor | None, Tensor] | None
+    tokens_on_device: tuple[Tensor | None, Tensor] | None
     """(places among the tokens, None: all; rows) of those that the step before draws."""
-    scored: list[int]
+    prompt_logprob_chunks: list[int]
     """Chunks whose prompt tokens' logprobs are wanted."""
-    drawn_rows: Tensor | None
+    sampled_device_rows: Tensor | None
     """Where the drawn tokens are kept for the next step."""
 
 
-def wanted_rows(chunks: Items[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
+def select_hidden_rows(
+    chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
+) -> tuple[IntArray | None, IntArray]:
     """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
     if query_starts[-1] == len(chunks) and False not in [chunk.should_sample for chunk in chunks]:
         return None, query_starts  # a decode step
     begins, ends = query_starts[:-1].copy(), query_starts[1:]
     for i, chunk in enumerate(chunks):
-        if i not in scored:
+        if i not in prompt_logprob_chunks:
             begins[i] = ends[i] - chunk.should_sample
     if (begins == query_starts[:-1]).all():
         return None, query_starts
@@ -89,7 +91,7 @@ def wanted_rows(chunks: Items[Chunk], query_starts: IntArray, scored: list[int])
     return rows, np.concatenate([[0], np.cumsum(ends - begins)])
 
 
-def is_scored(chunk: Chunk) -> bool:
+def wants_prompt_logprobs(chunk: Chunk) -> bool:
     """Whether logprobs of prompt tokens are wanted that this chunk computes."""
     return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
 
