@@ -44,11 +44,11 @@ class StreamChecker:
 
     def resident(self) -> set[tuple[int, str | None, BlockName]]:
         """{(group_idx, medium, name)} of what the stream says is resident."""
-        return {(group, medium, name) for (group, medium), held in self._parents.items() for name in held}
+        return {(group, medium, name) for (group, medium), parents in self._parents.items() for name in parents}
 
     def resident_names(self, group_idx: int = 0) -> set[BlockName]:
         """Names resident in a group, over all media."""
-        return {name for (group, _), held in self._parents.items() if group == group_idx for name in held}
+        return {name for (group, _), parents in self._parents.items() if group == group_idx for name in parents}
 
     def check_batch(self, events: Iterable[Event]) -> None:
         """Check and apply one batch. Raises InvariantError; the checker is of no further use then."""
@@ -81,11 +81,11 @@ class StreamChecker:
         full = event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in FULL_ATTENTION_KINDS
         if full:
             self._full.add(group)
-        held = self._parents.setdefault(group, {})
+        parents = self._parents.setdefault(group, {})
         children = self._child_counts.setdefault(group[0], {})
         parent = event.parent_block_hash
         for name in event.block_hashes:
-            if name in held:
+            if name in parents:
                 self._fail(1, f"block {name!r} of group {group} was stored while resident")
             if full:
                 if parent is not None and not self._holds(group[0], parent):
@@ -94,7 +94,7 @@ class StreamChecker:
                     children[parent] = children.get(parent, 0) + 1
             else:
                 stored_elsewhere.append((group, name))
-            held[name] = parent
+            parents[name] = parent
             parent = name
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -102,12 +102,12 @@ class StreamChecker:
         self._story.append(f"removed {event.block_hashes} of group {group}")
         if not event.block_hashes:
             self._fail(2, "a Removed event without blocks")
-        held = self._parents.get(group, {})
+        parents = self._parents.get(group, {})
         children = self._child_counts.get(group[0], {})
         for name in event.block_hashes:
-            if name not in held:
+            if name not in parents:
                 self._fail(1, f"block {name!r} of group {group} was removed while not resident")
-            parent = held.pop(name)
+            parent = parents.pop(name)
             if not self._holds(group[0], name):
                 if children.get(name, 0):
                     self._fail(3, f"block {name!r} of group {group} was removed before its {children[name]} children")
@@ -116,13 +116,13 @@ class StreamChecker:
                 children[parent] -= 1
 
     def _holds(self, group_idx: int, name: BlockName) -> bool:
-        return any(name in held for (group, _), held in self._parents.items() if group == group_idx)
+        return any(name in parents for (group, _), parents in self._parents.items() if group == group_idx)
 
     def _check_foreign_parent(self, group: GroupKey, name: BlockName) -> None:
-        held = self._parents.get(group, {})
-        if name not in held:
+        parents = self._parents.get(group, {})
+        if name not in parents:
             return  # gone again within the batch
-        parent = held[name]
+        parent = parents[name]
         if parent is None:
             return
         if not any(parent in self._parents.get(full, {}) for full in self._full):

@@ -81,11 +81,11 @@ class Follower:
         if self.applied and self.applied[-1][0] is not None:
             assert apply.seq == self.applied[-1][0] + 1, "a hole without a Clear"
         self.applied.append((apply.seq, apply.payload))
-        for one in filter(None, change.split(",")):
-            if one[0] == "+":
-                self.held.add(int(one[1:]))
+        for block in filter(None, change.split(",")):
+            if block[0] == "+":
+                self.held.add(int(block[1:]))
             else:
-                self.held.discard(int(one[1:]))
+                self.held.discard(int(block[1:]))
 
 
 class World:

@@ -42,33 +42,33 @@ batches = st.builds(
 
 @given(st.builds(EventBatch, st.floats(0, 2e9), st.lists(st.one_of(modern, removed), max_size=5)))
 def test_maps_round_trip(batch: EventBatch) -> None:
-    decoded = decode_batch(encode_batch(batch))
-    assert decoded.batch == batch
-    assert not decoded.errors
+    decoded_batch = decode_batch(encode_batch(batch))
+    assert decoded_batch.batch == batch
+    assert not decoded_batch.errors
 
 
 def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
     batch = EventBatch(1.0, [BlockStored([7], None, [1, 2], 2), BlockRemoved([7])])
-    stored, removed = msgspec.msgpack.decode(encode_batch(batch))[1]
-    assert list(stored) == ["type", *BlockStored.__struct_fields__[:7]]
-    assert list(removed) == ["type", "block_hashes", "medium"]
+    stored_fields, removed_fields = msgspec.msgpack.decode(encode_batch(batch))[1]
+    assert list(stored_fields) == ["type", *BlockStored.__struct_fields__[:7]]
+    assert list(removed_fields) == ["type", "block_hashes", "medium"]
     assert decode_batch(encode_batch(batch)).batch == batch
 
 
 @given(batches)
 def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
-    decoded = decode_batch(encode_as_arrays(batch))
-    assert decoded.batch == batch
-    assert not decoded.errors
+    decoded_batch = decode_batch(encode_as_arrays(batch))
+    assert decoded_batch.batch == batch
+    assert not decoded_batch.errors
 
 
 @given(batches, st.data())
 def test_maps_and_arrays_mix_in_one_batch(batch: EventBatch, data: st.DataObject) -> None:
-    mixed: list[Any] = []
+    mixed_events: list[Any] = []
     for event in batch.events:
         (array,) = msgspec.msgpack.decode(encode_as_arrays(EventBatch(0.0, [event])))[1]
-        mixed.append(data.draw(st.sampled_from([event, array])))
-    assert decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank])).batch == batch
+        mixed_events.append(data.draw(st.sampled_from([event, array])))
+    assert decode_batch(msgspec.msgpack.encode([batch.ts, mixed_events, batch.data_parallel_rank])).batch == batch
 
 
 BAD: list[Any] = [
@@ -90,22 +90,22 @@ BAD: list[Any] = [
 
 @given(batches, st.lists(st.tuples(st.integers(0, 5), st.sampled_from(BAD)), max_size=4))
 def test_a_bad_event_never_costs_the_good_ones(batch: EventBatch, bad: list[tuple[int, Any]]) -> None:
-    mixed: list[Any] = list(batch.events)
+    mixed_events: list[Any] = list(batch.events)
     for place, event in bad:
-        mixed.insert(place, event)
-    decoded = decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank]))
-    assert decoded.batch == batch
-    assert len(decoded.errors) == len(bad)
+        mixed_events.insert(place, event)
+    decoded_batch = decode_batch(msgspec.msgpack.encode([batch.ts, mixed_events, batch.data_parallel_rank]))
+    assert decoded_batch.batch == batch
+    assert len(decoded_batch.errors) == len(bad)
 
 
 def test_unknown_types_are_counted_and_unknown_fields_ignored() -> None:
     event = {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "colour": "blue"}
     array = ["BlockRemoved", [6], "GPU", 0, None, None, "from the future"]
     payload = msgspec.msgpack.encode([1.5, [event, {"type": "BlockMoved"}, ["BlockMoved", 1], array], None, "more"])
-    decoded = decode_batch(payload)
-    assert decoded.batch.events == [BlockRemoved([5], "GPU"), BlockRemoved([6], "GPU", 0)]
-    assert decoded.unknown_type_counts == {"BlockMoved": 2}
-    assert not decoded.errors
+    decoded_batch = decode_batch(payload)
+    assert decoded_batch.batch.events == [BlockRemoved([5], "GPU"), BlockRemoved([6], "GPU", 0)]
+    assert decoded_batch.unknown_type_counts == {"BlockMoved": 2}
+    assert not decoded_batch.errors
 
 
 def test_absent_fields_of_old_engines() -> None:
@@ -120,8 +120,8 @@ def test_absent_fields_of_old_engines() -> None:
 def test_names_without_tokens(encode: Callable[[EventBatch], bytes]) -> None:
     """What vLLM 0.32's offloading sends (made by hand after its sources): a name, its tier, its group, a size of 0."""
     copy = BlockStored([7], None, [], 0, None, "CPU", None, group_idx=0)
-    decoded = decode_batch(encode(EventBatch(1.0, [copy])))
-    assert (decoded.batch.events, decoded.errors) == ([copy], [])
+    decoded_batch = decode_batch(encode(EventBatch(1.0, [copy])))
+    assert (decoded_batch.batch.events, decoded_batch.errors) == ([copy], [])
 
 
 def test_sglang_dialect() -> None:

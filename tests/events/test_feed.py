@@ -57,14 +57,14 @@ def config(
 
 @pytest.fixture
 def publish() -> Iterator[Callable[..., EventPublisher]]:
-    opened: list[EventPublisher] = []
+    started_objects: list[EventPublisher] = []
 
     def open_publisher(*args: Any, **kwargs: Any) -> EventPublisher:
-        opened.append(EventPublisher(config(*args, **kwargs)))
-        return opened[-1]
+        started_objects.append(EventPublisher(config(*args, **kwargs)))
+        return started_objects[-1]
 
     yield open_publisher
-    for publisher in opened:
+    for publisher in started_objects:
         publisher.close()
 
 
@@ -116,14 +116,14 @@ Follow = Callable[..., Follower]
 
 @pytest.fixture
 def follow() -> Iterator[Callable[..., Follower]]:
-    opened: list[Follower] = []
+    started_objects: list[Follower] = []
 
     def open_follower(*sources: StreamSource) -> Follower:
-        opened.append(Follower(*sources))
-        return opened[-1]
+        started_objects.append(Follower(*sources))
+        return started_objects[-1]
 
     yield open_follower
-    for follower in opened:
+    for follower in started_objects:
         follower.subscriber.close()
 
 
@@ -330,11 +330,11 @@ def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> No
 
 def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
     """A restarted publisher is back with exactly the next seq before the feed's thread runs again."""
-    handed: list[Instruction] = []
+    handed_instructions: list[Instruction] = []
 
     class Handler:
         def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-            handed.append(instruction)
+            handed_instructions.append(instruction)
 
         def connection_changed(self, stream_id: str, up: bool) -> None:
             pass
@@ -350,17 +350,17 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
         feed._read_monitor(subscription)
         _send_until_received(first, subscription.socket, 0)
         feed._read_live(subscription)
-        assert isinstance(handed[-1], Apply)
-        assert isinstance(handed[-1].seq, int)
-        expected = handed[-1].seq + 1
-        handed.clear()
+        assert isinstance(handed_instructions[-1], Apply)
+        assert isinstance(handed_instructions[-1].seq, int)
+        expected = handed_instructions[-1].seq + 1
+        handed_instructions.clear()
         first.close(0)
         assert subscription.monitor.poll(10_000)  # the end of the connection is reported, nobody has looked
         second = context.socket(zmq.PUB)
         _bind(second, port)
         _send_until_received(second, subscription.socket, expected)
         feed._read_live(subscription)
-        assert [type(instruction) for instruction in handed] == [Clear]
+        assert [type(instruction) for instruction in handed_instructions] == [Clear]
         second.close(0)
     finally:
         feed.close()

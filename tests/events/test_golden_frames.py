@@ -63,13 +63,13 @@ def test_every_frame_decodes_to_what_the_engine_meant(capture: str) -> None:
     for raw, batch in zip(frames, story["batches"]):
         frame = parse_live(raw)
         assert (frame.topic.decode(), frame.seq) == (batch["topic"], batch["seq"])
-        decoded = decode_batch(frame.payload)
-        assert not decoded.errors
-        assert not decoded.unknown_type_counts
-        assert decoded.batch.data_parallel_rank == batch["dp_rank"]
-        assert len(decoded.batch.events) == len(batch["events"])
-        for event, recorded in zip(decoded.batch.events, batch["events"]):
-            expected = as_fields(with_bytes(recorded))
+        decoded_batch = decode_batch(frame.payload)
+        assert not decoded_batch.errors
+        assert not decoded_batch.unknown_type_counts
+        assert decoded_batch.batch.data_parallel_rank == batch["dp_rank"]
+        assert len(decoded_batch.batch.events) == len(batch["events"])
+        for event, recorded_event in zip(decoded_batch.batch.events, batch["events"]):
+            expected = as_fields(with_bytes(recorded_event))
             read = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
             if read.get("extra_keys"):
                 read["extra_keys"] = [keys and list(keys) for keys in read["extra_keys"]]
@@ -91,32 +91,32 @@ def test_what_we_write_is_byte_for_byte_what_vllm_writes(capture: str) -> None:
     for raw in frames_of(capture):
         payload = parse_live(raw).payload
         encode = encode_as_arrays if "0.23.0" in capture else encode_batch
-        written = encode(decode_batch(payload).batch)
-        assert short_headers(written) == short_headers(payload)
+        written_payload = encode(decode_batch(payload).batch)
+        assert short_headers(written_payload) == short_headers(payload)
 
 
 @pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith("server")])
 def test_server_captures_survive_a_round_trip(capture: str) -> None:
     for raw in frames_of(capture):
         batch = decode_batch(parse_live(raw).payload).batch
-        again = decode_batch(encode_batch(batch))
-        assert not again.errors
-        assert again.batch == batch
+        second_batch = decode_batch(encode_batch(batch))
+        assert not second_batch.errors
+        assert second_batch.batch == batch
 
 
 def test_replay_replies_of_a_real_server_parse() -> None:
     replies = story_of("server-0.32.0/replay")["replay"]
     live = {frame.seq: frame.payload for frame in map(parse_live, frames_of("server-0.32.0/replay"))}
-    compared = 0
+    compared_count = 0
     for exchange in replies:
-        for received in exchange["received"]:
-            reply = parse_reply([bytes.fromhex(part) for part in received["frames"]])
+        for received_frames in exchange["received"]:
+            reply = parse_reply([bytes.fromhex(part) for part in received_frames["frames"]])
             if reply.seq == END_SEQ:
                 assert reply.payload == b""
             else:
-                compared += 1
+                compared_count += 1
                 assert live[reply.seq] == reply.payload
-    assert compared >= 5
+    assert compared_count >= 5
 
 
 def test_full_attention_runs_tile_their_tokens() -> None:

@@ -81,14 +81,14 @@ class ModelCache:
     def random_step(self, rng: random.Random) -> list[Event]:
         events: list[Event] = []
         for _ in range(rng.randint(1, 4)):
-            known = sorted(self.held[0])
+            known_blocks = sorted(self.held[0])
             roll = rng.random()
-            if roll < 0.7 or not known:
-                parent = rng.choice(known) if known and rng.random() < 0.7 else None
+            if roll < 0.7 or not known_blocks:
+                parent = rng.choice(known_blocks) if known_blocks and rng.random() < 0.7 else None
                 tokens = [rng.randint(0, 2) for _ in range(BLOCK)]
                 events += self.store(parent, tokens, [g for g in (1, 2) if rng.random() < 0.3])
             elif roll < 0.95:
-                events += self.evict(rng.choice(known))
+                events += self.evict(rng.choice(known_blocks))
             else:
                 events.append(AllBlocksCleared())
                 self.held = {0: set(), 1: set(), 2: set()}
@@ -98,9 +98,9 @@ class ModelCache:
 def apply_all(payloads: list[bytes]) -> Resident:
     checker = StreamChecker()
     for payload in payloads:
-        decoded = decode_batch(payload)
-        assert not decoded.errors
-        checker.check_batch(decoded.batch.events)
+        decoded_batch = decode_batch(payload)
+        assert not decoded_batch.errors
+        checker.check_batch(decoded_batch.batch.events)
     return checker.resident()
 
 
@@ -114,9 +114,9 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
         events = cache.random_step(rng)
         shadow.apply(events)
         last = ring.append(0.0, events, 0)
-    replayed = list(iter_replay(ring.entries_from(0)))
-    assert [seq for seq, _ in replayed[:-1]] == list(range(step_count))
-    assert apply_all([payload for _, payload in replayed[:-1]]) == cache.resident()
+    replayed_messages = list(iter_replay(ring.entries_from(0)))
+    assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
+    assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
     snapshot = list(iter_snapshot(shadow.blocks(), last, 0, 0.0, chunk))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
@@ -244,7 +244,7 @@ def test_the_example_of_the_docs_is_what_we_write() -> None:
         match = re.match(r"\s*((?:[0-9a-f]{2} {1,2})*[0-9a-f]{2})(?=\s|$)", line)
         assert match, line
         parts.append(match[1])
-    documented = bytes.fromhex("".join(parts))
+    documented_bytes = bytes.fromhex("".join(parts))
     name = 0x1122334455667788
     batch = EventBatch(
         1764000000.5,
@@ -255,6 +255,6 @@ def test_the_example_of_the_docs_is_what_we_write() -> None:
         ],
         0,
     )
-    assert decode_batch(documented).batch == batch
+    assert decode_batch(documented_bytes).batch == batch
     short = (b"\xde\x00\x0b", b"\x8b")  # which header the encoder writes depends on its version
-    assert encode_batch(batch).replace(*short) == documented.replace(*short)
+    assert encode_batch(batch).replace(*short) == documented_bytes.replace(*short)

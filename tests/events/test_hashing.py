@@ -65,9 +65,9 @@ def test_token_ids_out_of_range(bad: list[int]) -> None:
 
 @given(tokens)
 def test_packed_token_ids_are_read_back(token_ids: list[int]) -> None:
-    packed = pack_token_ids(token_ids)
-    assert packed == b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
-    assert unpack_token_ids(packed) == token_ids
+    packed_ids = pack_token_ids(token_ids)
+    assert packed_ids == b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+    assert unpack_token_ids(packed_ids) == token_ids
 
 
 def test_keys_of_a_request() -> None:

@@ -63,8 +63,8 @@ def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Pat
         publisher.publish([stored(key)])
     publisher.publish([BlockRemoved([block_hash(None, [1])], GPU, 0)])
     record = tmp_path / "capture.frames.jsonl.gz"
-    shown = run(publisher, "--from-start", "--batches", "4", "--type", "removed", "--record", str(record))
-    assert [(line["seq"], line["type"]) for line in shown] == [(3, "BlockRemoved")]
+    lines = run(publisher, "--from-start", "--batches", "4", "--type", "removed", "--record", str(record))
+    assert [(line["seq"], line["type"]) for line in lines] == [(3, "BlockRemoved")]
     with gzip.open(record, "rt") as file:
         frames = [[bytes.fromhex(part) for part in json.loads(line)["frames"]] for line in file]
     assert [int.from_bytes(seq, "big") for _, seq, _ in frames] == [0, 1, 2, 3]
@@ -87,8 +87,8 @@ def test_killed_and_started_again_it_fills_its_gap(publisher: EventPublisher, tm
     first.stdout.close()
     for key in range(1, 6):
         publisher.publish([stored(key)])
-    shown = run(publisher, "--batches", "5", *state)
-    assert [(line["seq"], line["origin"]) for line in shown] == [(seq, "replay") for seq in range(1, 6)]
+    lines = run(publisher, "--batches", "5", *state)
+    assert [(line["seq"], line["origin"]) for line in lines] == [(seq, "replay") for seq in range(1, 6)]
 
 
 def test_an_interrupt_that_comes_twice_ends_it_once(publisher: EventPublisher, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from events.loop_thread import SocketPoller
 
 @pytest.fixture
 def context() -> Iterator[Any]:
-    made: Any = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+    zmq_context: Any = zmq.Context()
+    yield zmq_context
+    zmq_context.destroy(linger=0)
 
 
 def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
@@ -30,24 +30,24 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
     for turn in range(1500):
         kind = rng.randrange(8)
         if kind == 0 and len(pairs) < 20:
-            ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+            ours, peer_socket = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
             ours.bind(f"inproc://{turn}")
-            theirs.connect(f"inproc://{turn}")
+            peer_socket.connect(f"inproc://{turn}")
             if rng.random() < 0.5:
-                theirs.send(b"")  # before it is registered
-                pairs.append((ours, theirs, [1]))
+                peer_socket.send(b"")  # before it is registered
+                pairs.append((ours, peer_socket, [1]))
             else:
-                pairs.append((ours, theirs, [0]))
+                pairs.append((ours, peer_socket, [0]))
             ready.register(ours)
         elif kind == 1 and len(pairs) > 5:
-            ours, theirs, _ = pairs.pop(rng.randrange(len(pairs)))
+            ours, peer_socket, _ = pairs.pop(rng.randrange(len(pairs)))
             ready.unregister(ours)
             ours.close(0)
-            theirs.close(0)
+            peer_socket.close(0)
         elif kind < 5 and pairs:
-            _, theirs, count = rng.choice(pairs)
+            _, peer_socket, count = rng.choice(pairs)
             for _ in range(rng.randrange(1, 4)):
-                theirs.send(b"")
+                peer_socket.send(b"")
                 count[0] += 1
         _, found = ready.poll(0)
         assert set(found) == {ours for ours, _, count in pairs if count[0]}
@@ -57,9 +57,9 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
                     ours.recv(zmq.NOBLOCK)
                     count[0] -= 1
     ready.close()
-    for ours, theirs, _ in pairs:
+    for ours, peer_socket, _ in pairs:
         ours.close(0)
-        theirs.close(0)
+        peer_socket.close(0)
 
 
 def test_a_bell_is_no_socket(context: Any) -> None:

@@ -222,11 +222,13 @@ def test_resume_continues_from_the_saved_position() -> None:
     second = StreamState(StreamConfig(start_mode=StartMode.LIVE), resume=position)
     (request,) = second.on_connected(0.0)
     assert isinstance(request, RequestReplay)
-    got: list[Instruction] = []
+    instructions: list[Instruction] = []
     for seq, payload in world.publisher.replay(request.start_seq):
-        got += second.on_reply(request.request_id, seq, payload, 0.0)
-    got += second.on_reply_end(request.request_id, 0.0)
-    assert [(i.seq, i.origin) for i in got if isinstance(i, Apply)] == [(s, Origin.REPLAY) for s in range(5, 9)]
+        instructions += second.on_reply(request.request_id, seq, payload, 0.0)
+    instructions += second.on_reply_end(request.request_id, 0.0)
+    assert [(i.seq, i.origin) for i in instructions if isinstance(i, Apply)] == [
+        (s, Origin.REPLAY) for s in range(5, 9)
+    ]
 
 
 def test_a_reply_with_a_hole_is_asked_for_again() -> None:
@@ -293,7 +295,7 @@ A, B = b"a" * 16, b"b" * 16
 
 
 def requests_of(instructions: list[Instruction]) -> list[Instruction]:
-    return [one for one in instructions if isinstance(one, RequestReplay | RequestSnapshot)]
+    return [instruction for instruction in instructions if isinstance(instruction, RequestReplay | RequestSnapshot)]
 
 
 def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
@@ -301,9 +303,9 @@ def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
     assert stream.on_connected(0.0) == [RequestSnapshot(1)]
     assert stream.on_live_batch(last_seq, b"early", 0.1, A) == []
-    applied = stream.on_snapshot(1, last_seq, A, [b"one", b"two"], 0.2)
-    assert applied[:2] == [Apply(None, b"one", Origin.SNAPSHOT), Apply(None, b"two", Origin.SNAPSHOT)]
-    assert requests_of(applied) == []
+    instructions = stream.on_snapshot(1, last_seq, A, [b"one", b"two"], 0.2)
+    assert instructions[:2] == [Apply(None, b"one", Origin.SNAPSHOT), Apply(None, b"two", Origin.SNAPSHOT)]
+    assert requests_of(instructions) == []
     assert stream.phase is StreamPhase.LIVE
     stream.check_invariants()
     return stream
@@ -325,8 +327,8 @@ def test_a_snapshot_sockets_answer_joins_at_its_seq(can_replay: bool, last_seq: 
 def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
     for seq in (0, 4, 5, 6, 1000):
         stream = snapshotted(can_replay=False)
-        restarted, clear, request = stream.on_live_batch(seq, b"of another", 1.0, B)
-        assert isinstance(restarted, PublisherRestarted)
+        restart_notice, clear, request = stream.on_live_batch(seq, b"of another", 1.0, B)
+        assert isinstance(restart_notice, PublisherRestarted)
         assert isinstance(clear, Clear)
         assert isinstance(request, RequestSnapshot)
         assert stream.stats.restarts == 1
@@ -349,9 +351,9 @@ def test_a_gap_is_replayed_where_it_can_be_and_else_taken_from_a_snapshot() -> N
     assert stream.on_reply(2, 6, b"6", 1.1, A) == [Apply(6, b"6", Origin.REPLAY)]
     assert stream.on_reply_end(2, 1.2) == [Apply(7, b"7", Origin.LIVE)]
     stream = snapshotted(can_replay=False)
-    assert [type(one) for one in stream.on_live_batch(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
+    assert [type(instruction) for instruction in stream.on_live_batch(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
     assert stream.on_snapshot(2, 6, A, [], 1.1) == [Apply(7, b"7", Origin.LIVE)]
-    assert [type(one) for one in stream.on_connected(2.0)] == [Clear, RequestSnapshot]
+    assert [type(instruction) for instruction in stream.on_connected(2.0)] == [Clear, RequestSnapshot]
     assert stream.on_tick(2.1) == []
 
 
@@ -359,10 +361,10 @@ def test_a_replay_of_another_process_is_a_restart() -> None:
     stream = snapshotted(can_replay=True)
     (request,) = stream.on_connected(1.0)
     assert isinstance(request, RequestReplay)
-    restarted, clear, again = stream.on_reply(request.request_id, 5, b"5", 1.1, B)
-    assert isinstance(restarted, PublisherRestarted)
+    restart_notice, clear, new_request = stream.on_reply(request.request_id, 5, b"5", 1.1, B)
+    assert isinstance(restart_notice, PublisherRestarted)
     assert isinstance(clear, Clear)
-    assert isinstance(again, RequestSnapshot)
+    assert isinstance(new_request, RequestSnapshot)
 
 
 @pytest.mark.parametrize("can_replay", [True, False])
@@ -373,7 +375,7 @@ def test_where_there_is_no_snapshot_now_it_is_asked_for_again_later(can_replay: 
         (request,) = requests_of(instructions)
         assert isinstance(request, RequestSnapshot)
         instructions = stream.on_snapshot(request.request_id, None, A, [], 0.1)
-    assert [type(one) for one in requests_of(instructions)] == ([RequestReplay] if can_replay else [])
+    assert [type(instruction) for instruction in requests_of(instructions)] == ([RequestReplay] if can_replay else [])
     if not can_replay:
         assert stream.phase is StreamPhase.LIVE
         assert stream.on_live_batch(9, b"9", 0.2, A) == [Apply(9, b"9", Origin.LIVE)]
@@ -390,18 +392,21 @@ def test_what_is_held_is_one_process_without_holes(script: list[str], late: bool
     """Against a publisher whose batches say whose they are, where a snapshot answers each loss, or nothing does."""
     stream = StreamState(StreamConfig(can_replay=False, has_snapshots=True, attempts_max=1 if late else 3))
     life, seq, pending = 0, 0, list[Instruction]()
-    held: list[tuple[int, int]] = []
+    held_batches: list[tuple[int, int]] = []
 
     def perform(instructions: list[Instruction]) -> None:
-        for one in instructions:
-            if isinstance(one, Clear):
-                held.clear()
-            elif isinstance(one, Apply):
-                whose, first, last = map(int, one.payload.split())
-                assert not held or held[-1] == (whose, first - 1), (held, one)
-                held.append((whose, last))
-            elif isinstance(one, RequestSnapshot):
-                pending[:] = [one]
+        for instruction in instructions:
+            if isinstance(instruction, Clear):
+                held_batches.clear()
+            elif isinstance(instruction, Apply):
+                publisher_number, first, last = map(int, instruction.payload.split())
+                assert not held_batches or held_batches[-1] == (publisher_number, first - 1), (
+                    held_batches,
+                    instruction,
+                )
+                held_batches.append((publisher_number, last))
+            elif isinstance(instruction, RequestSnapshot):
+                pending[:] = [instruction]
 
     perform(stream.on_connected(0.0))
     for number, step in enumerate(script):

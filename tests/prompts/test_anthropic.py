@@ -37,9 +37,9 @@ def text(words: str) -> dict[str, str]:
 def test_results_of_tools_come_before_the_words_that_came_with_them() -> None:
     use = {"type": "tool_use", "id": "t", "name": "read", "input": {"b": 1, "a": [2.0, None]}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [text("one"), text("two")]}
-    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    thinking_block = {"type": "thinking", "thinking": "hm", "signature": "s"}
     turns = [
-        {"role": "assistant", "content": [thought, text("I read"), use, {**thought, "thinking": "!"}]},
+        {"role": "assistant", "content": [thinking_block, text("I read"), use, {**thinking_block, "thinking": "!"}]},
         {"role": "user", "content": [text("and"), result, {"type": "redacted_thinking", "data": "?"}]},
         {"role": "user", "content": [result]},
         {"role": "assistant", "content": []},
@@ -55,11 +55,11 @@ def test_results_of_tools_come_before_the_words_that_came_with_them() -> None:
 def test_images_are_parts_and_those_of_results_the_users() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen"), image]}
-    made = chat(messages=[{"role": "user", "content": [result, text("a"), image]}])["messages"]
-    shown = {"type": "image_url", "image_url": {}}
-    assert made == [
-        {"role": "tool", "tool_call_id": "t", "content": "seen"}, {"role": "user", "content": [shown]},
-        {"role": "user", "content": [text("a"), shown]},
+    chat_messages = chat(messages=[{"role": "user", "content": [result, text("a"), image]}])["messages"]
+    image_part = {"type": "image_url", "image_url": {}}
+    assert chat_messages == [
+        {"role": "tool", "tool_call_id": "t", "content": "seen"}, {"role": "user", "content": [image_part]},
+        {"role": "user", "content": [text("a"), image_part]},
     ]  # fmt: skip
 
 
@@ -103,9 +103,9 @@ def test_tools_have_types_and_can_change() -> None:
 
 
 def test_choices_efforts_and_formats() -> None:
-    named = {"type": "function", "function": {"name": "a"}}
-    for choice, meant in (("any", "required"), ("none", "none"), ("auto", "auto"), ("tool", named)):
-        assert chat(tool_choice={"type": choice, "name": "a"})["tool_choice"] == meant
+    named_choice = {"type": "function", "function": {"name": "a"}}
+    for choice, expected_choice in (("any", "required"), ("none", "none"), ("auto", "auto"), ("tool", named_choice)):
+        assert chat(tool_choice={"type": choice, "name": "a"})["tool_choice"] == expected_choice
     assert chat(tool_choice={"type": "auto", "disable_parallel_tool_use": True})["parallel_tool_calls"] is False
     assert chat(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert chat(EARLY, thinking={"type": "disabled"})["reasoning_effort"] == "low"  # it renders no effort at all
@@ -132,10 +132,10 @@ SAID = {"role": "assistant", "content": "1, 2,"}
 def test_a_last_text_of_the_assistant_is_the_beginning_of_the_answer(last: Any, goes_on: bool) -> None:
     fields = chat(messages=[{"role": "user", "content": "Count"}, *last])
     assert fields["continue_final_message"] is goes_on
-    rendered = render_chat(TURNS_CLOSED, ChatRequest(**fields))
-    assert rendered.endswith(("<assistant>1,", "1, 2,", "1,\n 2,")) is goes_on
+    prompt_text = render_chat(TURNS_CLOSED, ChatRequest(**fields))
+    assert prompt_text.endswith(("<assistant>1,", "1, 2,", "1,\n 2,")) is goes_on
     assert (
-        rendered.endswith("</assistant><assistant>" if last[-1]["role"] == "assistant" else "<assistant>")
+        prompt_text.endswith("</assistant><assistant>" if last[-1]["role"] == "assistant" else "<assistant>")
         is not goes_on
     )
 
@@ -243,11 +243,11 @@ def test_what_a_server_ran_is_told_as_text() -> None:
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError) as error_info:
         chat(**fields)
-    assert words in raised.value.message
-    error = raised.value.body("/v1/messages")
-    assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": raised.value.message}}
+    assert words in error_info.value.message
+    error = error_info.value.body("/v1/messages")
+    assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": error_info.value.message}}
 
 
 JSON = st.recursive(
@@ -284,5 +284,5 @@ def test_any_body_is_a_chat_or_an_error_of_the_clients(turns: Any, more: Any) ->
         chats = [ChatRequest(**convert_to_chat(request, template)) for template in (EARLY, ANYWHERE)]
     except RequestError:
         return
-    for made in chats:
-        assert all(message["role"] in ("system", "user", "assistant", "tool") for message in made.messages)
+    for chat_messages in chats:
+        assert all(message["role"] in ("system", "user", "assistant", "tool") for message in chat_messages.messages)

@@ -61,9 +61,9 @@ def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenize
 @cache
 def encoder(name: str) -> BpeEncoder:
     hf = tokenizer(name)
-    made = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
-    assert isinstance(made, BpeEncoder), made
-    return made
+    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
+    assert isinstance(tested_encoder, BpeEncoder), tested_encoder
+    return tested_encoder
 
 
 PIECES = st.sampled_from(
@@ -82,12 +82,12 @@ TEXTS = st.lists(st.one_of(PIECES, PIECES, st.text(st.characters(max_codepoint=1
 def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str) -> None:
     want = array("I", tokenizer(name).encode(text, add_special_tokens=False).ids).tobytes()
     for _ in range(2):  # learned, then known
-        got = encoder(name).encode(text)
-        assert got is None or got == want
+        actual = encoder(name).encode(text)
+        assert actual is None or actual == want
     if text.isascii() and not any(token in text for token in ("panic", "<think>")):
-        assert got is not None, "such a text needs no library"
+        assert actual is not None, "such a text needs no library"
     else:
-        assert got is None
+        assert actual is None
 
 
 OTHERS = st.sampled_from(
@@ -105,39 +105,42 @@ MIXED = st.lists(st.one_of(PIECES, st.sampled_from(["The fox", " is a test", "it
 @example(text="a test of the cafe\u0301 is it").via("what becomes one with the character before")
 def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, text: str) -> None:
     hf = tokenizer(name, form, normalized=False)
-    made = mixing(name, form)
+    tested_encoder = mixing(name, form)
     want = array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
     for _ in range(2):
-        got = made.encode(text)
-        assert got is None or got == want
-    added = any(token in text for token in ("<think>", "<|end|>", "<|user|>"))
-    assert (made.encode(f"a test {text} is a test of it") is None) == added
+        actual = tested_encoder.encode(text)
+        assert actual is None or actual == want
+    added_tokens = any(token in text for token in ("<think>", "<|end|>", "<|user|>"))
+    assert (tested_encoder.encode(f"a test {text} is a test of it") is None) == added_tokens
 
 
 @cache
 def mixing(name: str, form: str) -> BpeEncoder:
     hf = tokenizer(name, form, normalized=False)
-    made = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS)
-    assert isinstance(made, BpeEncoder), made
-    return made
+    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS)
+    assert isinstance(tested_encoder, BpeEncoder), tested_encoder
+    return tested_encoder
 
 
 def test_little_is_asked_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked = mixing("qwen", "NFC"), list[str]()
-    ask = made._encode_with_library
+    tested_encoder, library_texts = mixing("qwen", "NFC"), list[str]()
+    ask = tested_encoder._encode_with_library
 
     def noted(texts: list[str]) -> list[list[int]]:
-        asked.extend(texts)
+        library_texts.extend(texts)
         return ask(texts)
 
-    monkeypatch.setattr(made, "_library_encode", noted)
+    monkeypatch.setattr(tested_encoder, "_library_encode", noted)
     text = "The first fox — or is it “the second”? — has 12 naïve tests to go on with, it says."
     for _ in range(2):
-        assert made.encode(text) == array("I", tokenizer("qwen").encode(text, add_special_tokens=False).ids).tobytes()
-    assert asked == [" fox — or is", " it “the", " second”? — has", " naïve"], "each once"
+        assert (
+            tested_encoder.encode(text)
+            == array("I", tokenizer("qwen").encode(text, add_special_tokens=False).ids).tobytes()
+        )
+    assert library_texts == [" fox — or is", " it “the", " second”? — has", " naïve"], "each once"
     names = [first + second for first in "abcdefghi" for second in "abcdefghi"]
-    assert made.encode("".join(f"a test é{name} it " for name in names[:64])) is not None
-    assert made.encode("".join(f"a test à{name} it " for name in names[:65])) is None
+    assert tested_encoder.encode("".join(f"a test é{name} it " for name in names[:64])) is not None
+    assert tested_encoder.encode("".join(f"a test à{name} it " for name in names[:65])) is None
 
 
 ATOMS = st.sampled_from(
@@ -160,9 +163,9 @@ def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str
         assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
         return
     found = Words([rows], 7, 100).encode(text, lambda word: [len(word)])
-    compiled, want, at, gap = re.compile(pattern, re.ASCII), [], 0, 0
+    compiled_pattern, want, at, gap = re.compile(pattern, re.ASCII), [], 0, 0
     while at < len(text):
-        match = compiled.match(text, at)
+        match = compiled_pattern.match(text, at)
         if match is None:
             at += 1
             continue
@@ -187,46 +190,46 @@ def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bpe_encoder, "WORDS_MAX", 5)
     hf = tokenizer("llama3")
-    made = build_bpe_encoder(hf, json.loads(hf.to_str()), [])
-    assert isinstance(made, BpeEncoder)
+    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), [])
+    assert isinstance(tested_encoder, BpeEncoder)
     for number in range(50):
         text = f"word{number % 7}x and more{number}"
-        assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
-        assert len(made.native_encoder) <= 5
-    assert made.encode("x" * (bpe_encoder.TEXT_MAX + 1)) is None
+        assert tested_encoder.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+        assert len(tested_encoder.native_encoder) <= 5
+    assert tested_encoder.encode("x" * (bpe_encoder.TEXT_MAX + 1)) is None
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, asked = encoder.__wrapped__(name), 0
+    tested_encoder, library_texts = encoder.__wrapped__(name), 0
 
     def learn(word: str) -> list[int]:
-        nonlocal asked
-        asked += len(word)
+        nonlocal library_texts
+        library_texts += len(word)
         return [0]
 
-    monkeypatch.setattr(made, "_encode_word", learn)
+    monkeypatch.setattr(tested_encoder, "_encode_word", learn)
     texts = [
         "".join(item * (63_000 // len(item)))
         for item in ("a", " ", "\n", "-", "A", " a" * 50 + "b" * 99, "b" * 129 + " ")
     ]
     for text in [*texts, "a" * 4097, ("a" * 1000 + " ") * 4]:
-        asked = 0
-        made.encode(text)
-        assert asked <= 4096, (text[:80], asked)
-    assert asked in (4000, 4003), "a few long words are found here"
+        library_texts = 0
+        tested_encoder.encode(text)
+        assert library_texts <= 4096, (text[:80], library_texts)
+    assert library_texts in (4000, 4003), "a few long words are found here"
 
 
 def test_a_rule_of_dashes_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, hf, asked = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
-    learn = made._encode_word
-    monkeypatch.setattr(made, "_encode_word", lambda word: [asked.append(word), learn(word)][1])
+    tested_encoder, hf, library_texts = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
+    learn = tested_encoder._encode_word
+    monkeypatch.setattr(tested_encoder, "_encode_word", lambda word: [library_texts.append(word), learn(word)][1])
     for number in range(3):
         text = f"part {number} {'-' * 119} {'=' * 65}end {'.' * 64} {'*' * 200}"
-        assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
-    assert [len(word) for word in asked] == [120, 66, 65, 201, 201, 201]
+        assert tested_encoder.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+    assert [len(word) for word in library_texts] == [120, 66, 65, 201, 201, 201]
 
 
 @pytest.mark.parametrize(
@@ -256,9 +259,9 @@ def test_other_kinds_of_tokenizers_are_refused() -> None:
 def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tokenizer("llama3")
     monkeypatch.setattr(bpe_encoder, "translate_pattern", lambda pattern: r"[^\s]+|\s+")
-    refused = build_bpe_encoder(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
-    assert isinstance(refused, str)
-    assert "other ids" in refused
+    reason = build_bpe_encoder(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
+    assert isinstance(reason, str)
+    assert "other ids" in reason
 
 
 def test_a_pattern_with_many_alternatives_is_known() -> None:
@@ -273,9 +276,9 @@ def test_a_pattern_with_too_many_states_is_refused() -> None:
     split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,5000}"}, "behavior": "Isolated", "invert": False}
     spec = json.loads(hf.to_str())
     spec["pre_tokenizer"]["pretokenizers"].insert(0, split)
-    refused = build_bpe_encoder(hf, spec, [])
-    assert isinstance(refused, str)
-    assert "too many states" in refused
+    reason = build_bpe_encoder(hf, spec, [])
+    assert isinstance(reason, str)
+    assert "too many states" in reason
 
 
 @pytest.mark.parametrize("pattern", [r"a(?=bc)", r"a(?=b*)", r"a(?!b|cd)", r"a(?=)"])
@@ -288,8 +291,8 @@ def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
     end=st.one_of(st.none(), st.integers(0, 50)),
 )
 def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
-    got = count_openings(text) if end is None else count_openings(text, end)
-    assert got == text[:end].count(b"[") + text[:end].count(b"{")
+    actual = count_openings(text) if end is None else count_openings(text, end)
+    assert actual == text[:end].count(b"[") + text[:end].count(b"{")
 
 
 @given(st.lists(st.binary(max_size=70), min_size=2, max_size=2, unique=True), st.integers(0, 2**32 - 1))
@@ -322,15 +325,15 @@ def test_texts_are_cut_at_the_leftmost_longest_token(tokens: list[str], text: st
     """`cuts`: at so many of them; any other leaves the text to the library."""
     rows = bpe_encoder.compile_pattern("[a-z<|>]")
     assert rows is not None
-    added = [(token, 1000 + i if i < cuts else None) for i, token in enumerate(tokens)]
-    made = Words([rows], 7, 100, None, added)
+    added_tokens = [(token, 1000 + i if i < cuts else None) for i, token in enumerate(tokens)]
+    tested_encoder = Words([rows], 7, 100, None, added_tokens)
     want, at = list[int](), 0
     while at < len(text):
         token = max((t for t in tokens if text.startswith(t, at)), key=len, default=text[at])
-        number = dict(added).get(token, ord(text[at]))
+        number = dict(added_tokens).get(token, ord(text[at]))
         want.append(-1 if number is None else number)
         at += len(token)
-    got = made.encode(text, lambda word: [ord(word)])
-    assert got == (None if -1 in want else array("I", want).tobytes())
+    actual = tested_encoder.encode(text, lambda word: [ord(word)])
+    assert actual == (None if -1 in want else array("I", want).tobytes())
     with pytest.raises(ValueError, match="without text"):
         Words([rows], 7, 100, None, [("", 1)])

@@ -123,21 +123,21 @@ def test_a_continued_message_keeps_its_calls(name, content):
     call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
     template = ChatTemplate(ALL[name], VARIABLES)
-    whole = template.render(messages)
+    full_text = template.render(messages)
     continued = template.render(messages, continue_final_message=True)
     assert '"Rome"' in continued
-    assert whole.startswith(continued)
-    assert whole.removeprefix(continued).strip() in ("<|im_end|>", "<|eot_id|>")
+    assert full_text.startswith(continued)
+    assert full_text.removeprefix(continued).strip() in ("<|im_end|>", "<|eot_id|>")
 
 
 def test_a_message_with_calls_that_ends_otherwise_is_not_continued():
     source = "{% for m in messages %}{{ m.content }}{{ '<a>' if m.tool_calls else '<b>' }}{% endfor %}"
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    with pytest.raises(RequestError, match="tool_calls") as refused:
+    with pytest.raises(RequestError, match="tool_calls") as error_info:
         ChatTemplate(source).render(
             [{"role": "assistant", "content": "x", "tool_calls": [call]}], continue_final_message=True
         )
-    assert refused.value.param == "continue_final_message"
+    assert error_info.value.param == "continue_final_message"
 
 
 _content = st.text(alphabet=st.sampled_from("ab \n\t<|>&'\"{}%#é日🙂"), max_size=12)
@@ -188,26 +188,26 @@ def chat(messages, **fields):
 
 
 def test_parts_are_joined_for_string_templates_and_wrapped_for_part_templates():
-    shown = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
-    looped = shown + "{% for p in messages[0].content %}{% endfor %}"
+    source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    looping_source = source + "{% for p in messages[0].content %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "no"}]
     request = chat([{"role": "user", "content": parts}, {"role": "user", "content": "c"}])
-    assert render_chat(ChatTemplate(shown), request) == '"a\\nb\\nno""c"'
-    wrapped = [{"type": "text", "text": text} for text in "abc"]
-    wrapped[2]["text"] = "no"
-    want = json.dumps(wrapped) + '[{"type": "text", "text": "c"}]'
-    assert render_chat(ChatTemplate(looped), request) == want
+    assert render_chat(ChatTemplate(source), request) == '"a\\nb\\nno""c"'
+    wrapped_parts = [{"type": "text", "text": text} for text in "abc"]
+    wrapped_parts[2]["text"] = "no"
+    want = json.dumps(wrapped_parts) + '[{"type": "text", "text": "c"}]'
+    assert render_chat(ChatTemplate(looping_source), request) == want
 
 
 def test_tool_arguments_are_read_and_tools_completed():
-    shown = (
+    source = (
         "{{ messages[0].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }} {{ messages[0] | length }}"
     )
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1]}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call], "unknown": 1}
     request = chat([message], tools=[{"function": {"name": "f", "strict": True}, "type": "function"}])
     tools = '[{"type": "function", "function": {"name": "f", "description": null, "parameters": null, "strict": true}}]'
-    assert render_chat(ChatTemplate(shown), request) == f'{{"é": [1]}} {tools} 3'
+    assert render_chat(ChatTemplate(source), request) == f'{{"é": [1]}} {tools} 3'
 
 
 def test_generation_prompt_defaults_to_true_unless_the_last_message_is_continued():
@@ -266,9 +266,9 @@ def test_the_text_before_the_first_image_is_kept(name):
     ],
 )
 def test_a_failing_template_is_the_clients_error(source):
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError) as error_info:
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
-    assert raised.value.status == 400
+    assert error_info.value.status == 400
 
 
 def test_a_template_that_does_not_compile_names_the_line():

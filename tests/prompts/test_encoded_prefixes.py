@@ -25,7 +25,7 @@ def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan, list[str]]:
+def _prepare_plan(spec: str) -> tuple[Tokenizer, SegmentPlan, list[str]]:
     hf = Tokenizer.from_str(spec)
     plan = plan_segments(hf)
     assert isinstance(plan, SegmentPlan), plan
@@ -43,17 +43,17 @@ def _check_texts(hf: Tokenizer, plan: SegmentPlan, data: st.DataObject, pieces: 
         text = before + data.draw(st.lists(pieces, min_size=2, max_size=14).map("".join))
         texts.append(text)
         for special in (False, True):
-            got = cache.encode(text, add_special_tokens=special)
-            assert got is None or got == encode_plain(hf, text, add_special_tokens=special), text
+            actual_ids = cache.encode(text, add_special_tokens=special)
+            assert actual_ids is None or actual_ids == encode_plain(hf, text, add_special_tokens=special), text
         cache.check_invariants()
 
 
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_ids_are_those_of_a_full_encode(kind, make_tokenizer, data) -> None:
-    hf, plan, added = _prepared(make_tokenizer(kind).to_str())
+    hf, plan, added_tokens = _prepare_plan(make_tokenizer(kind).to_str())
     pieces = st.one_of(
-        st.sampled_from(added), st.sampled_from(["a", " fox", "<|", "|>", "\n", "é", "日", "<|im_", "1"])
+        st.sampled_from(added_tokens), st.sampled_from(["a", " fox", "<|", "|>", "\n", "é", "日", "<|im_", "1"])
     )
     _check_texts(hf, plan, data, pieces)
 
@@ -64,15 +64,17 @@ def test_tokens_that_hold_a_cut_in_their_middle_or_begin_with_one(make_tokenizer
     hf = make_tokenizer("qwen")
     odd = ("ab<|im_end|>cd", "<|im_start|>user", "d|><|endof", "x<|im_start|>")
     hf.add_tokens([AddedToken(token, normalized=False) for token in odd])
-    hf, plan, added = _prepared(hf.to_str())
+    hf, plan, added_tokens = _prepare_plan(hf.to_str())
     assert "<|endoftext|>" in plan.anchors
     assert not {"<|im_end|>", "<|im_start|>"} & plan.anchors
-    pieces = st.one_of(st.sampled_from(added), st.sampled_from(["ab", "cd", "user", "x", "d|>", "<|endof", "text|>"]))
+    pieces = st.one_of(
+        st.sampled_from(added_tokens), st.sampled_from(["ab", "cd", "user", "x", "d|>", "<|endof", "text|>"])
+    )
     _check_texts(hf, plan, data, pieces)
 
 
 def test_of_a_conversation_that_comes_back_only_the_new_turn_is_cut(make_tokenizer, monkeypatch) -> None:
-    hf, plan, _ = _prepared(make_tokenizer("qwen").to_str())
+    hf, plan, _ = _prepare_plan(make_tokenizer("qwen").to_str())
     cache = SegmentCache(hf, plan, short_max=0)
     talk = "".join(f"<|im_start|>user\nturn {n}<|im_end|>\n" for n in range(50))
     cut: list[int] = []

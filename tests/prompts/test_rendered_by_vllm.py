@@ -60,10 +60,14 @@ def test_the_same_tokens_of_the_traffic_of_agents(tmp_path: Path, name: str) -> 
         "/v1/chat/completions", "/v1/messages", "/v1/responses"
     }  # fmt: skip
     for case in cases:
-        parsed = parse_routing(case["path"], json.dumps(case["body"]).encode())
+        routing_request = parse_routing(case["path"], json.dumps(case["body"]).encode())
         try:
-            made = parsed if parsed.source is None else convert_source_to_chat(parsed, tokenizer.chat_template)
-            ids: list[int] | None = list(tokenizer.encode_chat(made))
+            chat_request = (
+                routing_request
+                if routing_request.source is None
+                else convert_source_to_chat(routing_request, tokenizer.chat_template)
+            )
+            ids: list[int] | None = list(tokenizer.encode_chat(chat_request))
         except RequestError:
             ids = None
         assert ids == case["tokens"], case["body"]

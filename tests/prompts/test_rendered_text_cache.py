@@ -131,8 +131,8 @@ def test_a_billing_line_is_dropped_where_the_skeleton_is_kept() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
-    made = template.rendered_text_cache(has_tools=False)
-    assert made is not None
+    text_cache = template.rendered_text_cache(has_tools=False)
+    assert text_cache is not None
     chat = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
     rendered(template, chat, True, plain=False)
     other = [{**message, "content": message["content"] + " more"} for message in chat]
@@ -152,16 +152,16 @@ def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
     def render(messages: list[dict[str, Any]]) -> str:
         return "".join("!" if m["content"] == "odd" else m["content"] for m in messages)
 
-    made = RenderedTextCache((), "")
+    text_cache = RenderedTextCache((), "")
     for text in ("odd", "even"):
         chat = [{"role": "user", "content": text}]
-        key = made.cache_key(chat)
+        key = text_cache.cache_key(chat)
         assert key is not None
-        assert made.render_cached(key, chat, render) == render(chat)
+        assert text_cache.render_cached(key, chat, render) == render(chat)
 
 
 def test_what_is_kept_is_bounded() -> None:
-    made, calls = RenderedTextCache((), ""), []
+    text_cache, calls = RenderedTextCache((), ""), []
 
     def render(messages: list[dict[str, Any]]) -> str:
         calls.append(len(messages))
@@ -169,14 +169,14 @@ def test_what_is_kept_is_bounded() -> None:
 
     for number in range(3 * SKELETONS_MAX):
         chat = [{"role": f"r{number}", "content": "text"}]
-        key = made.cache_key(chat, number)
+        key = text_cache.cache_key(chat, number)
         assert key is not None
-        assert made.render_cached(key, chat, render) == f"<r{number}>text"
-        assert 0 < len(made._skeletons) <= SKELETONS_MAX
+        assert text_cache.render_cached(key, chat, render) == f"<r{number}>text"
+        assert 0 < len(text_cache._skeletons) <= SKELETONS_MAX
     before = len(calls)
-    made.render_cached(key, chat, render)
+    text_cache.render_cached(key, chat, render)
     assert len(calls) == before
-    many = [{"role": "user", "content": "text"}] * (MESSAGES_MAX + 1)
-    assert made.cache_key(many) is None
-    assert made.cache_key([{"role": "x" * 99, "content": "text"}]) is None
-    assert made.cache_key([{"role": "user", "content": "text", "name": "a"}]) is None
+    long_chat = [{"role": "user", "content": "text"}] * (MESSAGES_MAX + 1)
+    assert text_cache.cache_key(long_chat) is None
+    assert text_cache.cache_key([{"role": "x" * 99, "content": "text"}]) is None
+    assert text_cache.cache_key([{"role": "user", "content": "text", "name": "a"}]) is None

@@ -56,16 +56,16 @@ def test_thoughts_words_and_calls_are_one_message_again() -> None:
         {"type": "custom_tool_call_output", "call_id": "c3", "output": [{"type": "input_text", "text": "s"}]},
         said("one"), said("two"),
     ]  # fmt: skip
-    made = chat(items, instructions="rules")["messages"]
+    chat_result = chat(items, instructions="rules")["messages"]
     calls = [("c1", "f", "{}"), ("c2", "n__f", "{}")]
-    assert made[:2] == [{"role": "system", "content": "rules"}, {"role": "user", "content": items[0]["content"]}]
-    assert made[2]["reasoning"] == "hm"
-    assert made[2]["content"] == "I call"
-    assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in made[2]["tool_calls"]] == calls
-    assert made[3] == {"role": "tool", "content": "r", "tool_call_id": "c1"}
-    assert made[4]["tool_calls"][0]["function"] == {"name": "g", "arguments": '{"input": "\u00e9"}'}
-    assert made[5]["content"] == [{"type": "input_text", "text": "s"}]
-    assert made[6:] == [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert chat_result[:2] == [{"role": "system", "content": "rules"}, {"role": "user", "content": items[0]["content"]}]
+    assert chat_result[2]["reasoning"] == "hm"
+    assert chat_result[2]["content"] == "I call"
+    assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in chat_result[2]["tool_calls"]] == calls
+    assert chat_result[3] == {"role": "tool", "content": "r", "tool_call_id": "c1"}
+    assert chat_result[4]["tool_calls"][0]["function"] == {"name": "g", "arguments": '{"input": "\u00e9"}'}
+    assert chat_result[5]["content"] == [{"type": "input_text", "text": "s"}]
+    assert chat_result[6:] == [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
 
 
 def test_all_parts_of_an_assistants_item_are_kept() -> None:
@@ -75,8 +75,8 @@ def test_all_parts_of_an_assistants_item_are_kept() -> None:
         {"type": "reasoning", "summary": thoughts}, {"role": "assistant", "content": parts},
         {"role": "assistant", "content": parts[:1]},
     ]  # fmt: skip
-    made = chat(items)["messages"]
-    assert made == [
+    chat_result = chat(items)["messages"]
+    assert chat_result == [
         {"role": "assistant", "reasoning": "x\ny", "content": parts}, {"role": "assistant", "content": "a"}
     ]  # fmt: skip
 
@@ -114,12 +114,12 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
 def test_items_that_are_only_named_are_brought() -> None:
     name = item_id("rs_", "resp_0af", 2)
     assert item_response_id(name) == "resp_0af"
-    given = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, said("a")]
-    body = json.dumps({"input": given}).encode()
+    items = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, said("a")]
+    body = json.dumps({"input": items}).encode()
     request = parse_response(body)
     assert item_references(request) == {name: "input[1].id"}
-    made = convert_to_chat(request, items={name: thought("hm")})["messages"]
-    assert made[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
+    chat_result = convert_to_chat(request, items={name: thought("hm")})["messages"]
+    assert chat_result[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
     assert parse_routing("/v1/responses", body).stored_response_id == "resp_0af"
     with pytest.raises(RequestError, match="only the worker knows"):
         convert_source_to_chat(parse_routing("/v1/responses", body), None)
@@ -127,18 +127,18 @@ def test_items_that_are_only_named_are_brought() -> None:
 
 def test_tools_that_may_be_called_are_named_as_models_know_them() -> None:
     tools = [NAMESPACE, PATCH, {"type": "function", "name": "f"}, {"type": "web_search"}]
-    shown = client_tools(tools)
-    assert shown == {
+    tools_by_name = client_tools(tools)
+    assert tools_by_name == {
         "fs__read": ClientTool("read", "fs"), "fs__edit": ClientTool("edit", "fs", True),
         "apply_patch": ClientTool("apply_patch", None, True), "f": ClientTool("f"),
     }  # fmt: skip
-    assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == list(shown)
-    allowed = [{"type": "function", "name": "f"}, {"type": "custom", "name": "apply_patch"},
+    assert [tool["function"]["name"] for tool in chat(tools=tools)["tools"]] == list(tools_by_name)
+    allowed_tools = [{"type": "function", "name": "f"}, {"type": "custom", "name": "apply_patch"},
                {"type": "function", "namespace": "fs", "name": "read"}, {"type": "web_search"}]  # fmt: skip
-    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
-    made = chat(tools=tools, tool_choice=choice)["tool_choice"]
-    names = [tool["function"]["name"] for tool in made["allowed_tools"]["tools"]]
-    assert (made["type"], made["allowed_tools"]["mode"]) == ("allowed_tools", "required")
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed_tools}
+    chat_result = chat(tools=tools, tool_choice=choice)["tool_choice"]
+    names = [tool["function"]["name"] for tool in chat_result["allowed_tools"]["tools"]]
+    assert (chat_result["type"], chat_result["allowed_tools"]["mode"]) == ("allowed_tools", "required")
     assert names == ["f", "apply_patch", "fs__read"]
     bare = chat(tools=tools, tool_choice={"type": "custom", "name": "edit"})["tool_choice"]
     assert bare == {"type": "function", "function": {"name": "fs__edit"}}
@@ -163,8 +163,8 @@ def test_tools_that_a_model_is_shown() -> None:
     assert list(functions[2]["parameters"]["properties"]) == ["input"]
     assert fields["tool_choice"] == "auto"
     assert chat(tool_choice="none")["tool_choice"] is None
-    named = chat(tools=tools, tool_choice={"type": "function", "name": "a"})["tool_choice"]
-    assert named == {"type": "function", "function": {"name": "a"}}
+    tool_choice = chat(tools=tools, tool_choice={"type": "function", "name": "a"})["tool_choice"]
+    assert tool_choice == {"type": "function", "function": {"name": "a"}}
 
 
 def test_other_fields() -> None:
@@ -216,9 +216,9 @@ def test_other_fields() -> None:
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError) as error_info:
         chat(**fields)
-    assert words in raised.value.message
+    assert words in error_info.value.message
 
 
 KINDS = [
@@ -243,8 +243,8 @@ ITEMS = st.fixed_dictionaries(
 @given(items=st.lists(ITEMS, max_size=5), tools=VALUES)
 def test_any_body_is_a_chat_or_an_error_of_the_clients(items: Any, tools: Any) -> None:
     try:
-        made = ChatRequest(**chat(items, tools=tools))
+        chat_result = ChatRequest(**chat(items, tools=tools))
     except RequestError:
         return
-    assert all(isinstance(message["role"], str) for message in made.messages)
-    assert len(made.messages) <= len(items)
+    assert all(isinstance(message["role"], str) for message in chat_result.messages)
+    assert len(chat_result.messages) <= len(items)

@@ -109,16 +109,16 @@ def test_prompt_forms(prompt):
 )
 def test_wrong_fields_are_named(fields, param, words):
     for make in (chat, completion):
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError) as error_info:
             make(**fields)
-        assert raised.value.param == param
-        assert words in raised.value.message
-        assert raised.value.message.startswith(param)
-        error = raised.value.body()["error"]
+        assert error_info.value.param == param
+        assert words in error_info.value.message
+        assert error_info.value.message.startswith(param)
+        error = error_info.value.body()["error"]
         assert error == {
-            "message": raised.value.message, "type": "invalid_request_error", "param": param, "code": None
+            "message": error_info.value.message, "type": "invalid_request_error", "param": param, "code": None
         }  # fmt: skip
-        assert raised.value.status == 400
+        assert error_info.value.status == 400
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_wrong_fields_are_named(fields, param, words):
     ],
 )
 def test_wrong_chats_are_named(fields, param, words):
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError) as error_info:
         chat(**fields)
-    assert (raised.value.param, words in raised.value.message) == (param, True), raised.value.message
+    assert (error_info.value.param, words in error_info.value.message) == (param, True), error_info.value.message
 
 
 @pytest.mark.parametrize("scored", [False, None, True])
@@ -176,9 +176,9 @@ def test_no_alternatives_need_no_logprobs(scored):
     ],
 )
 def test_wrong_prompts_are_named(prompt, param, words):
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError) as error_info:
         completion(prompt=prompt)
-    assert (raised.value.param, words in raised.value.message) == (param, True), raised.value.message
+    assert (error_info.value.param, words in error_info.value.message) == (param, True), error_info.value.message
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_wrong_prompts_are_named(prompt, param, words):
 )
 def test_what_is_not_json_is_said_with_its_position(data, words):
     for parse in (parse_chat, parse_completion):
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError) as error_info:
             parse(data)
-        assert words in raised.value.message
-        assert raised.value.param is None
+        assert words in error_info.value.message
+        assert error_info.value.param is None
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_what_is_not_json_is_said_with_its_position(data, words):
 )
 def test_unsupported_features_that_change_the_answer_are_refused(fields, param):
     for request in (chat(**fields), completion(**fields)):
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError) as error_info:
             check_supported(request)
-        assert raised.value.param == param
+        assert error_info.value.param == param
 
 
 def test_unsupported_by_one_endpoint():
@@ -231,13 +231,13 @@ def test_unsupported_by_one_endpoint():
         ({"messages": [USER, image]}, "messages[1].content[1].type"),
         ({"chat_template": "x"}, "chat_template"),
     ):
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError) as error_info:
             check_supported(chat(**fields))
-        assert raised.value.param == param
+        assert error_info.value.param == param
     for fields, param in (({"suffix": "s"}, "suffix"), ({"prompt_embeds": "AA"}, "prompt_embeds")):
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError) as error_info:
             check_supported(completion(**fields))
-        assert raised.value.param == param
+        assert error_info.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -320,28 +320,28 @@ _names = st.sampled_from([*ChatRequest.__struct_fields__, "prompt", "suffix", "u
 
 def assert_clean(parse, data):
     """`parse` succeeds or raises a RequestError that can be sent."""
-    raised = None
+    error_info = None
     try:
         parse(data)
     except RequestError as error:
-        raised = error
-    if raised is not None:
-        assert raised.status == 400
-        assert raised.message
-        json.dumps(raised.body())
+        error_info = error
+    if error_info is not None:
+        assert error_info.status == 400
+        assert error_info.message
+        json.dumps(error_info.body())
 
 
 @given(st.dictionaries(_names, _json, max_size=6), st.sampled_from(["/v1/chat/completions", "/v1/completions", "/x"]))
 @settings(max_examples=examples(400), deadline=None)
 def test_routing_refuses_no_json_object_and_the_strict_parsers_raise_only_request_errors(body, path):
     data = json.dumps(body).encode()
-    refused = None
+    refusal = None
     try:
         request = parse_routing(path, data)
         assert request.messages is None or all(isinstance(m, dict) for m in request.messages)
     except RequestError as error:
-        refused = error.param
-    assert refused in (None, "priority"), "which the router bounds"
+        refusal = error.param
+    assert refusal in (None, "priority"), "which the router bounds"
     for parse in (parse_chat, parse_completion):
         assert_clean(parse, data)
 

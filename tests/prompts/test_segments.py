@@ -20,10 +20,10 @@ WORDS = ["The", " quick", "fox", " fox", "FOX", "panic", " don't", "1234", "\n",
 
 
 @cache
-def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan | str, list[str]]:
+def _prepare_plan(spec: str) -> tuple[Tokenizer, SegmentPlan | str, list[str]]:
     hf = Tokenizer.from_str(spec)
-    added = [token["content"] for token in json.loads(spec)["added_tokens"]]
-    return hf, plan_segments(hf), added
+    added_tokens = [token["content"] for token in json.loads(spec)["added_tokens"]]
+    return hf, plan_segments(hf), added_tokens
 
 
 def make_cache(hf, plan=None, **options):
@@ -43,18 +43,18 @@ def texts(added: list[str]) -> st.SearchStrategy[str]:
 @given(data=st.data())
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_cached_ids_equal_a_full_encode(kind, make_tokenizer, data):
-    hf, plan, added = _prepared(make_tokenizer(kind).to_str())
+    hf, plan, added_tokens = _prepare_plan(make_tokenizer(kind).to_str())
     assert isinstance(plan, SegmentPlan), plan
     bounds = {"max_bytes": st.sampled_from([1, 2_000, 1_000_000]), "short_max": st.sampled_from([0, 20, 1_000])}
     cache = make_cache(hf, plan, **data.draw(st.fixed_dictionaries(bounds)))
     history = ""
     for _ in range(data.draw(st.integers(1, 4))):
-        history += data.draw(texts(added))
+        history += data.draw(texts(added_tokens))
         for special in (False, True):
             assert "".join(plan.split(history)) == history
-            got = cache.encode(history, add_special_tokens=special)
+            actual_ids = cache.encode(history, add_special_tokens=special)
             want = encode_plain(hf, history, add_special_tokens=special)
-            assert got is None or got == want, (kind, history)
+            assert actual_ids is None or actual_ids == want, (kind, history)
             assert want == hf.encode(history, add_special_tokens=special).ids
         cache.check_invariants()
 
@@ -68,9 +68,9 @@ def test_every_kind_here_has_a_cache_and_knows_its_affixes(kind, make_tokenizer)
 
 def test_tokens_that_look_around_never_cut(make_tokenizer):
     assert not {"fox", "<|user|>"} & plan_segments(make_tokenizer("phi_rstrip")).cuts
-    edged = plan_segments(make_tokenizer("word_edged_specials")).cuts
-    assert not {"BEGIN", "__x__", "panic"} & edged
-    assert "<|im_end|>" in edged
+    cuts = plan_segments(make_tokenizer("word_edged_specials")).cuts
+    assert not {"BEGIN", "__x__", "panic"} & cuts
+    assert "<|im_end|>" in cuts
 
 
 def test_dropout_and_missing_specials_mean_no_cache():

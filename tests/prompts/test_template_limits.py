@@ -26,9 +26,9 @@ def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     ours, plain = limited(ALL[name]), ChatTemplate(ALL[name], {"bos_token": "<s>", "eos_token": "</s>"})
     assert ours.is_bounded
-    for given in (None, tools):
+    for tool_list in (None, tools):
         for generation in (False, True):
-            told = {"tools": given, "add_generation_prompt": generation}
+            told = {"tools": tool_list, "add_generation_prompt": generation}
             assert ours.render(MESSAGES, **told) == plain.render(MESSAGES, **told)  # type: ignore[arg-type]
     assert ours.needs_system_first() == plain.needs_system_first()
 

@@ -42,14 +42,16 @@ def checkpoint(tmp_path, make_tokenizer):
 
 
 def same_ids(folder, texts=TEXTS):
-    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, hf_tokenizer = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for text in texts:
         for special in (True, False):
-            want = theirs.encode(text, add_special_tokens=special)
+            want = hf_tokenizer.encode(text, add_special_tokens=special)
             assert ours.encode(text, add_special_tokens=special) == want, (text, special)
             for skip in (True, False):
-                assert ours.decode(want, skip_special_tokens=skip) == theirs.decode(want, skip_special_tokens=skip)
-    return ours, theirs
+                assert ours.decode(want, skip_special_tokens=skip) == hf_tokenizer.decode(
+                    want, skip_special_tokens=skip
+                )
+    return ours, hf_tokenizer
 
 
 def test_every_kind_agrees_with_transformers(checkpoint, kind):
@@ -82,29 +84,29 @@ def test_special_tokens_map(checkpoint):
     special = {"eos_token": {"content": "<stop>", "lstrip": True, "normalized": False, "rstrip": False}}
     folder = checkpoint(config={"eos_token": None}, special_tokens_map=special | {"unk_token": "<unk>"})
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    ours, theirs = same_ids(folder, [*TEXTS, "a  <stop>b<unk>"])
-    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    ours, hf_tokenizer = same_ids(folder, [*TEXTS, "a  <stop>b<unk>"])
+    assert ours.eos_token_ids == (hf_tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize("kind_", ["qwen", "llama3", "metaspace_first", "unigram", "word_piece", "phi_rstrip"])
 def test_chat_ids_equal_apply_chat_template(checkpoint, kind_):
     config = {"bos_token": "<|endoftext|>", "add_bos_token": True, "chat_template": TEMPLATE}
     folder = checkpoint(kind_, config)
-    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, hf_tokenizer = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     messages = [{"role": r, "content": t} for r, t in zip(["system", "user", "assistant", "user", "tool"], TEXTS)]
     for count in range(1, len(messages) + 1):
         request = parse_chat(json.dumps({"messages": messages[:count]}).encode())
-        want = theirs.apply_chat_template(messages[:count], add_generation_prompt=True, return_dict=False)
+        want = hf_tokenizer.apply_chat_template(messages[:count], add_generation_prompt=True, return_dict=False)
         assert ours.encode_chat(request) == want
     with_special = parse_chat(json.dumps({"messages": messages, "add_special_tokens": True}).encode())
-    assert ours.encode_chat(with_special) == theirs.encode(ours.render_chat_text(with_special))
+    assert ours.encode_chat(with_special) == hf_tokenizer.encode(ours.render_chat_text(with_special))
     stats = ours.cache_stats()
     assert stats.hits + stats.misses > 0
 
 
 def test_where_the_chat_template_comes_from(checkpoint, tmp_path):
-    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    folder = checkpoint(config={"chat_template": named}, chat_template={"chat_template": "from chat_template.json"})
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    folder = checkpoint(config={"chat_template": templates}, chat_template={"chat_template": "from chat_template.json"})
     chat = [{"role": "user", "content": "x"}]
     assert Tokenizer.load(folder).chat_template.render(chat, tools=[]) == "T"
     (folder / "chat_template.jinja").write_text("from jinja")
@@ -130,11 +132,11 @@ def test_a_model_without_a_template_says_so(checkpoint):
 
 def test_eos_ids_come_from_tokenizer_and_generation_config(checkpoint):
     folder = checkpoint(generation_config={"eos_token_id": [3, 5]}, config_={})
-    own = Tokenizer.load(folder).eos_token_id
-    assert Tokenizer.load(folder).eos_token_ids == (own, 3, 5)
+    own_eos_id = Tokenizer.load(folder).eos_token_id
+    assert Tokenizer.load(folder).eos_token_ids == (own_eos_id, 3, 5)
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
-    assert Tokenizer.load(folder).eos_token_ids == (own, 7)
+    assert Tokenizer.load(folder).eos_token_ids == (own_eos_id, 7)
 
 
 def test_prompt_forms(checkpoint):
@@ -208,10 +210,10 @@ def test_what_cannot_be_loaded_is_one_clear_error(tmp_path, make_tokenizer, file
             make_tokenizer("qwen").save(str(tmp_path / name))
         else:
             (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(TokenizerError) as raised:
+    with pytest.raises(TokenizerError) as error_info:
         Tokenizer.load(tmp_path)
-    assert message in str(raised.value)
-    assert str(tmp_path) in str(raised.value)
+    assert message in str(error_info.value)
+    assert str(tmp_path) in str(error_info.value)
 
 
 def test_a_missing_folder_and_a_missing_template_file(checkpoint, tmp_path):
@@ -286,8 +288,10 @@ def test_engine_and_router_get_identical_ids(both_sides, data):
 
 @pytest.fixture
 def both_sides(checkpoint):
-    shown = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
-    template = shown + "{{ tools | tojson }}{{ add_generation_prompt }}{{ enable_thinking }}{{ reasoning_effort }}"
+    template_source = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
+    template = (
+        template_source + "{{ tools | tojson }}{{ add_generation_prompt }}{{ enable_thinking }}{{ reasoning_effort }}"
+    )
     folder = checkpoint("llama3", {"chat_template": template})
     return Tokenizer.load(folder, cache_bytes=0), Tokenizer.load(folder)
 
