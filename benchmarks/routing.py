@@ -57,7 +57,7 @@ from routing_sim.runs import (
 
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import Chat, Workload, chat, read_trace, synthetic
+from simulation.traces import ChatShape, Workload, generate_chat, generate_tool_use, read_trace
 
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
     ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),
@@ -66,7 +66,7 @@ CHAT_COLUMNS = {
     "E2E s": ("e2e", "{:.2f}"), "E2E p50": ("e2e_p50", "{:.2f}"), "E2E p99": ("e2e_p99", "{:.1f}"),
     "TTFT ms": ("ttft_mean", "{:.0f}"), "TTFT p50": ("ttft_p50", "{:.0f}"), "TTFT p99": ("ttft_p99", "{:.0f}"),
     "TPOT ms": ("tpot_mean", "{:.1f}"), "TPOT p50": ("tpot_p50", "{:.1f}"), "TPOT p99": ("tpot_p99", "{:.1f}"),
-    "hit": ("hit", "{:.2f}"), "seat waits": ("seat_waits", "{}"), "in vain": ("seat_waits_vain", "{}"),
+    "hit": ("hit", "{:.2f}"), "seat waits": ("seat_waits", "{}"), "in vain": ("avoidable_seat_waits", "{}"),
     "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
 }  # fmt: skip
 KV_BYTES = 131_072
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     talks = arguments.workload == "chat"
     options = Options(
         service=service,
-        limits=EngineLimits(arguments.seats, preempts=talks, shortest=arguments.prefill_order == "shortest"),
+        limits=EngineLimits(arguments.seats, is_preemptive=talks, shortest_first=arguments.prefill_order == "shortest"),
         event_delay_s=arguments.event_delay,
         routers=arguments.routers,
         seed=arguments.seed,
@@ -165,7 +165,7 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     """Every policy on every trace in every setting."""
     started = time.time()
     loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace]
-    loaded = loaded or [synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
+    loaded = loaded or [generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
     for workload in loaded:
         _WORKLOADS[workload.name] = workload
         print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
@@ -200,17 +200,17 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
 def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
     """One workload at one rate, every policy."""
     count = arguments.limit or 6000
-    shape = Chat(
+    shape = ChatShape(
         prompts=arguments.system_prompts,
         system_tokens=arguments.system_tokens,
-        own_tokens=arguments.own_tokens,
+        question_tokens=arguments.own_tokens,
         output_tokens=arguments.output_tokens,
         rate=arguments.rate,
-        sequential=count // 3 if arguments.sessions == "sequential" else 0,
-        count=count,
+        sequential_requests=count // 3 if arguments.sessions == "sequential" else 0,
+        requests=count,
     )
-    workload = _WORKLOADS["chat"] = chat("chat", shape, seed=arguments.seed)
-    skip = arguments.skip if arguments.skip is not None else shape.sequential or count // 5
+    workload = _WORKLOADS["chat"] = generate_chat("chat", shape, seed=arguments.seed)
+    skip = arguments.skip if arguments.skip is not None else shape.sequential_requests or count // 5
     options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block)
     settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
     policies = dict.fromkeys(["oracle", *(arguments.policy or CHAT_POLICIES)])

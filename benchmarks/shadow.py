@@ -26,7 +26,7 @@ from router.shadow.observed_request import ObservedRequest, PrefixLinks
 from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import Result
 from simulation.engine import EngineLimits
-from simulation.traces import Chat, chat, read_trace, synthetic
+from simulation.traces import ChatShape, generate_chat, read_trace, synthetic
 from simulation.workload import SimRequest, Workload
 
 COLUMNS = {
@@ -67,7 +67,9 @@ def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """name -> what was predicted to be saved, and what was."""
     loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
         synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit),
-        chat("chat", Chat(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed),
+        generate_chat(
+            "chat", ChatShape(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed
+        ),
         users(arguments.users, arguments.limit, arguments.seed),
     ]
     slow = {} if arguments.slow_worker is None else {0: arguments.slow_worker}
@@ -75,7 +77,7 @@ def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     rows: dict[str, dict[str, float]] = {}
     for workload in loaded:
         keep_answers(workload)
-        limits, blocks = EngineLimits(preempts=True), {"chat": 1500, played_by: 3000}.get(workload.name)
+        limits, blocks = EngineLimits(is_preemptive=True), {"chat": 1500, played_by: 3000}.get(workload.name)
         options, speed = Options(limits=limits, slow_workers=slow, seed=arguments.seed, cache_blocks=blocks), 1.0
         setting = Setting(workload.name, arguments.workers, arguments.cache / 100, arguments.load / 100)
         if workload.name not in ("chat", played_by):

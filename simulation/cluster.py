@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from simulation.engine import Cache, EngineLimits, Job, SimWorker
+from simulation.engine import EngineLimits, SimCache, SimSequence, SimWorker
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
 
@@ -27,19 +27,19 @@ class Router:
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         raise NotImplementedError
 
-    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
         return []
 
-    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         return []
 
-    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+    def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
         """Not looked at."""
 
-    def removed(self, worker: int, ids: list[int], now: float) -> None:
+    def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         """Not looked at."""
 
-    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
         """To host memory or back. Who does not look at it goes on counting them."""
 
     def tick_s(self) -> float | None:
@@ -59,21 +59,21 @@ class ClusterConfig:
     """Of each worker; None: infinite."""
     speed: float
     """Multiple of the trace's own arrival rate."""
-    service: StepTimes
+    step_times: StepTimes
     event_delay_s: float = 0.02
     shared_cache: bool = False
     """The bounds: one cache of the summed size for all."""
     slow_workers: dict[int, float] = field(default_factory=dict)
     """worker -> how many times slower than `service`."""
-    each: Sequence[tuple[StepTimes, int | None]] = ()
+    per_worker: Sequence[tuple[StepTimes, int | None]] = ()
     """Step times and cache blocks of every worker, where they differ; in place of `service` and `cache_blocks`."""
     limits: EngineLimits = field(default_factory=EngineLimits)
-    host_memory: float = 0.0
+    host_memory_ratio: float = 0.0
     """Times as much under each worker's cache, and under the one that a bound shares."""
 
 
 @dataclass(slots=True)
-class Result:
+class SimulationResult:
     """What came of every request, by its place in the workload."""
 
     arrived_s: dict[int, float] = field(default_factory=dict)
@@ -81,17 +81,17 @@ class Result:
     ttft_s: dict[int, float] = field(default_factory=dict)
     e2e_s: dict[int, float] = field(default_factory=dict)
     hit_tokens: dict[int, int] = field(default_factory=dict)
-    worker: dict[int, int] = field(default_factory=dict)
-    prefilled: list[int] = field(default_factory=list)
+    worker_of: dict[int, int] = field(default_factory=dict)
+    prefilled_tokens: list[int] = field(default_factory=list)
     """Tokens prefilled by each worker."""
     seat_waits: int = 0
     """Requests that waited for a seat."""
-    seat_waits_vain: int = 0
+    avoidable_seat_waits: int = 0
     """Requests that waited for a seat for longer than it takes to compute what another worker, which had one when they
     were sent, lacks of their prefix."""
     preemptions: int = 0
     end_s: float = 0.0
-    collapsed: bool = False
+    is_overloaded: bool = False
     """Cut off because waiting grew without bound."""
 
 
@@ -103,64 +103,68 @@ class Cluster:
         self.workload = workload
         self.routers = routers
         total = None if config.cache_blocks is None else config.cache_blocks * config.workers
-        below = int((config.cache_blocks or 0) * config.host_memory)
-        shared = Cache(total, shared=True, below=below * config.workers) if config.shared_cache else None
+        host_blocks = int((config.cache_blocks or 0) * config.host_memory_ratio)
+        shared_cache = (
+            SimCache(total, is_shared=True, host_capacity=host_blocks * config.workers) if config.shared_cache else None
+        )
         self.workers = [
             SimWorker(
                 number,
-                config.each[number][0] if config.each else config.service.slower(config.slow_workers.get(number, 1.0)),
-                shared or Cache(self.cache_blocks(number), below=below),
+                config.per_worker[number][0]
+                if config.per_worker
+                else config.step_times.scaled(config.slow_workers.get(number, 1.0)),
+                shared_cache or SimCache(self.cache_blocks(number), host_capacity=host_blocks),
                 config.limits,
                 workload.block,
             )
             for number in range(config.workers)
         ]
         self.now = 0.0
-        self.result = Result()
+        self.result = SimulationResult()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._wakes: list[float | None] = [None] * config.workers
+        self._scheduled_wakes: list[float | None] = [None] * config.workers
         self._followers: dict[int, list[SimRequest]] = {}
-        self._ticks: list[float | None] = [None] * len(routers)
+        self._scheduled_ticks: list[float | None] = [None] * len(routers)
         if not config.shared_cache:
             for worker in self.workers:
-                worker.cache.on_store = partial(self._announce, "stored", worker.number)
-                worker.cache.on_remove = partial(self._announce, "removed", worker.number)
-                worker.cache.on_move = partial(self._announce, "moved", worker.number)
+                worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
+                worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
+                worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
         for router in routers:
             router.attach(self)
 
     def cache_blocks(self, number: int) -> int | None:
         """Of a worker; None: infinite."""
-        return self.config.each[number][1] if self.config.each else self.config.cache_blocks
+        return self.config.per_worker[number][1] if self.config.per_worker else self.config.cache_blocks
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
+    def schedule(self, time_s: float, action: Callable[[], None]) -> None:
         """Schedule; at equal times in the order of scheduling."""
         self._order += 1
         heapq.heappush(self._heap, (time_s, self._order, action))
 
-    def run(self, ttft_limit_s: float | None = None) -> Result:
+    def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
         """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
         for time_s, request in self.workload.arrivals(self.config.speed):
-            self.at(time_s, partial(self._arrive, request))
+            self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
             if request.after is not None:
                 self._followers.setdefault(request.after, []).append(request)
         result, heap, count = self.result, self._heap, len(self.workload.requests)
-        done = 0
+        checked_count = 0
         while heap and len(result.e2e_s) < count:  # routers may go on talking to each other
             self.now, _, action = heapq.heappop(heap)
             action()
-            if len(result.e2e_s) - done >= 256:
-                done = len(result.e2e_s)
+            if len(result.e2e_s) - checked_count >= 256:
+                checked_count = len(result.e2e_s)
                 if ttft_limit_s is not None and self._oldest_wait() > ttft_limit_s:
-                    result.collapsed = True
+                    result.is_overloaded = True
                     break
-        assert result.collapsed or len(result.e2e_s) == count, f"{count - len(result.e2e_s)} requests were lost"
+        assert result.is_overloaded or len(result.e2e_s) == count, f"{count - len(result.e2e_s)} requests were lost"
         result.end_s = self.now
-        result.prefilled = [worker.prefilled_tokens for worker in self.workers]
+        result.prefilled_tokens = [worker.prefilled_tokens for worker in self.workers]
         result.seat_waits = sum(worker.seat_waits for worker in self.workers)
-        result.seat_waits_vain = sum(worker.seat_waits_vain for worker in self.workers)
+        result.avoidable_seat_waits = sum(worker.avoidable_seat_waits for worker in self.workers)
         result.preemptions = sum(worker.preemptions for worker in self.workers)
         return result
 
@@ -171,37 +175,38 @@ class Cluster:
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
         self.result.arrived_s[request.index] = self.now
-        self._ask(request.index, lambda router: router.route(request, self.now))
+        self._notify_router(request.index, lambda router: router.route(request, self.now))
 
-    def _ask(self, index: int, stimulus: Callable[[Router], list[tuple[int, int]]]) -> None:
+    def _notify_router(self, index: int, call: Callable[[Router], list[tuple[int, int]]]) -> None:
         """The router of this request."""
-        which = index % len(self.routers)
-        self._perform(stimulus(self.routers[which]))
-        self._schedule_tick(which)
+        router_index = index % len(self.routers)
+        self._forward(call(self.routers[router_index]))
+        self._schedule_tick(router_index)
 
-    def _perform(self, forwards: list[tuple[int, int]]) -> None:
+    def _forward(self, forwards: list[tuple[int, int]]) -> None:
         for index, number in forwards:
             worker = self.workers[number]
-            self.result.worker[index] = number
-            job = Job(self.workload.requests[index], self.now)
-            if worker.taken >= self.config.limits.seats:
-                job.elsewhere_s = min(
-                    (o.lacking_s(job) for o in self.workers if o.taken < o.limits.seats), default=None
+            self.result.worker_of[index] = number
+            job = SimSequence(self.workload.requests[index], self.now)
+            if worker.occupied_seats >= self.config.limits.max_sequences:
+                job.best_alternative_s = min(
+                    (o.missing_prefill_s(job) for o in self.workers if o.occupied_seats < o.limits.max_sequences),
+                    default=None,
                 )
             worker.submit(job, self.now)
             self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
         wake_s = worker.wake_s
-        if wake_s is None or self._wakes[worker.number] == wake_s:
+        if wake_s is None or self._scheduled_wakes[worker.number] == wake_s:
             return
-        self._wakes[worker.number] = wake_s
-        self.at(wake_s, lambda: self._wake(worker, wake_s))
+        self._scheduled_wakes[worker.number] = wake_s
+        self.schedule(wake_s, lambda: self._wake(worker, wake_s))
 
     def _wake(self, worker: SimWorker, wake_s: float) -> None:
         if worker.wake_s != wake_s:
             return  # a stretch was cut: another wake-up is on its way
-        self._wakes[worker.number] = None
+        self._scheduled_wakes[worker.number] = None
         end = worker.advance(self.now)
         self._schedule_wake(worker)
         for job in end.first_tokens:
@@ -209,37 +214,37 @@ class Cluster:
         for job in end.finished:
             self._finished(worker, job)
 
-    def _first_token(self, worker: SimWorker, job: Job) -> None:
+    def _first_token(self, worker: SimWorker, job: SimSequence) -> None:
         index = job.request.index
         self.result.ttft_s[index] = self.now - self.result.arrived_s[index]
         self.result.hit_tokens[index] = job.hit_blocks * job.request.block
-        self._ask(index, lambda router: router.first_token(job.request, worker.number, self.now))
+        self._notify_router(index, lambda router: router.on_first_token(job.request, worker.number, self.now))
 
-    def _finished(self, worker: SimWorker, job: Job) -> None:
+    def _finished(self, worker: SimWorker, job: SimSequence) -> None:
         index = job.request.index
         self.result.e2e_s[index] = self.now - self.result.arrived_s[index]
         cached = job.hit_blocks * job.request.block
-        self._ask(index, lambda router: router.finished(job.request, worker.number, cached, self.now))
+        self._notify_router(index, lambda router: router.on_finished(job.request, worker.number, cached, self.now))
         for follower in self._followers.pop(index, ()):
-            self.at(self.now + follower.arrival_s, partial(self._arrive, follower))
+            self.schedule(self.now + follower.arrival_s, partial(self._arrive, follower))
 
     # Routers' clocks and ears ------------------------------------------------------------------------------------
-    def _schedule_tick(self, which: int) -> None:
-        if self._ticks[which] is not None:
+    def _schedule_tick(self, router_index: int) -> None:
+        if self._scheduled_ticks[router_index] is not None:
             return
-        delay_s = self.routers[which].tick_s()
+        delay_s = self.routers[router_index].tick_s()
         if delay_s is not None:
-            self._ticks[which] = self.now + delay_s
-            self.at(self.now + delay_s, lambda: self._tick(which))
+            self._scheduled_ticks[router_index] = self.now + delay_s
+            self.schedule(self.now + delay_s, lambda: self._tick(router_index))
 
-    def _tick(self, which: int) -> None:
-        self._ticks[which] = None
-        self._perform(self.routers[which].tick(self.now))
-        self._schedule_tick(which)
+    def _tick(self, router_index: int) -> None:
+        self._scheduled_ticks[router_index] = None
+        self._forward(self.routers[router_index].tick(self.now))
+        self._schedule_tick(router_index)
 
-    def _announce(self, kind: str, worker: int, *what: object) -> None:
-        def heard() -> None:
+    def _publish(self, method: str, worker: int, *arguments: object) -> None:
+        def deliver() -> None:
             for router in self.routers:
-                getattr(router, kind)(worker, *what, self.now)
+                getattr(router, method)(worker, *arguments, self.now)
 
-        self.at(self.now + self.config.event_delay_s, heard)
+        self.schedule(self.now + self.config.event_delay_s, deliver)

@@ -84,13 +84,13 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return CALL_ONCE
         return self.script if isinstance(self.script, tuple) else ()
 
-    def times(self, step_tokens: int, time_scale: float) -> StepTimes:
+    def step_times(self, step_tokens: int, time_scale: float) -> StepTimes:
         """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""
         names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
         load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
-        given = {name: getattr(self, name) for name in names}
-        times = StepTimes(**given, step_tokens=step_tokens, load_s_per_token=load_s)
-        return times.slower(time_scale)
+        fields = {name: getattr(self, name) for name in names}
+        times = StepTimes(**fields, step_tokens=step_tokens, load_s_per_token=load_s)
+        return times.scaled(time_scale)
 
 
 class Gpu(NamedTuple):
@@ -125,25 +125,25 @@ _decoder = msgspec.json.Decoder(SimulationSpec)
 PRESETS = tuple(f"{gpu}:{model}" for gpu in GPUS for model in MODELS)
 
 
-def read_spec(given: str) -> SimulationSpec:
+def read_spec(spec_text: str) -> SimulationSpec:
     """SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
-    gpu, _, model = given.partition(":")
+    gpu, _, model = spec_text.partition(":")
     if gpu in GPUS and model in MODELS:
         return _preset(gpu, model)
-    text = given
-    if not given.lstrip().startswith("{"):
+    text = spec_text
+    if not spec_text.lstrip().startswith("{"):
         try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
+            text = Path(spec_text).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--simulate {given!r}: no such file ({error}), and no preset; expected a JSON object, a file with "
+                f"--simulate {spec_text!r}: no such file ({error}), and no preset; expected a JSON object, a file with "
                 f"one, or GPU:MODEL of {', '.join(GPUS)} and {', '.join(MODELS)}"
             ) from None
     try:
         return decode_json(_decoder, text.encode())
     except RequestError as error:
-        told = error.message.removeprefix("the body: ").replace("the body is", "this is")
-        raise ConfigError(f"--simulate {given if text is not given else 'SPEC'}: {told}") from None
+        problem = error.message.removeprefix("the body: ").replace("the body is", "this is")
+        raise ConfigError(f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {problem}") from None
 
 
 def _preset(gpu_name: str, model_name: str) -> SimulationSpec:

@@ -31,29 +31,29 @@ class StepTimes:
     load_s_per_token: float = 0.0
     """[m] a token that comes back from host memory."""
 
-    def prefill_s(self, tokens: int, computed: int) -> float:
+    def prefill_s(self, tokens: int, context: int) -> float:
         """A chunk of so many tokens after `computed` ones."""
-        return self.prefill_s_per_token * tokens * (1.0 + (computed + tokens / 2.0) / self.quadratic_tokens)
+        return self.prefill_s_per_token * tokens * (1.0 + (context + tokens / 2.0) / self.quadratic_tokens)
 
     def decode_s(self, sequences: float, context: float) -> float:
         """A step without prefill."""
         return self.step_s + self.decode_request_s * sequences + self.decode_context_s * context
 
-    def stretch_s(self, steps: int, sequences: int, context: int) -> float:
+    def decode_run_s(self, steps: int, sequences: int, context: int) -> float:
         """So many decode steps in a row, each of which adds a token to every context."""
         growth = self.decode_context_s * sequences * steps * (steps - 1) / 2.0
         return steps * self.decode_s(sequences, context) + growth
 
     def steps_in(self, seconds: float, sequences: int, context: int) -> int:
         """Of such a stretch: how many steps have begun after so many seconds, at least one."""
-        each, growth = self.decode_s(sequences, context), self.decode_context_s * sequences / 2.0
-        linear = each - growth
-        steps = seconds / each
+        first_step_s, growth = self.decode_s(sequences, context), self.decode_context_s * sequences / 2.0
+        linear = first_step_s - growth
+        steps = seconds / first_step_s
         if growth > 0.0:
             steps = (math.sqrt(linear * linear + 4.0 * growth * seconds) - linear) / (2.0 * growth)
         return max(1, math.ceil(steps + 1e-9))
 
-    def slower(self, factor: float) -> StepTimes:
+    def scaled(self, factor: float) -> StepTimes:
         """An engine that takes so many times as long."""
         scaled = {
             f.name: getattr(self, f.name) * (factor if f.name.endswith(("_s", "_token")) else 1) for f in fields(self)

@@ -30,7 +30,7 @@ def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
         workload = _sessions(path.name.split(".")[0], records, limit, seed)
     else:
         raise ValueError(f"{path}: line 1 has neither `hash_ids` (Mooncake) nor `reqs` (agent sessions)")
-    return finish(workload)
+    return link_requests(workload)
 
 
 def _mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Workload:
@@ -73,31 +73,33 @@ def _sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed:
             raise ValueError(f"session {record['id']}: block size {record['bs']}, expected 64")
         turns = [r for r in record["reqs"] if "in" in r and r["in"] <= 131_072][:60]
         start_s += rng.expovariate(1.0)
-        before: int | None = None
+        previous_index: int | None = None
         for turn in turns:
-            fine = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
+            fine_ids = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
             blocks = -(-turn["in"] // BLOCK)
             ids = [
-                session * 1_000_000 + fine[min(8 * b + 7, len(fine) - 1)] for b in range(blocks) if 8 * b < len(fine)
+                session * 1_000_000 + fine_ids[min(8 * b + 7, len(fine_ids) - 1)]
+                for b in range(blocks)
+                if 8 * b < len(fine_ids)
             ]
             request = SimRequest(
                 index=len(requests),
                 session=session,
-                arrival_s=start_s if before is None else min(60.0, max(0.0, turn["think"] or 0.0)),
+                arrival_s=start_s if previous_index is None else min(60.0, max(0.0, turn["think"] or 0.0)),
                 prompt_tokens=min(turn["in"], len(ids) * BLOCK),
                 output_tokens=max(1, turn["out"]),
                 ids=ids,
-                after=before,
+                after=previous_index,
             )
             if request.prompt_tokens > 0:
                 requests.append(request)
-                before = request.index
+                previous_index = request.index
         if limit is not None and len(requests) >= limit:
             break
     return Workload(name, requests, f"{len(requests)} requests of {len(order)} sessions at most, closed loop")
 
 
-def synthetic(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
+def generate_tool_use(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
     """A tool-use stand-in: 40 tools with long, shared, skewed prompts, each followed by a short unique question and
     one or two follow-up turns; open loop, Poisson."""
     rng = random.Random(seed)
@@ -115,9 +117,9 @@ def synthetic(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
         ids = list(rng.choices(tools, weights)[0])
         at = now
         for _ in range(rng.randint(1, 3)):
-            fresh = rng.randint(1, 6)
-            ids = ids + list(range(next_id, next_id + fresh))
-            next_id += fresh
+            new_blocks = rng.randint(1, 6)
+            ids = ids + list(range(next_id, next_id + new_blocks))
+            next_id += new_blocks
             tail = rng.randint(1, BLOCK)
             length = (len(ids) - 1) * BLOCK + tail
             requests.append(SimRequest(len(requests), len(requests), at, length, rng.randint(20, 400), list(ids), None))
@@ -127,21 +129,21 @@ def synthetic(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
     requests.sort(key=lambda r: r.arrival_s)
     for i, request in enumerate(requests):
         request.index = request.session = i
-    return finish(Workload(name, requests, f"{len(requests)} requests, open loop, generated with seed {seed}"))
+    return link_requests(Workload(name, requests, f"{len(requests)} requests, open loop, generated with seed {seed}"))
 
 
-def finish(workload: Workload) -> Workload:
+def link_requests(workload: Workload) -> Workload:
     """Name output blocks by the first later request that continues its predecessor; link sessions; count blocks."""
-    ends: dict[int, SimRequest] = {}
+    request_by_last_block: dict[int, SimRequest] = {}
     """last full block id of a prompt -> the request it ended"""
     for request in workload.requests:
         request.final_ids = request.ids[: request.full_blocks]
     for request in workload.requests:
         parent = None
         for k in range(len(request.ids), 0, -1):
-            found = ends.get(request.ids[k - 1])
-            if found is not None and found.prompt_tokens + found.output_tokens <= request.prompt_tokens:
-                parent = found
+            candidate = request_by_last_block.get(request.ids[k - 1])
+            if candidate is not None and candidate.prompt_tokens + candidate.output_tokens <= request.prompt_tokens:
+                parent = candidate
                 break
         if parent is not None:
             reach = min((parent.prompt_tokens + parent.output_tokens) // BLOCK, request.full_blocks)
@@ -150,48 +152,48 @@ def finish(workload: Workload) -> Workload:
             if request.after is None:
                 request.session = parent.session
         if request.full_blocks:
-            ends[request.ids[request.full_blocks - 1]] = request
+            request_by_last_block[request.ids[request.full_blocks - 1]] = request
     workload.working_set_blocks = len({b for r in workload.requests for b in r.final_ids})
     return workload
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatShape:
     """Questions under system prompts that many share."""
 
     prompts: int = 1
     """System prompts, all asked equally often."""
     system_tokens: int = 1000
-    own_tokens: int = 50
+    question_tokens: int = 50
     output_tokens: int = 1000
     """Mean length of an answer; lengths are exponential."""
     rate: float = 20.0
     """Requests a second."""
-    sequential: int = 0
+    sequential_requests: int = 0
     """So many of them first, one after the other: each begins when the last has ended."""
-    count: int = 6000
+    requests: int = 6000
     block: int = 32
 
 
-def chat(name: str, shape: Chat, *, seed: int) -> Workload:
+def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
     """Poisson arrivals, after the sequential ones if there are any."""
     rng = random.Random(seed)
-    shared = shape.system_tokens // shape.block
-    length = shape.system_tokens + shape.own_tokens
-    own = -(-length // shape.block) - shared
-    next_id, at = shape.prompts * shared + 1, 0.0
+    shared_blocks = shape.system_tokens // shape.block
+    length = shape.system_tokens + shape.question_tokens
+    question_blocks = -(-length // shape.block) - shared_blocks
+    next_id, at = shape.prompts * shared_blocks + 1, 0.0
     requests: list[SimRequest] = []
-    for i in range(shape.count):
-        first = 1 + rng.randrange(shape.prompts) * shared
-        ids = [*range(first, first + shared), *range(next_id, next_id + own)]
-        next_id += own
+    for i in range(shape.requests):
+        first = 1 + rng.randrange(shape.prompts) * shared_blocks
+        ids = [*range(first, first + shared_blocks), *range(next_id, next_id + question_blocks)]
+        next_id += question_blocks
         output = max(1, round(rng.expovariate(1.0 / shape.output_tokens)))
-        chained = 0 < i < shape.sequential
+        chained = 0 < i < shape.sequential_requests
         at = 0.0 if chained else at + rng.expovariate(shape.rate)
-        after = min(i, shape.sequential) - 1 if i and shape.sequential else None
+        after = min(i, shape.sequential_requests) - 1 if i and shape.sequential_requests else None
         requests.append(SimRequest(i, i, at, length, output, ids, after, shape.block))
     for request in requests:
         request.final_ids = request.ids[: request.full_blocks]
-    made = Workload(name, requests, f"{shape.count} requests, generated with seed {seed}")
-    made.working_set_blocks = shape.prompts * shared
-    return made
+    workload = Workload(name, requests, f"{shape.requests} requests, generated with seed {seed}")
+    workload.working_set_blocks = shape.prompts * shared_blocks
+    return workload

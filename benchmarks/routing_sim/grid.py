@@ -17,7 +17,7 @@ from typing import Any
 from routing_sim.runs import CHAT_POLICIES, Options, Setting, run
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import Chat, chat
+from simulation.traces import ChatShape, generate_chat
 
 OURS, BASE = "blockcast", "oracle"
 SERVICE = StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
@@ -63,13 +63,13 @@ class Point:
         running = rate * alone_s / max(1.0 - rate * (own_s + each_s), 0.05)
         return rate * self.workers, min(running, most) * self.workers
 
-    def chat(self) -> tuple[Chat, int]:
+    def chat(self) -> tuple[ChatShape, int]:
         """(what is played, how much of its beginning is not scored)."""
         rate, running = self.busy()
         skip = min(int(max(2.0 * running, WARM_S * rate, 500)), WARM_MAX)
         block = 32 if self.system_tokens < 4000 else 128
-        shape = Chat(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, 0, block)
-        return Chat(**{**asdict(shape), "count": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
+        shape = ChatShape(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, 0, block)
+        return ChatShape(**{**asdict(shape), "requests": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
 
     def __str__(self) -> str:
         how = f"{100 * self.load:.0f} %" if self.load else f"{self.rate:g}/s"
@@ -100,8 +100,8 @@ def points(sample: int | None) -> list[Point]:
 def play(point: Point, policies: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
     """Every policy's figures."""
     shape, skip = point.chat()
-    workload = chat(str(point), shape, seed=seed)
-    limits = EngineLimits(point.seats, preempts=True)
+    workload = generate_chat(str(point), shape, seed=seed)
+    limits = EngineLimits(point.seats, is_preemptive=True)
     blocks = point.cache_tokens // shape.block
     options = Options(SERVICE, limits, seed=seed, skip=skip, cache_blocks=blocks)
     setting = Setting(workload.name, point.workers, 1.0, 1.0)
@@ -153,5 +153,5 @@ def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         "better_in_both": {name: v["better_in_both"] for name, v in verdicts.items() if v["better_in_both"]},
         "over_worst": {name: ratios for name, ratios in far.items() if ratios},
         "worst": worst,
-        "in_vain": {n: row[OURS]["seat_waits_vain"] for n, row in settings.items() if row[OURS]["seat_waits_vain"]},
+        "in_vain": {name: waits for name, row in settings.items() if (waits := row[OURS]["avoidable_seat_waits"])},
     }

@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 import xxhash
 
 from simulation.cluster import Cluster, Router
-from simulation.engine import Job, SimWorker
+from simulation.engine import SimSequence, SimWorker
 from simulation.workload import SimRequest
 
 
@@ -35,14 +35,14 @@ class Residency(Router):
         """Of these, in host memory."""
         self.in_flight = [0] * self.count
 
-    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+    def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
         self.resident[worker].update(ids)
 
-    def removed(self, worker: int, ids: list[int], now: float) -> None:
+    def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         self.resident[worker].difference_update(ids)
         self.below[worker].difference_update(ids)
 
-    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
         (self.below[worker].update if down else self.below[worker].difference_update)(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
@@ -66,7 +66,7 @@ class Residency(Router):
         self.in_flight[worker] += 1
         return [(request.index, worker)]
 
-    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         self.in_flight[worker] -= 1
         return []
 
@@ -235,17 +235,17 @@ class Dynamo(Residency):
         self.active[worker].update(request.ids)
         return worker
 
-    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
         self.prefill_tokens[worker] -= self.pending.pop(request.index)
         return []
 
-    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         active = self.active[worker]
         for block in request.ids:
             active[block] -= 1
             if not active[block]:
                 del active[block]
-        return super().finished(request, worker, cached_tokens, now)
+        return super().on_finished(request, worker, cached_tokens, now)
 
 
 class LlmD(Residency):
@@ -284,12 +284,12 @@ class LlmD(Residency):
         return argmin([-score for score in self.scores(request, now)], self.rng)
 
 
-def work_left(worker: SimWorker, job: Job) -> float:
+def work_left(worker: SimWorker, job: SimSequence) -> float:
     """Prefill seconds of a job that waits or is being prefilled, known exactly."""
-    done = job.computed
+    done = job.computed_tokens
     if done == 0:
         done = worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // worker.block) * worker.block
-    return worker.service.prefill_s(job.length - done, done)
+    return worker.step_times.prefill_s(job.prefill_tokens - done, done)
 
 
 class LeastWork(Residency):
@@ -316,22 +316,22 @@ class Oracle(Residency):
 
     def cost(self, worker: SimWorker, request: SimRequest, now: float) -> float:
         """Seconds."""
-        times, length, out = worker.service, request.prompt_tokens, request.output_tokens
+        times, length, out = worker.step_times, request.prompt_tokens, request.output_tokens
         hit = worker.cache.match(request.ids, (length - 1) // worker.block) * worker.block
         prefill = times.prefill_s(length - hit, hit)
         waiting = [*worker.prefilling, *worker.waiting]
         queue = sum(work_left(worker, job) for job in waiting)
-        lefts = [entry[0] - worker.steps for entry in worker.decode]
+        lefts = [entry[0] - worker.steps for entry in worker.decoding]
         n = len(lefts)
-        step = times.decode_s(n, worker.decode_context)
+        step = times.decode_s(n, worker.decoding_context_tokens)
         slow = 1.0 + step / (times.prefill_s_per_token * times.step_tokens)
         cost = slow * (queue + prefill) + len(waiting) * prefill
-        over = n + len(waiting) - worker.limits.seats
+        over = n + len(waiting) - worker.limits.max_sequences
         if over >= 0:
             cost += sorted(lefts)[min(over, n - 1)] * step if n else 0.0
-        lefts += [job.left for job in waiting]
+        lefts += [job.remaining_tokens for job in waiting]
         both = sum(min(left, out) for left in lefts)
-        context = (worker.decode_context + sum(job.length for job in waiting)) / max(len(lefts), 1)
+        context = (worker.decoding_context_tokens + sum(job.prefill_tokens for job in waiting)) / max(len(lefts), 1)
         own = out * times.decode_s(1, length + out / 2) + both * (
             times.decode_request_s + times.decode_context_s * context
         )

@@ -20,7 +20,7 @@ from router.decide.policy import KvCost
 from router.decide.target import Target
 from router.shadow.core_router import CoreRouter
 from routing_sim import peers
-from simulation.cluster import Cluster, ClusterConfig, Result, Router
+from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.traces import Workload
@@ -85,7 +85,7 @@ class Score:
     e2e_p50: float = 0.0
     e2e_p99: float = 0.0
     seat_waits: int = 0
-    seat_waits_vain: int = 0
+    avoidable_seat_waits: int = 0
     preemptions: int = 0
     busiest: float = 0.0
     """Share of the requests that went to the worker with the most of them."""
@@ -150,9 +150,9 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
     return ClusterConfig(
         workers=setting.workers,
         cache_blocks=blocks,
-        host_memory=options.host_memory,
+        host_memory_ratio=options.host_memory,
         speed=speed,
-        service=options.service,
+        step_times=options.service,
         event_delay_s=options.event_delay_s,
         slow_workers=options.slow_workers,
         limits=options.limits,
@@ -168,7 +168,7 @@ def run(
     *,
     ttft_limit_s: float | None = None,
     factory: Factory | None = None,
-) -> tuple[Result, Score]:
+) -> tuple[SimulationResult, Score]:
     """Simulate once. `factory` replaces the named policy's."""
     config = cluster_config(setting, workload, speed, options)
     routers: list[Router]
@@ -183,7 +183,7 @@ def run(
     return result, score(result, workload, options.skip)
 
 
-def score(result: Result, workload: Workload, skip: int | None) -> Score:
+def score(result: SimulationResult, workload: Workload, skip: int | None) -> Score:
     """Figures over all requests but the first `skip` (a tenth)."""
     first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
     kept = [r for r in workload.requests[first:] if r.index in result.e2e_s]
@@ -191,8 +191,8 @@ def score(result: Result, workload: Workload, skip: int | None) -> Score:
     e2e = sorted(result.e2e_s[r.index] for r in kept) or [math.inf]
     spoke = [r for r in kept if r.output_tokens > 1]
     tpot = sorted((result.e2e_s[r.index] - result.ttft_s[r.index]) / (r.output_tokens - 1) for r in spoke) or [math.inf]
-    mean_prefilled = statistics.mean(result.prefilled) if result.prefilled else 0.0
-    sent = Counter(result.worker[r.index] for r in kept)
+    mean_prefilled = statistics.mean(result.prefilled_tokens) if result.prefilled_tokens else 0.0
+    sent = Counter(result.worker_of[r.index] for r in kept)
     return Score(
         hit=sum(result.hit_tokens[r.index] for r in kept) / max(1, sum(r.prompt_tokens for r in kept)),
         ttft_mean=statistics.fmean(ttft),
@@ -200,14 +200,14 @@ def score(result: Result, workload: Workload, skip: int | None) -> Score:
         ttft_p99=_share(ttft, 0.99),
         ttft_p999=_share(ttft, 0.999),
         e2e=statistics.fmean(e2e),
-        imbalance=max(result.prefilled) / mean_prefilled if mean_prefilled else 1.0,
+        imbalance=max(result.prefilled_tokens) / mean_prefilled if mean_prefilled else 1.0,
         tpot_mean=statistics.fmean(tpot),
         tpot_p50=_share(tpot, 0.5),
         tpot_p99=_share(tpot, 0.99),
         e2e_p50=_share(e2e, 0.5),
         e2e_p99=_share(e2e, 0.99),
         seat_waits=result.seat_waits,
-        seat_waits_vain=result.seat_waits_vain,
+        avoidable_seat_waits=result.avoidable_seat_waits,
         preemptions=result.preemptions,
         busiest=max(sent.values(), default=0) / max(len(kept), 1),
     )
@@ -253,7 +253,7 @@ class Calibration:
 def _saturation(setting: Setting, workload: Workload, options: Options) -> float:
     def mean(speed: float, limit_s: float | None) -> float:
         result, figures = run(options.saturate, setting, workload, speed, options, ttft_limit_s=limit_s)
-        return math.inf if result.collapsed else figures.ttft_mean
+        return math.inf if result.is_overloaded else figures.ttft_mean
 
     work = sum(r.prompt_tokens + r.prompt_tokens**2 / (2 * options.service.quadratic_tokens) for r in workload.requests)
     work *= options.service.prefill_s_per_token

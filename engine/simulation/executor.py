@@ -48,7 +48,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        times = spec.times(config.step_tokens_max, config.time_scale)
+        times = spec.step_times(config.step_tokens_max, config.time_scale)
         constrained = None
         if grammars is not None:
             constrained = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)

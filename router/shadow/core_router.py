@@ -77,8 +77,8 @@ class CoreRouter(Router):
                 url=f"http://{i}",
                 models=(ServedModel(MODEL, MODEL),),
                 cache_tokens=None if blocks is None else blocks * cluster.workload.block,
-                host_tokens=int((blocks or 0) * cluster.config.host_memory) * cluster.workload.block,
-                shortest_first=cluster.config.limits.shortest and self._knows_order,
+                host_tokens=int((blocks or 0) * cluster.config.host_memory_ratio) * cluster.workload.block,
+                shortest_first=cluster.config.limits.shortest_first and self._knows_order,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
@@ -86,12 +86,12 @@ class CoreRouter(Router):
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._knows_constants:
             for worker in cluster.workers:
-                service = asdict(worker.service)
+                service = asdict(worker.step_times)
                 del service["load_s_per_token"]
                 self.core.tracker.targets[str(worker.number)].set_service_model(ServiceModel(**service))
-        cluster.at(PROGRESS_S, self._progress)
+        cluster.schedule(PROGRESS_S, self._progress)
         if self.siblings:
-            cluster.at(0.0, self._heartbeat)
+            cluster.schedule(0.0, self._heartbeat)
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         route_request = RouteRequest(
@@ -104,10 +104,10 @@ class CoreRouter(Router):
         )
         return self._perform([self.core.route(route_request, now)])
 
-    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
         return self._perform(self.core.record_first_token(str(request.index), now))
 
-    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+    def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         self.core.record_progress(str(request.index), request.output_tokens)
         usage = ReportedUsage(request.prompt_tokens, cached_tokens, request.output_tokens)
         return self._perform(self.core.finish_request(str(request.index), usage, now))
@@ -119,15 +119,15 @@ class CoreRouter(Router):
     def tick(self, now: float) -> list[tuple[int, int]]:
         return self._perform(self.core.tick(now))
 
-    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+    def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
         event = BlockStored(list(ids), parent, list(ids), 1, None, "GPU", None)
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
-    def removed(self, worker: int, ids: list[int], now: float) -> None:
-        event = BlockRemoved(list(ids), "CPU" if self.cluster.config.host_memory else "GPU")
+    def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
+        event = BlockRemoved(list(ids), "CPU" if self.cluster.config.host_memory_ratio else "GPU")
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
-    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
         to, of = ("CPU", "GPU") if down else ("GPU", "CPU")
         stored_event = BlockStored(list(ids), None, [], 0, None, to, None)
         self.core.index.ingest(
@@ -147,7 +147,7 @@ class CoreRouter(Router):
     def _schedule_loads(self) -> None:
         if not self._pending:
             self._pending = True
-            self.cluster.at(self.cluster.now + SHARE_DELAY_S, self._send_loads)
+            self.cluster.schedule(self.cluster.now + SHARE_DELAY_S, self._send_loads)
 
     def _progress(self) -> None:
         """The edge counts chunks as they pass, and tells now and then."""
@@ -156,12 +156,12 @@ class CoreRouter(Router):
             for job, output_tokens in worker.progress(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
                     self.core.record_progress(str(job.request.index), output_tokens, cluster.now)
-        cluster.at(cluster.now + PROGRESS_S, self._progress)
+        cluster.schedule(cluster.now + PROGRESS_S, self._progress)
 
     def _heartbeat(self) -> None:
         """The full message that every router sends twice a second."""
         self._schedule_loads()
-        self.cluster.at(self.cluster.now + HEARTBEAT_S, self._heartbeat)
+        self.cluster.schedule(self.cluster.now + HEARTBEAT_S, self._heartbeat)
 
     def _send_loads(self) -> None:
         self._pending = False

@@ -20,7 +20,7 @@ from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
 from router.shadow.observed_request import ObservedRequest, find_predecessors
-from simulation.cluster import Cluster, ClusterConfig, Result, Router
+from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
@@ -100,7 +100,7 @@ class RecordedPlacement(Router):
         own_blocks = best_blocks = self.cluster.workers[place].cache.match(ids, limit)
         if own_blocks < limit:
             for worker in self.cluster.workers:
-                if worker.cache.has(ids[own_blocks]):
+                if worker.cache.is_resident(ids[own_blocks]):
                     best_blocks = max(best_blocks, worker.cache.match(ids, limit))
         ever_cached = best_blocks
         while ever_cached < limit and ids[ever_cached] in self._seen_blocks:
@@ -112,7 +112,7 @@ class RecordedPlacement(Router):
         self.blocks_ever_cached[request.index] = ever_cached
         return [(request.index, place)]
 
-    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+    def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
         self._seen_blocks.update(ids)
 
 
@@ -167,12 +167,12 @@ def compare(
         workers=len(engines),
         cache_blocks=None,
         speed=1.0,
-        service=StepTimes(),
-        each=[(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
+        step_times=StepTimes(),
+        per_worker=[(steps[engine.name], blocks) for engine, blocks in zip(engines, cache_blocks)],
         limits=EngineLimits(
             min(engine.seats or SEATS for engine in engines),
-            preempts=True,
-            shortest=all(engine.shortest_first for engine in engines),
+            is_preemptive=True,
+            shortest_first=all(engine.shortest_first for engine in engines),
         ),
     )
     places = [number[s.worker] for s in observed_requests]
@@ -183,11 +183,12 @@ def compare(
         if abs(decode_ratio - 1.0) < FIT_TOLERANCE:
             break
         cluster = replace(
-            cluster, each=[(_scale_decode(service, decode_ratio), blocks) for service, blocks in cluster.each]
+            cluster,
+            per_worker=[(_scale_decode(service, decode_ratio), blocks) for service, blocks in cluster.per_worker],
         )
         placement = RecordedPlacement(places)
         today_result = Cluster(cluster, workload, [placement]).run()
-    steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
+    steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.per_worker)}
     router_result = Cluster(cluster, waiting, [CoreRouter(config or CoreConfig())]).run()
     today, ours = (
         _simulated_totals(today_result, workload, indices),
@@ -228,7 +229,7 @@ def compare(
     )
 
 
-def _decode_ratio(requests: Sequence[ObservedRequest], result: Result) -> float:
+def _decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
     """How many times as long answers took from their first token on as they did in the play."""
     decode_times = [
         (i, s.end_s - s.first_token_s)
@@ -257,7 +258,7 @@ def _scale_saving(measured_value: float, today: float, ours: float) -> float:
     return measured_value * (1.0 - ours / today) if today > 0.0 else 0.0
 
 
-def _simulated_totals(result: Result, workload: Workload, indices: Iterable[int]) -> Totals:
+def _simulated_totals(result: SimulationResult, workload: Workload, indices: Iterable[int]) -> Totals:
     indices, requests = list(indices), workload.requests
     return Totals(
         float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in indices)),

@@ -168,8 +168,8 @@ def test_it_takes_the_time_of_the_offline_simulator(
         request.final_ids = ids[: length // 512]
         requests.append(request)
     times = StepTimes()
-    limits = EngineLimits(seats, shortest=order == "shortest")
-    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times, limits=limits)
+    limits = EngineLimits(seats, shortest_first=order == "shortest")
+    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, step_times=times, limits=limits)
     offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     clock = Clock()
     first, end = run(engine(clock, times, order=order, seats=seats), clock, arrivals)

@@ -173,8 +173,8 @@ def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) ->
     text = msgspec.json.encode(plain).decode() if isinstance(value, (tuple, bool, int, float)) else str(value)
     variable = schema.variable(option.path)
     for given, origin in (
-        ({"table": nested(option.path, plain), "where": "f"}, "f"),
-        ({"environment": {variable: text}, "table": nested(option.path, plain), "where": "f"}, variable),
+        ({"table": nested(option.path, plain), "file_name": "f"}, "f"),
+        ({"environment": {variable: text}, "table": nested(option.path, plain), "file_name": "f"}, variable),
         ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
         loaded = load(schema, **given)  # type: ignore[arg-type]

@@ -265,7 +265,7 @@ def play(
 ) -> tuple[float, float]:
     """Eight workers of 32 seats; the first two get `direct` of the requests from elsewhere. (TTFT, end to end), mean
     seconds of the others after the first fifth. `say`: what worker i says in place of the truth, every 4 s."""
-    workload = sim.traces.chat("told", sim.traces.Chat(4, 1000, 50, 200, rate, 0, count, 32), seed=1)
+    workload = sim.traces.generate_chat("told", sim.traces.ChatShape(4, 1000, 50, 200, rate, 0, count, 32), seed=1)
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
@@ -273,7 +273,7 @@ def play(
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             if say is not None:
-                cluster.at(4.0, self.report_load)
+                cluster.schedule(4.0, self.report_load)
 
         def report_load(self) -> None:
             now = self.cluster.now
@@ -283,7 +283,7 @@ def play(
                 self.core.record_engine_load(
                     name, [say(worker.number, truth, now)], self.core.in_flight_by_rank(name), now
                 )  # type: ignore[misc]
-            self.cluster.at(now + 4.0, self.report_load)
+            self.cluster.schedule(now + 4.0, self.report_load)
 
         def route(self, request: Any, now: float) -> list[tuple[int, int]]:
             if request.index in elsewhere:
@@ -291,15 +291,15 @@ def play(
             placements: list[tuple[int, int]] = super().route(request, now)
             return placements
 
-        def first_token(self, request: Any, worker: int, now: float) -> Any:
-            return [] if request.index in elsewhere else super().first_token(request, worker, now)
+        def on_first_token(self, request: Any, worker: int, now: float) -> Any:
+            return [] if request.index in elsewhere else super().on_first_token(request, worker, now)
 
-        def finished(self, request: Any, worker: int, cached: int, now: float) -> Any:
-            return [] if request.index in elsewhere else super().finished(request, worker, cached, now)
+        def on_finished(self, request: Any, worker: int, cached: int, now: float) -> Any:
+            return [] if request.index in elsewhere else super().on_finished(request, worker, cached, now)
 
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
-    limits = sim.engine.EngineLimits(32, preempts=True)
-    config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, service=service, limits=limits)
+    limits = sim.engine.EngineLimits(32, is_preemptive=True)
+    config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, step_times=service, limits=limits)
     router = ReportingRouter(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()

@@ -107,7 +107,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         made.final_ids = ids[: length // 512]
         requests.append(made)
     service = StepTimes()
-    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=service)
+    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, step_times=service)
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     first, end = naive_times(arrivals, service)
     for i, (at, _, _) in enumerate(arrivals):
@@ -116,7 +116,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
 
 
 def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> None:
-    cache = sim.engine.Cache(4)
+    cache = sim.engine.SimCache(4)
     stored: list[int] = []
     gone: list[int] = []
     cache.on_store = lambda ids, parent: stored.extend(ids)
@@ -131,11 +131,11 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
     assert not cache.reserve([1, 2, 5, 6], 2, 4), "two pages are taken and two would be needed beside the two hits"
     cache.register([7, 8], 0, 2)
     cache.release([7, 8], 0)
-    assert (cache.private, cache.used) == (0, {})
+    assert (cache.unnamed_pages, cache.reference_counts) == (0, {})
 
 
 def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
-    cache = sim.engine.Cache(3, below=2)
+    cache = sim.engine.SimCache(3, host_capacity=2)
     moved: list[tuple[list[int], bool]] = []
     gone: list[int] = []
     cache.on_move = lambda ids, down: moved.append((ids, down))
@@ -147,13 +147,13 @@ def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
     assert (moved, gone, list(cache.host)) == ([([3, 2], True)], [], [3, 2])
     assert cache.match([1, 2, 3], 5) == 3
     assert cache.reserve([1, 2], 2, 3)
-    assert cache.loaded == 1
+    assert cache.last_loaded_blocks == 1
     assert moved[1:] == [([2], False), ([8, 7], True)]
     assert (gone, list(cache.host)) == ([3], [8, 7])
     cache.register([1, 2, 7], 2, 3)
     assert moved[-1] == ([7], False), "computed although it was below: not there any more"
     cache.release([1, 2, 7], 0)
-    assert (cache.private, cache.used, list(cache.host)) == (0, {}, [8])
+    assert (cache.unnamed_pages, cache.reference_counts, list(cache.host)) == (0, {}, [8])
 
 
 def test_what_comes_back_takes_time(sim: Any) -> None:
@@ -165,7 +165,7 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
         made.final_ids = ids[:8]
         requests.append(made)
     service = StepTimes(load_s_per_token=1e-6)
-    config = sim.cluster.ClusterConfig(workers=1, cache_blocks=10, speed=1.0, service=service, host_memory=2.0)
+    config = sim.cluster.ClusterConfig(workers=1, cache_blocks=10, speed=1.0, step_times=service, host_memory_ratio=2.0)
     result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
     plain, again = result.ttft_s[0], result.ttft_s[2]
     assert result.hit_tokens[2] == 8 * 512
@@ -175,7 +175,7 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
 
 
 def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
-    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": StepTimes(), **config}
+    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "step_times": StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
     return policy
 
@@ -185,7 +185,7 @@ def test_dynamo_by_hand(sim: Any) -> None:
 
     w = 1: worker 0: 8 + 8 = 16; worker 1: (1024 + 4096 - 2048) / 512 + (2 + 8) = 6 + 10 = 16. w = 16: 136 and 106."""
     policy = attached(sim, sim.peers.Dynamo(1.0))
-    policy.stored(1, [0, 1, 2, 3], None, 0.0)
+    policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
     policy.prefill_tokens[1] = 1024
     policy.active[1].update([90, 91])
     asked = request(sim, 0, list(range(8)))
@@ -200,12 +200,12 @@ def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) ->
     asked = request(sim, 0, list(range(8)))
     for made, credit in ((sim.peers.Dynamo(1.0), 3.5), (sim.peers.LlmD(), 3.6), (sim.peers.LongestPrefix(), 4.0)):
         policy = attached(sim, made)
-        policy.stored(1, [0, 1, 2, 3], None, 0.0)
-        policy.moved(1, [2, 3], True, 1.0)
+        policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
+        policy.on_blocks_moved(1, [2, 3], True, 1.0)
         assert policy.credited_blocks(asked) == pytest.approx([0.0, credit])
         assert policy.prefix_blocks(asked) == [0, 4]
-        policy.moved(1, [2], False, 2.0)
-        policy.removed(1, [3], 3.0)
+        policy.on_blocks_moved(1, [2], False, 2.0)
+        policy.on_blocks_removed(1, [3], 3.0)
         assert policy.credited_blocks(asked) == [0.0, 3.0]
 
 
@@ -214,9 +214,9 @@ def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(si
     asked = request(sim, 0, [1, 2, 3])
     ((_, worker),) = policy.route(asked, 0.0)
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (1536, 3)
-    policy.first_token(asked, worker, 1.0)
+    policy.on_first_token(asked, worker, 1.0)
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (0, 3)
-    policy.finished(asked, worker, 0, 2.0)
+    policy.on_finished(asked, worker, 0, 2.0)
     assert (policy.in_flight[0], len(policy.active[0])) == (0, 0)
 
 
@@ -224,7 +224,7 @@ def test_llm_d_by_hand(sim: Any) -> None:
     """Prefix 6/8 on worker 1: 2 * 0.75 + (1 - 0.4) + 0 = 2.1 against 0 + (1 - 0.1) + 1 = 1.9 on worker 0, which has the
     shorter queue; on worker 2, halfway: 0 + 1 + 0.5."""
     policy = attached(sim, sim.peers.LlmD(), workers=3)
-    policy.stored(1, [0, 1, 2, 3, 4, 5], None, 0.0)
+    policy.on_blocks_stored(1, [0, 1, 2, 3, 4, 5], None, 0.0)
     policy.scraped_s = 100.0
     policy.waiting, policy.usage = [0, 4, 2], [0.1, 0.4, 0.0]
     asked = request(sim, 0, list(range(8)))
@@ -275,7 +275,7 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
     first = request(sim, 0, [1, 2], out=600)
     second = request(sim, 1, [1, 2, 3, 4], at=10.0)
     other = request(sim, 2, [1, 2, 9], at=11.0)
-    workload = sim.traces.finish(sim.workload.Workload("t", [first, second, other], ""))
+    workload = sim.traces.link_requests(sim.workload.Workload("t", [first, second, other], ""))
     assert first.final_ids == [1, 2, 3], "1,024 + 600 tokens fill one more block"
     assert second.session == first.session
     assert other.final_ids == [1, 2, 9]
@@ -284,7 +284,7 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
 
 @pytest.mark.parametrize("queue", [False, True])
 def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
-    workload = sim.traces.synthetic("t", seed=3, requests_max=300)
+    workload = sim.traces.generate_tool_use("t", seed=3, requests_max=300)
     config = CoreConfig(queue=QueueConfig(fair=queue, requests_max=1_000_000, wait_s_max=1e6))
     made: list[Any] = []
 
@@ -346,20 +346,20 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
             super().attach(cluster)
             self.spec = self.core.workers["8"].spec
             self.core.remove_worker("8", 0.0)
-            cluster.at(joins_s, self.join)
+            cluster.schedule(joins_s, self.join)
 
         def join(self) -> None:
             self.holders[8] = self.core.add_worker(self.spec, self.cluster.now).holders[0]
 
     workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016, prompts=prompts)
     config = sim.cluster.ClusterConfig(
-        workers=9, cache_blocks=6000, speed=1.0, service=sim.runs.StepTimes(),
-        limits=sim.engine.EngineLimits(256, preempts=True),
+        workers=9, cache_blocks=6000, speed=1.0, step_times=sim.runs.StepTimes(),
+        limits=sim.engine.EngineLimits(256, is_preemptive=True),
     )  # fmt: skip
     cluster = sim.cluster.Cluster(config, workload, [Joining(CoreConfig())])
     result = cluster.run()
     begun = [r for r in workload.requests if r.after is None and joins_s + 60.0 <= r.arrival_s <= end_s]
-    share = sum(result.worker[r.index] == 8 for r in begun) / len(begun)
+    share = sum(result.worker_of[r.index] == 8 for r in begun) / len(begun)
     assert share == pytest.approx(1 / 9, rel=0.2)
     windows: dict[int, list[float]] = {}
     for request in workload.requests:
@@ -386,13 +386,13 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
         own = rate / point.workers * times.prefill_s(point.own_tokens, 0)
         assert rate * point.output_tokens * step <= running * (1.0 - own) * 1.001, "steps keep up with what comes"
         shape, skip = point.chat()
-        assert shape.count - skip >= 1500
+        assert shape.requests - skip >= 1500
         assert shape.rate == rate
 
 
 def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     def row(ttft: float, tpot: float, e2e: float) -> dict[str, float]:
-        alike = {"ttft_p99": 2.0, "tpot_p99": 2.0, "seat_waits_vain": 0}
+        alike = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_seat_waits": 0}
         return {"ttft_mean": ttft, "tpot_mean": tpot, "e2e": e2e, **alike}
 
     others = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
@@ -424,21 +424,23 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
     ids = list(range(8))
     requests = [request(sim, 0, ids, out=answer), request(sim, 1, [*ids, 99], at=0.5, out=4)]
     service = StepTimes(0.0001, 1e12, 0.01, 0.0, 0.0, 8192)
-    limits = sim.engine.EngineLimits(1, preempts=True)
-    config = sim.cluster.ClusterConfig(workers=2, cache_blocks=100, speed=1.0, service=service, limits=limits)
+    limits = sim.engine.EngineLimits(1, is_preemptive=True)
+    config = sim.cluster.ClusterConfig(workers=2, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
     result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.seat_waits, result.seat_waits_vain) == (1, vain)
-    alone = sim.cluster.ClusterConfig(workers=1, cache_blocks=100, speed=1.0, service=service, limits=limits)
+    assert (result.seat_waits, result.avoidable_seat_waits) == (1, vain)
+    alone = sim.cluster.ClusterConfig(workers=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
     result = sim.cluster.Cluster(alone, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.seat_waits, result.seat_waits_vain) == (1, 0), "nobody else has a seat"
+    assert (result.seat_waits, result.avoidable_seat_waits) == (1, 0), "nobody else has a seat"
 
 
 def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     """`--ablate`: every term can be taken away, it matters to some request here, and comes back."""
     assert set(sim.runs.ABLATIONS) <= set(sim.runs.EXTRA)
-    chat = sim.traces.Chat(40, 1000, 50, 100, 30.0, 0, 300, 32)
-    workload = sim.traces.chat("terms", chat, seed=3)
-    options = sim.runs.Options(sim.grid.SERVICE, sim.engine.EngineLimits(8, preempts=True), skip=0, cache_blocks=250)
+    chat = sim.traces.ChatShape(40, 1000, 50, 100, 30.0, 0, 300, 32)
+    workload = sim.traces.generate_chat("terms", chat, seed=3)
+    options = sim.runs.Options(
+        sim.grid.SERVICE, sim.engine.EngineLimits(8, is_preemptive=True), skip=0, cache_blocks=250
+    )
     setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
     whole = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]
     idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == whole}

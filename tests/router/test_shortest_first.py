@@ -21,7 +21,7 @@ from router.fleet.discovery import WorkerFacts, parse_worker_flag, worker_spec
 from router.fleet.worker_responses import read_shortest_first
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
-from simulation.engine import AGEING, Cache, EngineLimits, Job, SimWorker
+from simulation.engine import AGEING, EngineLimits, SimCache, SimSequence, SimWorker
 from simulation.workload import SimRequest
 
 
@@ -219,7 +219,7 @@ def serve_prompts(
     what had been computed when each arrived."""
     from simulation.steps import StepTimes
 
-    worker = SimWorker(0, StepTimes(0.001, 1e12, 0.0, 0.0, 0.0, 64), Cache(capacity), limits, 16)
+    worker = SimWorker(0, StepTimes(0.001, 1e12, 0.0, 0.0, 0.0, 64), SimCache(capacity), limits, 16)
     todo = sorted(enumerate(arrivals), key=lambda pair: pair[1][0])
     first: dict[int, float] = {}
     while todo or worker.wake_s is not None:
@@ -228,9 +228,9 @@ def serve_prompts(
             ids = [number * 10_000 + i for i in range(tokens // 16)]
             sim_request = SimRequest(number, number, at, tokens, 1, ids)
             sim_request.final_ids = ids
-            worker.submit(job := Job(sim_request, at), at)
+            worker.submit(job := SimSequence(sim_request, at), at)
             if came is not None:
-                came[number] = job.came
+                came[number] = job.computed_before_arrival
         else:
             now = worker.wake_s
             assert now is not None
@@ -239,7 +239,7 @@ def serve_prompts(
     return first
 
 
-SHORTEST = EngineLimits(shortest=True)
+SHORTEST = EngineLimits(shortest_first=True)
 
 
 def test_the_simulated_engine_lets_short_prompts_by() -> None:
@@ -273,5 +273,5 @@ def test_prompts_of_one_length_go_in_their_order(arrivals: list[tuple[float, int
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(16, 600)), min_size=1, max_size=15), st.booleans())
 def test_a_cache_that_is_too_small_ends_all_the_same(arrivals: list[tuple[float, int]], preempts: bool) -> None:
-    limits: Any = EngineLimits(seats=4, preempts=preempts, shortest=True)
+    limits: Any = EngineLimits(max_sequences=4, is_preemptive=preempts, shortest_first=True)
     assert len(serve_prompts(arrivals, limits, capacity=45)) == len(arrivals)
