@@ -22,7 +22,7 @@ from engine.api.parsed_request import make_parser_config
 from engine.api.reasoning_parser import REASONING_FORMATS, ReasoningParser, initial_state, reasoning_end_token
 from engine.api.response_formatters import ChatFormatter
 from engine.api.tool_calls import CALL_FORMATS
-from engine.config import CallParserName, ThoughtParserName
+from engine.config import ReasoningParserName, ToolCallParserName
 from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import ChatTemplate, parse_chat
@@ -401,5 +401,5 @@ def test_parsers_are_chosen_by_flag_or_by_template() -> None:
     assert resolve_formats("auto", "auto", None) == (None, None)
     assert resolve_formats("auto", "auto", ChatTemplate({"rag": "<think>"})) == (None, None)
     assert resolve_formats("auto", "auto", ChatTemplate("{{ x.split('</think>') }}")) == (None, "deepseek_r1")
-    assert {"auto", "none", *CALL_FORMATS} == set(get_args(CallParserName))
-    assert {"auto", "none", *REASONING_FORMATS} == set(get_args(ThoughtParserName))
+    assert {"auto", "none", *CALL_FORMATS} == set(get_args(ToolCallParserName))
+    assert {"auto", "none", *REASONING_FORMATS} == set(get_args(ReasoningParserName))
