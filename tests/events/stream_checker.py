@@ -128,6 +128,6 @@ class StreamChecker:
         if not any(parent in self._parents.get(full, {}) for full in self._full):
             self._fail(3, f"block {name!r} of group {group} hangs from {parent!r}, which no full-attention group holds")
 
-    def _fail(self, guarantee: int, what: str) -> None:
+    def _fail(self, guarantee: int, problem: str) -> None:
         story = "\n  ".join(self._story)
-        raise InvariantError(f"guarantee {guarantee}: {what}\nthe last events:\n  {story}")
+        raise InvariantError(f"guarantee {guarantee}: {problem}\nthe last events:\n  {story}")

@@ -52,9 +52,9 @@ class Follower:
 
     def __init__(self, config: StreamConfig) -> None:
         self.stream = StreamState(config)
-        self.held: set[int] = set()
+        self.resident: set[int] = set()
         self.request: RequestReplay | RequestSnapshot | None = None
-        self.applied: list[tuple[int | None, bytes]] = []
+        self.applied_payloads: list[tuple[int | None, bytes]] = []
         self.notices: list[Instruction] = []
 
     def perform(self, instructions: list[Instruction]) -> None:
@@ -62,8 +62,8 @@ class Follower:
             if isinstance(instruction, Apply):
                 self._apply(instruction)
             elif isinstance(instruction, Clear):
-                self.held.clear()
-                self.applied.clear()
+                self.resident.clear()
+                self.applied_payloads.clear()
             elif isinstance(instruction, RequestReplay | RequestSnapshot):
                 self.request = instruction
             else:
@@ -74,18 +74,18 @@ class Follower:
         epoch, _, change = apply.payload.decode().split(":")
         if not change:
             return  # the snapshot of a publisher that has published nothing
-        for seq, payload in self.applied:
+        for seq, payload in self.applied_payloads:
             assert payload.decode().split(":")[0] == epoch, "two processes mixed without a Clear"
             if apply.seq is not None and seq is not None:
                 assert apply.seq > seq
-        if self.applied and self.applied[-1][0] is not None:
-            assert apply.seq == self.applied[-1][0] + 1, "a hole without a Clear"
-        self.applied.append((apply.seq, apply.payload))
+        if self.applied_payloads and self.applied_payloads[-1][0] is not None:
+            assert apply.seq == self.applied_payloads[-1][0] + 1, "a hole without a Clear"
+        self.applied_payloads.append((apply.seq, apply.payload))
         for block in filter(None, change.split(",")):
             if block[0] == "+":
-                self.held.add(int(block[1:]))
+                self.resident.add(int(block[1:]))
             else:
-                self.held.discard(int(block[1:]))
+                self.resident.discard(int(block[1:]))
 
 
 class World:
@@ -146,7 +146,7 @@ class World:
                 del self.wire[index % len(self.wire)]
             self.follower.perform(self.follower.stream.on_live_batch(seq, payload, self.now))
 
-    def settle(self) -> None:
+    def run_until_quiet(self) -> None:
         """No more faults: deliver everything, answer everything, let time pass."""
         if not self.follower.stream.is_online:
             self.connect()

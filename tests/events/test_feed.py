@@ -40,12 +40,12 @@ from events.stream_types import MalformedMessage
 BLOCK = 4
 
 
-def stored(key: int) -> BlockStored:
+def make_stored(key: int) -> BlockStored:
     tokens = [key] * BLOCK
     return BlockStored([block_hash(None, tokens)], None, tokens, BLOCK, None, GPU, None, [None], 0, FULL_ATTENTION)
 
 
-def removed(key: int) -> BlockRemoved:
+def make_removed(key: int) -> BlockRemoved:
     return BlockRemoved([block_hash(None, [key] * BLOCK)], GPU, 0)
 
 
@@ -85,26 +85,26 @@ class Follower:
 
     def __init__(self, *sources: StreamSource) -> None:
         self.subscriber = Subscriber(sources)
-        self.held: set[object] = set()
+        self.resident: set[object] = set()
         self.messages: list[Message] = []
         self.notices: list[object] = []
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, (self.held, self.notices[-5:], self.messages[-3:])
+            assert time.monotonic() < deadline, (self.resident, self.notices[-5:], self.messages[-3:])
             item = self.subscriber.get(0.05)
             if isinstance(item, Notice):
                 self.notices.append(item.content)
                 if isinstance(item.content, Clear):
-                    self.held.clear()
+                    self.resident.clear()
             elif item is not None:
                 self.messages.append(item)
                 for event in item.decoded_batch.batch.events:
                     if isinstance(event, BlockStored):
-                        self.held.update(event.block_hashes)
+                        self.resident.update(event.block_hashes)
                     elif isinstance(event, BlockRemoved):
-                        self.held.difference_update(event.block_hashes)
+                        self.resident.difference_update(event.block_hashes)
 
     def saw(self, kind: type) -> bool:
         return any(isinstance(notice, kind) for notice in self.notices)
@@ -134,16 +134,16 @@ def names(keys: set[int]) -> set[object]:
 def test_late_joiner_gets_a_snapshot_then_live_events(publish: Publish, follow: Follow) -> None:
     publisher = publish(buffer_steps=2)
     for key in range(3000):
-        publisher.publish([stored(key)])
-    publisher.publish([removed(7), removed(8)])
+        publisher.publish([make_stored(key)])
+    publisher.publish([make_removed(7), make_removed(8)])
     follower = follow(source_of(publisher))
     expected = names(set(range(3000)) - {7, 8})
-    follower.until(lambda: follower.held == expected)
+    follower.wait_until(lambda: follower.resident == expected)
     assert follower.messages[0].origin is Origin.SNAPSHOT
     for key in range(5000, 5020):  # the first may come by the last replay of joining, if that is still under way
-        publisher.publish([stored(key)])
+        publisher.publish([make_stored(key)])
         expected.update(names({key}))
-        follower.until(lambda: follower.held == expected)
+        follower.wait_until(lambda: follower.resident == expected)
         assert follower.messages[-1].seq == key - 1999
         if follower.messages[-1].origin is Origin.LIVE:
             return
@@ -153,16 +153,16 @@ def test_late_joiner_gets_a_snapshot_then_live_events(publish: Publish, follow: 
 def test_restarted_worker_on_the_same_address(publish: Publish, follow: Follow) -> None:
     first = publish()
     for key in range(5):
-        first.publish([stored(key)])
+        first.publish([make_stored(key)])
     source = first.source()
     follower = follow(source_of(first))
-    follower.until(lambda: follower.held == names(set(range(5))))
+    follower.wait_until(lambda: follower.resident == names(set(range(5))))
     first.close()
     second = rebind(source.endpoint, source.replay_endpoint)
     try:
         for key in range(100, 120):
-            second.publish([stored(key)])
-        follower.until(lambda: follower.held == names(set(range(100, 120))))
+            second.publish([make_stored(key)])
+        follower.wait_until(lambda: follower.resident == names(set(range(100, 120))))
         assert follower.saw(PublisherRestarted)
     finally:
         second.close()
@@ -184,15 +184,15 @@ def rebind(endpoint: str, replay: str | None) -> EventPublisher:
 def test_without_replay_events_come_live(publish: Publish, follow: Follow) -> None:
     publisher = publish(replay=None)
     follower = follow(source_of(publisher))
-    follower.until(lambda: follower.saw(Connection))
+    follower.wait_until(lambda: follower.saw(Connection))
     # A subscription takes effect a moment after the connection stands.
     keys = iter(range(10_000))
 
     def publish_one() -> bool:
-        publisher.publish([stored(next(keys))])
-        return bool(follower.held)
+        publisher.publish([make_stored(next(keys))])
+        return bool(follower.resident)
 
-    follower.until(publish_one)
+    follower.wait_until(publish_one)
 
 
 def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
@@ -200,8 +200,8 @@ def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
     source = publisher.source()
     other = StreamSource("w", source.endpoint, None, "kv", StreamConfig(start_mode=StartMode.LIVE))
     follower = follow(other, source_of(publisher))
-    publisher.publish([stored(1)])
-    follower.until(lambda: follower.held == names({1}))
+    publisher.publish([make_stored(1)])
+    follower.wait_until(lambda: follower.resident == names({1}))
     assert follower.messages[0].topic == b"kv2"
 
 
@@ -209,12 +209,12 @@ def test_dropped_live_batches_are_replayed(publish: Publish, follow: Follow) -> 
     """A raw PUB that loses a batch on the way, with a replay socket that has it."""
     publisher = publish(max_queue_size=1)
     follower = follow(source_of(publisher, StartMode.RING))
-    publisher.publish([stored(1)])
-    follower.until(lambda: follower.held == names({1}))
+    publisher.publish([make_stored(1)])
+    follower.wait_until(lambda: follower.resident == names({1}))
     for key in range(2, 2000):
-        publisher.publish([stored(key)])
+        publisher.publish([make_stored(key)])
     expected = names(set(range(1, 2000)))
-    follower.until(lambda: follower.held == expected)
+    follower.wait_until(lambda: follower.resident == expected)
     assert [m.seq for m in follower.messages] == list(range(1999))
     if publisher.stats.unsent_batches:
         assert publisher.stats.replays > 0
@@ -238,10 +238,10 @@ def test_publisher_that_connects_is_known_by_its_topic(follow: Follow) -> None:
         def publish_both() -> bool:
             key = next(keys)
             for publisher in publishers:
-                publisher.publish([stored(key)])
+                publisher.publish([make_stored(key)])
             return len(follower.messages) >= 3 and follower.subscriber.feed.ignored_messages > 0
 
-        follower.until(publish_both)
+        follower.wait_until(publish_both)
         assert {m.stream_id for m in follower.messages} == {"worker a"}
     finally:
         for publisher in publishers:
@@ -255,7 +255,7 @@ def test_old_vllm_replay_without_topic_and_no_snapshot(follow: Follow) -> None:
     try:
         pub_port = pub.bind_to_random_port("tcp://127.0.0.1")
         router_port = router.bind_to_random_port("tcp://127.0.0.1")
-        ring = [encode_as_arrays(EventBatch(1.0, [stored(key)], 0)) for key in range(4)]
+        ring = [encode_as_arrays(EventBatch(1.0, [make_stored(key)], 0)) for key in range(4)]
         follower = follow(
             StreamSource("w", f"tcp://127.0.0.1:{pub_port}", f"tcp://127.0.0.1:{router_port}", None, StreamConfig())
         )
@@ -265,7 +265,7 @@ def test_old_vllm_replay_without_topic_and_no_snapshot(follow: Follow) -> None:
             for seq in range(int.from_bytes(start, "big"), len(ring)):
                 router.send_multipart([identity, b"", pack_seq(seq), ring[seq]])
             router.send_multipart([identity, b"", pack_seq(END_SEQ), b""])
-        follower.until(lambda: follower.held == names(set(range(4))))
+        follower.wait_until(lambda: follower.resident == names(set(range(4))))
     finally:
         pub.close(0)
         router.close(0)
@@ -285,7 +285,7 @@ def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Foll
             assert router.poll(10_000)
             identity, *request = router.recv_multipart()
             assert request == [b"", b"snapshot"]
-            chunks = [encode_batch(EventBatch(1.0, [stored(key)], 0)) for key in keys]
+            chunks = [encode_batch(EventBatch(1.0, [make_stored(key)], 0)) for key in keys]
             seq = last_seq.to_bytes(8, "big", signed=True)
             router.send_multipart([identity, b"", seq, publisher_id, *chunks])
 
@@ -295,17 +295,17 @@ def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Foll
         one, other = b"1" * 16, b"2" * 16
         answer(-2, one)
         answer(4, one, 0, 1, 2)
-        follower.until(lambda: follower.held == names({0, 1, 2}))
-        for seq, events in ((5, [stored(3)]), (6, []), (7, []), (8, [stored(4)])):
+        follower.wait_until(lambda: follower.resident == names({0, 1, 2}))
+        for seq, events in ((5, [make_stored(3)]), (6, []), (7, []), (8, [make_stored(4)])):
             send(seq, one, *events)
-        follower.until(lambda: follower.held == names(set(range(5))))
+        follower.wait_until(lambda: follower.resident == names(set(range(5))))
         assert not follower.saw(MalformedMessage)
-        send(9, other, stored(7))
+        send(9, other, make_stored(7))
         answer(8, other, 6)
-        follower.until(lambda: follower.held == names({6, 7}))
+        follower.wait_until(lambda: follower.resident == names({6, 7}))
         assert follower.saw(PublisherRestarted)
         pub.send_multipart([b"kv@w", b"x" * 12, b""])
-        follower.until(lambda: follower.saw(MalformedMessage))
+        follower.wait_until(lambda: follower.saw(MalformedMessage))
     finally:
         pub.close(0)
         router.close(0)
@@ -316,14 +316,14 @@ def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> No
     publisher = publish()
     first = follow(source_of(publisher, StartMode.RING))
     for key in range(4):
-        publisher.publish([stored(key)])
-    first.until(lambda: len(first.messages) == 4)
+        publisher.publish([make_stored(key)])
+    first.wait_until(lambda: len(first.messages) == 4)
     position = first.messages[-1].position
     first.subscriber.close()
     for key in range(4, 9):
-        publisher.publish([stored(key)])
+        publisher.publish([make_stored(key)])
     second = follow(source_of(publisher, StartMode.LIVE, resume=position))
-    second.until(lambda: len(second.messages) == 5)
+    second.wait_until(lambda: len(second.messages) == 5)
     assert [m.seq for m in second.messages] == [4, 5, 6, 7, 8]
     assert not second.saw(Clear)
 

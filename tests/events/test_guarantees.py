@@ -48,18 +48,18 @@ class ModelCache:
 
     def __init__(self) -> None:
         self.tree: dict[Name, tuple[Name | None, list[int]]] = {}
-        self.held: dict[int, set[Name]] = {0: set(), 1: set(), 2: set()}
+        self.blocks_by_group: dict[int, set[Name]] = {0: set(), 1: set(), 2: set()}
 
     def resident(self) -> Resident:
-        return {(group, GPU, name) for group, names in self.held.items() for name in names}
+        return {(group, GPU, name) for group, names in self.blocks_by_group.items() for name in names}
 
     def store(self, parent: Name | None, tokens: list[int], groups: list[int]) -> list[Event]:
         name = block_hash(parent, tokens)
         events: list[Event] = []
         for group in [0, *groups]:
-            if name in self.held[group]:
+            if name in self.blocks_by_group[group]:
                 continue
-            self.held[group].add(name)
+            self.blocks_by_group[group].add(name)
             self.tree[name] = (parent, tokens)
             window = 4 * BLOCK if group == 1 else None
             events.append(
@@ -70,18 +70,18 @@ class ModelCache:
     def evict(self, name: Name) -> list[Event]:
         """With everything that hangs from it, deepest first."""
         events: list[Event] = []
-        for child in [n for n in self.held[0] if self.tree[n][0] == name]:
+        for child in [n for n in self.blocks_by_group[0] if self.tree[n][0] == name]:
             events += self.evict(child)
         for group in (2, 1, 0):
-            if name in self.held[group]:
-                self.held[group].remove(name)
+            if name in self.blocks_by_group[group]:
+                self.blocks_by_group[group].remove(name)
                 events.append(BlockRemoved([name], GPU, group))
         return events
 
     def random_step(self, rng: random.Random) -> list[Event]:
         events: list[Event] = []
         for _ in range(rng.randint(1, 4)):
-            known_blocks = sorted(self.held[0])
+            known_blocks = sorted(self.blocks_by_group[0])
             roll = rng.random()
             if roll < 0.7 or not known_blocks:
                 parent = rng.choice(known_blocks) if known_blocks and rng.random() < 0.7 else None
@@ -91,7 +91,7 @@ class ModelCache:
                 events += self.evict(rng.choice(known_blocks))
             else:
                 events.append(AllBlocksCleared())
-                self.held = {0: set(), 1: set(), 2: set()}
+                self.blocks_by_group = {0: set(), 1: set(), 2: set()}
         return events
 
 
@@ -174,7 +174,7 @@ class MadeWhenRead(Collection[Event]):
 
 
 def test_events_are_made_once_and_on_the_publishers_thread() -> None:
-    steps = [MadeWhenRead(lambda name=name: [stored(name, name - 1 or None)]) for name in range(1, 200)]  # type: ignore[misc]
+    steps = [MadeWhenRead(lambda name=name: [make_stored(name, name - 1 or None)]) for name in range(1, 200)]  # type: ignore[misc]
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://made-when-read")
     publisher = EventPublisher(config, 3)
     for step in steps:
@@ -200,24 +200,24 @@ def test_every_start_has_its_own_epoch() -> None:
         publisher.publish([AllBlocksCleared()])
 
 
-def stored(name: int, parent: int | None, group: int = 0, tokens: int = BLOCK) -> BlockStored:
+def make_stored(name: int, parent: int | None, group: int = 0, tokens: int = BLOCK) -> BlockStored:
     return BlockStored([name], parent, [0] * tokens, BLOCK, None, GPU, None, None, group, KINDS[group])
 
 
 @pytest.mark.parametrize(
     ("guarantee", "events"),
     [
-        (1, [stored(1, None), stored(1, None)]),
+        (1, [make_stored(1, None), make_stored(1, None)]),
         (1, [BlockRemoved([1], GPU, 0)]),
-        (1, [stored(1, None), BlockRemoved([1, 1], GPU, 0)]),
-        (1, [stored(1, None), BlockRemoved([1], GPU, 1)]),
-        (1, [stored(1, None), AllBlocksCleared(), BlockRemoved([1], GPU, 0)]),
-        (2, [stored(1, None, tokens=3)]),
-        (2, [msgspec.structs.replace(stored(1, None), block_hashes=[], token_ids=[])]),
-        (3, [stored(2, 1)]),
-        (3, [stored(1, None), stored(2, 1), BlockRemoved([1], GPU, 0)]),
-        (3, [stored(1, None), stored(2, 1), BlockRemoved([1, 2], GPU, 0)]),
-        (3, [stored(5, 4, group=2)]),
+        (1, [make_stored(1, None), BlockRemoved([1, 1], GPU, 0)]),
+        (1, [make_stored(1, None), BlockRemoved([1], GPU, 1)]),
+        (1, [make_stored(1, None), AllBlocksCleared(), BlockRemoved([1], GPU, 0)]),
+        (2, [make_stored(1, None, tokens=3)]),
+        (2, [msgspec.structs.replace(make_stored(1, None), block_hashes=[], token_ids=[])]),
+        (3, [make_stored(2, 1)]),
+        (3, [make_stored(1, None), make_stored(2, 1), BlockRemoved([1], GPU, 0)]),
+        (3, [make_stored(1, None), make_stored(2, 1), BlockRemoved([1, 2], GPU, 0)]),
+        (3, [make_stored(5, 4, group=2)]),
     ],
 )
 def test_checker_catches_broken_promises(guarantee: int, events: list[Event]) -> None:
@@ -227,11 +227,11 @@ def test_checker_catches_broken_promises(guarantee: int, events: list[Event]) ->
 
 def test_checker_accepts_what_is_promised() -> None:
     checker = StreamChecker()
-    window = stored(2, 1, group=1)
+    window = make_stored(2, 1, group=1)
     checker.check_batch(
-        [window, stored(1, None), stored(2, 1)]
+        [window, make_stored(1, None), make_stored(2, 1)]
     )  # the window's parent is spelled out by the batch's end
-    checker.check_batch([BlockRemoved([2], GPU, 1), BlockRemoved([2, 1], GPU, 0), stored(1, None)])
+    checker.check_batch([BlockRemoved([2], GPU, 1), BlockRemoved([2, 1], GPU, 0), make_stored(1, None)])
     assert checker.resident() == {(0, GPU, 1)}
     assert checker.resident_names(0) == {1}
 

@@ -39,7 +39,7 @@ def publisher() -> Iterator[EventPublisher]:
     publisher.close()
 
 
-def stored(key: int) -> BlockStored:
+def make_stored(key: int) -> BlockStored:
     return BlockStored([block_hash(None, [key])], None, [key], 1, None, GPU, None, [None], 0, FULL_ATTENTION)
 
 
@@ -60,7 +60,7 @@ def run(publisher: EventPublisher, *options: str) -> list[dict[str, object]]:
 
 def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Path) -> None:
     for key in range(3):
-        publisher.publish([stored(key)])
+        publisher.publish([make_stored(key)])
     publisher.publish([BlockRemoved([block_hash(None, [1])], GPU, 0)])
     record = tmp_path / "capture.frames.jsonl.gz"
     lines = run(publisher, "--from-start", "--batches", "4", "--type", "removed", "--record", str(record))
@@ -68,12 +68,12 @@ def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Pat
     with gzip.open(record, "rt") as file:
         frames = [[bytes.fromhex(part) for part in json.loads(line)["frames"]] for line in file]
     assert [int.from_bytes(seq, "big") for _, seq, _ in frames] == [0, 1, 2, 3]
-    assert decode_batch(frames[0][2]).batch.events == [stored(0)]
+    assert decode_batch(frames[0][2]).batch.events == [make_stored(0)]
 
 
 def test_killed_and_started_again_it_fills_its_gap(publisher: EventPublisher, tmp_path: Path) -> None:
     state = ("--state", str(tmp_path / "state.json"))
-    publisher.publish([stored(0)])
+    publisher.publish([make_stored(0)])
     first = subprocess.Popen(command(publisher, "--from-start", *state), stdout=subprocess.PIPE, text=True)
     assert first.stdout
     while '"seq": 0' not in first.stdout.readline():
@@ -86,7 +86,7 @@ def test_killed_and_started_again_it_fills_its_gap(publisher: EventPublisher, tm
     first.wait()
     first.stdout.close()
     for key in range(1, 6):
-        publisher.publish([stored(key)])
+        publisher.publish([make_stored(key)])
     lines = run(publisher, "--batches", "5", *state)
     assert [(line["seq"], line["origin"]) for line in lines] == [(seq, "replay") for seq in range(1, 6)]
 

@@ -69,7 +69,7 @@ def _connect(endpoint: str) -> socket.socket:
     return client
 
 
-def _ended(client: socket.socket) -> bool:
+def _is_closed(client: socket.socket) -> bool:
     try:
         while client.recv(65536):
             pass
@@ -78,16 +78,16 @@ def _ended(client: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("sent", [b"", GREETING[:10], GREETING])
+@pytest.mark.parametrize("greeting", [b"", GREETING[:10], GREETING])
 @pytest.mark.parametrize("name", PORTS)
 def test_who_does_not_say_what_it_is_has_its_connection_closed(
-    name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
+    name: str, greeting: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("events.publisher", "events.feed_sockets", "router.fleet.peers"):
         monkeypatch.setattr(importlib.import_module(module), "HANDSHAKE_MS_MAX", 200)
     with PORTS[name][0]() as endpoint, _connect(endpoint) as client:
-        client.sendall(sent)
-        assert _ended(client)
+        client.sendall(greeting)
+        assert _is_closed(client)
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -97,4 +97,4 @@ def test_a_message_that_is_too_long_ends_its_connection_before_it_has_come(name:
     with listens() as endpoint, _connect(endpoint) as client:
         client.sendall(GREETING + b"\x04" + bytes([len(ready)]) + ready)
         client.sendall(b"\x02" + struct.pack(">Q", bytes_max + 1) + b"\x01begun")
-        assert _ended(client)
+        assert _is_closed(client)

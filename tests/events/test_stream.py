@@ -85,8 +85,8 @@ def test_snapshot_publisher_ends_exact(
     world = World(config, ring_size, snapshots=True)
     world.connect()
     run(world, script)
-    world.settle()
-    assert world.follower.held == world.publisher.resident
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident
     assert world.follower.stream.phase is StreamPhase.LIVE
 
 
@@ -99,10 +99,10 @@ def test_ring_publisher_never_leaves_a_false_hit(
     world = World(StreamConfig(start_mode=join), ring_size, snapshots=False)
     world.connect()
     run(world, script)
-    world.settle()
-    assert world.follower.held <= world.publisher.resident
+    world.run_until_quiet()
+    assert world.follower.resident <= world.publisher.resident
     if ring_size == 1000 and join is not StartMode.LIVE:
-        assert world.follower.held == world.publisher.resident
+        assert world.follower.resident == world.publisher.resident
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -125,7 +125,7 @@ def live_follower(count: int, config: StreamConfig | None = None) -> World:
     for key in range(count):
         seq, payload = world.publisher.toggle(key)
         world.follower.perform(world.follower.stream.on_live_batch(seq, payload, world.now))
-    assert len(world.follower.held) == count
+    assert len(world.follower.resident) == count
     return world
 
 
@@ -136,16 +136,16 @@ def test_gap_is_asked_from_the_last_seen_batch_and_filled() -> None:
     instructions = world.follower.stream.on_live_batch(seq, payload, 0.0)
     assert instructions == [Gap(3, 4), RequestReplay(instructions[1].request_id, 2)]  # type: ignore[union-attr]
     world.follower.perform(instructions)
-    world.settle()
-    assert world.follower.held == world.publisher.resident
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident
 
 
 def test_restart_of_an_idle_publisher_is_noticed() -> None:
     world = live_follower(5)
     world.restart()
-    world.settle()
+    world.run_until_quiet()
     assert any(isinstance(notice, PublisherRestarted) for notice in world.follower.notices)
-    assert world.follower.held == set()
+    assert world.follower.resident == set()
 
 
 def test_restart_whose_new_seq_is_already_higher_is_noticed() -> None:
@@ -156,9 +156,9 @@ def test_restart_whose_new_seq_is_already_higher_is_noticed() -> None:
     world.connect()
     seq, payload = world.publisher.toggle(50)
     world.wire.append((seq, payload))
-    world.settle()
+    world.run_until_quiet()
     assert any(isinstance(notice, PublisherRestarted) for notice in world.follower.notices)
-    assert world.follower.held == world.publisher.resident
+    assert world.follower.resident == world.publisher.resident
 
 
 def test_a_blip_keeps_everything_and_asks_once() -> None:
@@ -166,9 +166,9 @@ def test_a_blip_keeps_everything_and_asks_once() -> None:
     before = world.follower.stream.stats.clears
     world.follower.perform(world.follower.stream.on_disconnected())
     world.publisher.toggle(9)
-    world.settle()
+    world.run_until_quiet()
     assert world.follower.stream.stats.clears == before
-    assert world.follower.held == world.publisher.resident
+    assert world.follower.resident == world.publisher.resident
 
 
 def test_repeated_batch_is_stale() -> None:
@@ -185,10 +185,10 @@ def test_a_known_seq_with_other_bytes_is_a_restart() -> None:
 def test_lost_last_batch_is_found_by_the_check_after_silence() -> None:
     world = live_follower(5)
     world.publisher.toggle(77)  # never on the wire
-    world.settle()
-    assert 77 in world.follower.held
+    world.run_until_quiet()
+    assert 77 in world.follower.resident
     requests = world.follower.stream.stats.requests
-    world.settle()
+    world.run_until_quiet()
     assert world.follower.stream.stats.requests == requests, "one check a silence, not a poll"
 
 
@@ -209,7 +209,7 @@ def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
         world.follower.perform(world.follower.stream.on_tick(world.now))
         if world.follower.stream.phase is StreamPhase.LIVE:
             break
-    assert world.follower.held == {7}
+    assert world.follower.resident == {7}
     assert world.follower.stream.position is not None
 
 
@@ -240,8 +240,8 @@ def test_a_reply_with_a_hole_is_asked_for_again() -> None:
     world.serve()
     assert world.replies is not None
     del world.replies[1][2:4]
-    world.settle()
-    assert world.follower.held == world.publisher.resident
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident
     assert world.follower.stream.stats.clears == 0
 
 
@@ -257,7 +257,7 @@ def test_what_one_reply_did_not_bring_is_asked_for_at_once() -> None:
         world.deliver_reply()
     assert world.follower.request == RequestReplay(world.follower.stream._request_id, 4)
     world.answer()
-    assert world.follower.held == world.publisher.resident
+    assert world.follower.resident == world.publisher.resident
 
 
 def test_a_ring_in_answer_to_a_snapshot_request_is_not_taken_for_one() -> None:
@@ -271,8 +271,8 @@ def test_a_ring_in_answer_to_a_snapshot_request_is_not_taken_for_one() -> None:
     for seq, payload in world.publisher.replay(0):
         world.follower.perform(world.follower.stream.on_reply(request.request_id, seq, payload, 0.0))
     world.follower.perform(world.follower.stream.on_reply_end(request.request_id, 0.0))
-    world.settle()
-    assert world.follower.held == world.publisher.resident
+    world.run_until_quiet()
+    assert world.follower.resident == world.publisher.resident
 
 
 @pytest.mark.slow
@@ -285,8 +285,8 @@ def test_many_seeds() -> None:
         world = World(StreamConfig(recent_max=rng.choice([1, 4, 1024])), rng.choice([2, 10, 1000]), snapshots=True)
         world.connect()
         run(world, script)
-        world.settle()
-        assert world.follower.held == world.publisher.resident, f"seed {seed}"
+        world.run_until_quiet()
+        assert world.follower.resident == world.publisher.resident, f"seed {seed}"
 
 
 # ---------------------------------------------------------------- publishers that name themselves, and their snapshots
@@ -298,7 +298,7 @@ def requests_of(instructions: list[Instruction]) -> list[Instruction]:
     return [instruction for instruction in instructions if isinstance(instruction, RequestReplay | RequestSnapshot)]
 
 
-def snapshotted(*, can_replay: bool, last_seq: int = 4) -> StreamState:
+def joined_by_snapshot(*, can_replay: bool, last_seq: int = 4) -> StreamState:
     """A stream that joined by the answer of a snapshot socket."""
     stream = StreamState(StreamConfig(can_replay=can_replay, has_snapshots=True))
     assert stream.on_connected(0.0) == [RequestSnapshot(1)]
@@ -326,7 +326,7 @@ def test_a_snapshot_sockets_answer_joins_at_its_seq(can_replay: bool, last_seq: 
 
 def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
     for seq in (0, 4, 5, 6, 1000):
-        stream = snapshotted(can_replay=False)
+        stream = joined_by_snapshot(can_replay=False)
         restart_notice, clear, request = stream.on_live_batch(seq, b"of another", 1.0, B)
         assert isinstance(restart_notice, PublisherRestarted)
         assert isinstance(clear, Clear)
@@ -339,18 +339,18 @@ def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
 
 
 def test_without_ids_nothing_is_said_about_them() -> None:
-    stream = snapshotted(can_replay=True)
+    stream = joined_by_snapshot(can_replay=True)
     assert stream.on_live_batch(5, b"x", 1.0) == [Apply(5, b"x", Origin.LIVE)]
 
 
 def test_a_gap_is_replayed_where_it_can_be_and_else_taken_from_a_snapshot() -> None:
-    stream = snapshotted(can_replay=True)
+    stream = joined_by_snapshot(can_replay=True)
     gap, request = stream.on_live_batch(7, b"7", 1.0, A)
     assert (gap, request) == (Gap(5, 7), RequestReplay(2, 4))
     assert stream.on_reply(2, 5, b"5", 1.1, A) == [Apply(5, b"5", Origin.REPLAY)]
     assert stream.on_reply(2, 6, b"6", 1.1, A) == [Apply(6, b"6", Origin.REPLAY)]
     assert stream.on_reply_end(2, 1.2) == [Apply(7, b"7", Origin.LIVE)]
-    stream = snapshotted(can_replay=False)
+    stream = joined_by_snapshot(can_replay=False)
     assert [type(instruction) for instruction in stream.on_live_batch(7, b"7", 1.0, A)] == [Gap, Clear, RequestSnapshot]
     assert stream.on_snapshot(2, 6, A, [], 1.1) == [Apply(7, b"7", Origin.LIVE)]
     assert [type(instruction) for instruction in stream.on_connected(2.0)] == [Clear, RequestSnapshot]
@@ -358,7 +358,7 @@ def test_a_gap_is_replayed_where_it_can_be_and_else_taken_from_a_snapshot() -> N
 
 
 def test_a_replay_of_another_process_is_a_restart() -> None:
-    stream = snapshotted(can_replay=True)
+    stream = joined_by_snapshot(can_replay=True)
     (request,) = stream.on_connected(1.0)
     assert isinstance(request, RequestReplay)
     restart_notice, clear, new_request = stream.on_reply(request.request_id, 5, b"5", 1.1, B)

@@ -228,14 +228,14 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @cache
-def _built(kind: str) -> str:
+def _build_tokenizer_json(kind: str) -> str:
     return KINDS[kind]().to_str()
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[[str], Tokenizer]:
     """Kind -> a fresh tokenizer of it (trained once a session)."""
-    return lambda kind: Tokenizer.from_str(_built(kind))
+    return lambda kind: Tokenizer.from_str(_build_tokenizer_json(kind))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

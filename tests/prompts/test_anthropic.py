@@ -64,20 +64,20 @@ def test_images_are_parts_and_those_of_results_the_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "made"),
+    ("template", "expected_messages"),
     [
         (ANYWHERE, [("system", "rules"), ("user", "hi"), ("system", "now")]),
         (EARLY, [("system", "rulesnow"), ("user", "hi")]),
     ],
 )
-def test_system_texts_stand_where_the_template_takes_them(template: ChatTemplate, made: list[Any]) -> None:
+def test_system_texts_stand_where_the_template_takes_them(template: ChatTemplate, expected_messages: list[Any]) -> None:
     turns = [
         {"role": "user", "content": "hi"},
         {"role": "system", "content": [text(BILLING), text("now")]},
         {"role": "system", "content": BILLING},
     ]
     fields = chat(template, system=[text(BILLING), text("rules")], messages=turns)
-    assert [(m["role"], m["content"]) for m in fields["messages"]] == made
+    assert [(m["role"], m["content"]) for m in fields["messages"]] == expected_messages
 
 
 def test_a_system_text_that_begins_with_the_billing_line_is_left_to_rendering() -> None:

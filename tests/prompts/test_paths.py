@@ -14,7 +14,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(
-    ("path", "meant"),
+    ("path", "expected_path"),
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
@@ -34,8 +34,8 @@ SERVED = [
         ("/" + "x" * 300 + "/v1/messages", None),
     ],
 )
-def test_the_path_that_was_meant(path: str, meant: str | None) -> None:
-    assert nearest_path(path, SERVED) == meant
+def test_the_path_that_was_meant(path: str, expected_path: str | None) -> None:
+    assert nearest_path(path, SERVED) == expected_path
 
 
 def test_the_error_says_how_the_base_url_ends() -> None:

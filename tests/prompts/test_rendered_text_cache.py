@@ -92,7 +92,7 @@ CHATS = st.lists(
 )
 
 
-def rendered(template: ChatTemplate, messages: list[dict[str, Any]], generation: bool, *, plain: bool) -> str:
+def render_prompt(template: ChatTemplate, messages: list[dict[str, Any]], generation: bool, *, plain: bool) -> str:
     """By the template alone, or as prompts are."""
     if not plain:
         return render_chat(template, BARE.replace(messages=messages, add_generation_prompt=generation))
@@ -115,7 +115,7 @@ def test_a_chat_is_what_the_template_makes_of_it(
         results = []
         for plain in (True, False):
             try:
-                results.append(rendered(template, messages, generation, plain=plain))
+                results.append(render_prompt(template, messages, generation, plain=plain))
             except RequestError as error:
                 results.append(error.message)
         assert results[0] == results[1], name
@@ -125,7 +125,7 @@ def test_a_billing_line_is_dropped_where_the_skeleton_is_kept() -> None:
     template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>", "eos_token": "</s>"})
     chats = [[{"role": "system", "content": text}, {"role": "user", "content": "a"}]
              for text in ("b", "b", f"{BILLING_LINE}: 1\nb")]  # fmt: skip
-    assert len({rendered(template, chat, True, plain=False) for chat in chats}) == 1
+    assert len({render_prompt(template, chat, True, plain=False) for chat in chats}) == 1
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -134,11 +134,11 @@ def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.M
     text_cache = template.rendered_text_cache(has_tools=False)
     assert text_cache is not None
     chat = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
-    rendered(template, chat, True, plain=False)
+    render_prompt(template, chat, True, plain=False)
     other = [{**message, "content": message["content"] + " more"} for message in chat]
-    want = rendered(template, other, True, plain=True)
+    want = render_prompt(template, other, True, plain=True)
     monkeypatch.setattr(template, "render", None)
-    assert rendered(template, other, True, plain=False) == want
+    assert render_prompt(template, other, True, plain=False) == want
 
 
 @pytest.mark.parametrize("body", OTHERWISE)

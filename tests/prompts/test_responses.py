@@ -28,7 +28,7 @@ def chat(given: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
     return convert_to_chat(parse_response(json.dumps({"input": given, **body}).encode()), before)
 
 
-def said(text: str, **more: Any) -> dict[str, Any]:
+def message_item(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **more}
 
 
@@ -36,7 +36,7 @@ def call(number: int, **more: Any) -> dict[str, Any]:
     return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}", **more}
 
 
-def thought(text: str) -> dict[str, Any]:
+def reasoning_item(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
@@ -50,11 +50,11 @@ NAMESPACE = {
 def test_thoughts_words_and_calls_are_one_message_again() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
-        thought("hm"), said("I call"), call(1), call(2, namespace="n"),
+        reasoning_item("hm"), message_item("I call"), call(1), call(2, namespace="n"),
         {"type": "function_call_output", "call_id": "c1", "output": "r"},
         {"type": "custom_tool_call", "call_id": "c3", "name": "g", "input": "\u00e9"},
         {"type": "custom_tool_call_output", "call_id": "c3", "output": [{"type": "input_text", "text": "s"}]},
-        said("one"), said("two"),
+        message_item("one"), message_item("two"),
     ]  # fmt: skip
     chat_result = chat(items, instructions="rules")["messages"]
     calls = [("c1", "f", "{}"), ("c2", "n__f", "{}")]
@@ -87,7 +87,7 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
         {"type": "tool_search_call", "id": "ts_1", "arguments": {"goal": "y"}},
-        said("Found."),
+        message_item("Found."),
         {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
         {"type": "local_shell_call_output", "id": "c", "output": "a.txt"},
         {"type": "image_generation_call", "id": "ig_1", "result": "iVBO"},
@@ -114,11 +114,11 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
 def test_items_that_are_only_named_are_brought() -> None:
     name = item_id("rs_", "resp_0af", 2)
     assert item_response_id(name) == "resp_0af"
-    items = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, said("a")]
+    items = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, message_item("a")]
     body = json.dumps({"input": items}).encode()
     request = parse_response(body)
     assert item_references(request) == {name: "input[1].id"}
-    chat_result = convert_to_chat(request, items={name: thought("hm")})["messages"]
+    chat_result = convert_to_chat(request, items={name: reasoning_item("hm")})["messages"]
     assert chat_result[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
     assert parse_routing("/v1/responses", body).stored_response_id == "resp_0af"
     with pytest.raises(RequestError, match="only the worker knows"):
@@ -168,8 +168,8 @@ def test_tools_that_a_model_is_shown() -> None:
 
 
 def test_other_fields() -> None:
-    assert chat([said("half", status="incomplete")])["continue_final_message"] is True
-    assert chat([said("whole", status="completed")])["continue_final_message"] is False
+    assert chat([message_item("half", status="incomplete")])["continue_final_message"] is True
+    assert chat([message_item("whole", status="completed")])["continue_final_message"] is False
     assert chat(truncation="auto")["truncate_prompt_tokens"] == -1
     assert chat(reasoning={"effort": "high"})["reasoning_effort"] == "high"
     form = chat(text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}})["response_format"]
@@ -190,7 +190,10 @@ def test_other_fields() -> None:
             {"given": ["a", {"type": "function_call_output", "call_id": "c", "output": [3]}][1:]},
             "input[0].output[0]: got 3",
         ),
-        ({"given": [said("x"), {**said("x"), "content": [{"type": "output_text"}] * 2}]}, "input[1].content[0].text"),
+        (
+            {"given": [message_item("x"), {**message_item("x"), "content": [{"type": "output_text"}] * 2}]},
+            "input[1].content[0].text",
+        ),
         ({"given": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name: got null"),
         ({"given": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools[0].format.syntax: got"),

@@ -153,9 +153,9 @@ def test_wrong_chats_are_named(fields, param, words):
     assert (error_info.value.param, words in error_info.value.message) == (param, True), error_info.value.message
 
 
-@pytest.mark.parametrize("scored", [False, None, True])
-def test_no_alternatives_need_no_logprobs(scored):
-    assert chat(top_logprobs=0, logprobs=scored).top_logprobs == 0
+@pytest.mark.parametrize("logprobs", [False, None, True])
+def test_no_alternatives_need_no_logprobs(logprobs):
+    assert chat(top_logprobs=0, logprobs=logprobs).top_logprobs == 0
 
 
 @pytest.mark.parametrize(
@@ -365,19 +365,19 @@ def test_a_completion_without_a_prompt_says_so():
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    ("text", "position"),
     [
         (rb"\ud800", rb"\ud800"), (rb"a\\\uD83D b", rb"\uD83D"), (rb"\ud83d\ude00 \ude00", rb"\ude00 at byte 24"),
         (rb"\udc00\ud800", rb"\udc00"), (rb"\ud83d\ud83d\ude00", rb"\ud83d"), (rb"\ud800A", rb"\ud800"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("key", [False, True])
-def test_half_of_a_character_is_named(text: bytes, where: bytes, key: bool) -> None:
+def test_half_of_a_character_is_named(text: bytes, position: bytes, key: bool) -> None:
     data = b'{"%b":"a"}' % text if key else b'{"prompt":"%b"}' % text
-    if key and b" at" in where:
-        where = where.partition(b" ")[0]
+    if key and b" at" in position:
+        position = position.partition(b" ")[0]
     for parse in (parse_chat, parse_completion, lambda d: parse_routing("/v1/completions", d)):
-        with pytest.raises(RequestError, match=re.escape(where.decode()) + ".* is half of a surrogate pair"):
+        with pytest.raises(RequestError, match=re.escape(position.decode()) + ".* is half of a surrogate pair"):
             parse(data)
 
 

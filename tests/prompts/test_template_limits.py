@@ -15,7 +15,7 @@ MANY = "{% for i in range(99999) %}"
 END = "{% endfor %}"
 
 
-def limited(source: str, seconds: float = 0.05) -> ChatTemplate:
+def limited_template(source: str, seconds: float = 0.05) -> ChatTemplate:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     template.set_time_limit(seconds)
     return template
@@ -24,7 +24,7 @@ def limited(source: str, seconds: float = 0.05) -> ChatTemplate:
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"exotic"}))
 def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    ours, plain = limited(ALL[name]), ChatTemplate(ALL[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    ours, plain = limited_template(ALL[name]), ChatTemplate(ALL[name], {"bos_token": "<s>", "eos_token": "</s>"})
     assert ours.is_bounded
     for tool_list in (None, tools):
         for generation in (False, True):
@@ -44,7 +44,7 @@ def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
     ],
 )
 def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) -> None:
-    template = limited(source)
+    template = limited_template(source)
     assert template.is_bounded
     with pytest.raises(RequestError, match="takes too long"):
         template.render(MESSAGES)
@@ -66,7 +66,9 @@ def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) ->
     ],
 )
 def test_what_grows_is_refused_before_it_is_large(step: str) -> None:
-    template = limited("{% set ns = namespace(x='a\"', y=messages) %}{% for i in range(900) %}" + step + END, 60.0)
+    template = limited_template(
+        "{% set ns = namespace(x='a\"', y=messages) %}{% for i in range(900) %}" + step + END, 60.0
+    )
     with pytest.raises(RequestError, match="too much"):
         template.render(MESSAGES)
     assert not template.is_bounded
@@ -110,7 +112,7 @@ def test_what_grows_is_refused_before_it_is_large(step: str) -> None:
 )
 def test_what_is_not_proven_is_not_rendered_here(source: str) -> None:
     assert add_limits(_make_environment().parse(source)) is None
-    template = limited(source)
+    template = limited_template(source)
     assert not template.is_bounded
     with pytest.raises(RequestError, match="too long"):
         template.render(MESSAGES)
@@ -130,7 +132,7 @@ def test_what_cannot_be_read_says_so() -> None:
 
 
 def test_a_client_s_own_template_is_bounded_too() -> None:
-    template = limited(ALL["chatml"])
+    template = limited_template(ALL["chatml"])
     with pytest.raises(RequestError, match="too long"):
         template.render(MESSAGES, chat_template="{{ 'a' * 999999999 }}")
     assert template.render(MESSAGES, chat_template="{{ messages | length }}") == "3"
@@ -142,5 +144,5 @@ def test_macros_that_call_each_other_are_analysed_in_time() -> None:
     macros = "".join(
         f"{{% macro m{i}(x) %}}" + f"{{{{ m{i + 1}(x) }}}}" * 50 + "{% endmacro %}" for i in reversed(range(8))
     )
-    template = limited("{% macro m8(x) %}{{ x }}{% endmacro %}" + macros + "{{ m0(messages[0].content) }}")
+    template = limited_template("{% macro m8(x) %}{{ x }}{% endmacro %}" + macros + "{{ m0(messages[0].content) }}")
     assert template.rendered_text_cache(has_tools=False) is None
