@@ -137,18 +137,18 @@ class LoadedModel:
     def _check_possible(self, operation: str) -> None:
         if self._config.tensor_parallel_size > 1:
             raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
-        if operation == "sleep" and self._runners[0].records:
+        if operation == "sleep" and self._runners[0].has_recorded_steps:
             raise ConfigError("decode steps are recorded: start with --enforce-eager")
 
     def sleep(self, level: int) -> None:
         """Raises ConfigError."""
         self._check_possible("sleep")
-        self._runners[0].free_pool()
+        self._runners[0].release_pool()
         for weight in self._model.weights:
             if level == 2:
-                weight.drop()
+                weight.release()
             elif self._device.type != "cpu":
-                weight.move(torch.device("cpu"))
+                weight.move_to(torch.device("cpu"))
         self._sleep_level = level
 
     def wake(self) -> None:
@@ -157,8 +157,8 @@ class LoadedModel:
             load_weights(self._model, self._folder, self._dtype, self._device)
         else:
             for weight in self._model.weights:
-                weight.move(self._device)
-        self._runners[0].take_pool()
+                weight.move_to(self._device)
+        self._runners[0].allocate_pool()
         self._sleep_level = 0
 
     def reload(self, path: str | None) -> None:

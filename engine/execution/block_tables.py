@@ -97,15 +97,17 @@ class BlockTables:
             lengths[self._table_states[0, rows] != versions] = 0
             self._table_states[0, rows] = versions
             self._last_table_version = table_version
-        outdated = (lengths * self._kv.block_size < ends).nonzero()[0]
-        if not len(outdated):
+        outdated_indices = (lengths * self._kv.block_size < ends).nonzero()[0]
+        if not len(outdated_indices):
             return
-        stride, outdated_rows = self._host_tables.shape[0], rows[outdated]
+        stride, outdated_rows = self._host_tables.shape[0], rows[outdated_indices]
         table_indices: list[int] = []
         """In a table [blocks, rows]."""
         new_blocks: list[BlockId] = []
         block_counts: list[int] = []
-        for i, row, length in zip(outdated.tolist(), outdated_rows.tolist(), lengths[outdated].tolist()):
+        for i, row, length in zip(
+            outdated_indices.tolist(), outdated_rows.tolist(), lengths[outdated_indices].tolist()
+        ):
             chunk = chunks[i]
             table = chunk.seq.block_tables[self._group]
             block_count = len(table)

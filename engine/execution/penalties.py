@@ -86,14 +86,14 @@ class Penalties:
         if (missing_rows := row_count - len(self._token_count_bounds)) > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
-        counted = [penalised_token_counts(sequences[penalised_rows[i]]) for i in new_indices]
+        new_counts = [penalised_token_counts(sequences[penalised_rows[i]]) for i in new_indices]
         new_rows = rows[new_indices].tolist()
-        self._token_count_bounds[new_rows] = [len(distinct_tokens) for distinct_tokens, _ in counted]
+        self._token_count_bounds[new_rows] = [len(distinct_tokens) for distinct_tokens, _ in new_counts]
         self._token_count_bounds[rows] += 1
         width = int(self._token_count_bounds[rows].max())
         if not new_rows:
             return PenaltyStep([], width, row_count)
-        tokens, values = [distinct_tokens for distinct_tokens, _ in counted], [value for _, value in counted]
+        tokens, values = [distinct_tokens for distinct_tokens, _ in new_counts], [value for _, value in new_counts]
         lengths = np.array([len(row_tokens) for row_tokens in tokens])
         places = np.concatenate([np.arange(length) for length in lengths])
         arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), places]

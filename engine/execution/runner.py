@@ -146,16 +146,16 @@ class ModelRunner:
             )
 
     @property
-    def records(self) -> bool:
+    def has_recorded_steps(self) -> bool:
         """Decode steps are recorded: they read and write where the pool and the weights were then."""
         return self._graphs is not None
 
-    def free_pool(self) -> None:
-        """Give the pool's memory back. No step may be out, and none may come before `take_pool`."""
+    def release_pool(self) -> None:
+        """Give the pool's memory back. No step may be out, and none may come before `allocate_pool`."""
         self._row_allocator.clear()
         self._buffer.untyped_storage().resize_(0)
 
-    def take_pool(self) -> None:
+    def allocate_pool(self) -> None:
         """Have a pool again, in which nothing is. Raises RuntimeError where there is no memory for it."""
         self._buffer.untyped_storage().resize_(self._buffer.numel())
 
@@ -230,7 +230,7 @@ class ModelRunner:
             sequences, sampled_rows = [sequences[i] for i in sampled_chunks], [sampled_rows[i] for i in sampled_chunks]
             sampled_ends = ends[sampled_chunks]
         sampling_inputs = None
-        if sampled_chunks and self.model.samples:
+        if sampled_chunks and self.model.samples_tokens:
             sampling_inputs = self._sampler.prepare(
                 sequences, sampled_ends, sampled_rows, self._row_allocator.row_count
             )
@@ -372,7 +372,7 @@ class ModelRunner:
             return []
         sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
         if step.sampling_inputs is None:
-            self.model.lend_logits(sampled_hidden)
+            self.model.contribute_logits(sampled_hidden)
             return []
         tokens, logprobs = self._sampler.sample(self.model.logits(sampled_hidden), step.sampling_inputs)
         if self._last_tokens is not None:
@@ -388,17 +388,17 @@ class ModelRunner:
         slabs = []
         for at in range(0, count, slab_rows):
             rows = hidden[at : min(at + slab_rows, count)]
-            if self.model.samples:
+            if self.model.samples_tokens:
                 top_count = chunk.seq.request.params.prompt_logprobs or 0
                 slabs.append(token_logprobs(self.model.logits(rows), tokens[at : at + slab_rows], top_count))
             else:
-                self.model.lend_logits(rows)
+                self.model.contribute_logits(rows)
         return [torch.cat(parts) for parts in zip(*slabs, strict=True)]
 
     def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
         """From what was read: the tokens, their logprobs, those of prompts."""
         result, order = StepResult([None] * len(step.chunks)), step.order
-        if not self.model.samples:
+        if not self.model.samples_tokens:
             return result
         if step.sampling_inputs is not None:
             tokens = outputs.pop(0)

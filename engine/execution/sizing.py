@@ -217,7 +217,7 @@ def step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> 
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
         return config.step_tokens_max
-    weight_count = sum(math.prod(weight.shape) for weight in model.weights if weight.multiplies)
+    weight_count = sum(math.prod(weight.shape) for weight in model.weights if weight.is_linear)
     fitting_tokens = int(CPU_STEP_PRODUCTS * config.num_threads / weight_count)
     return min(
         max(1 << max(fitting_tokens.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs),
@@ -236,7 +236,7 @@ def load_bytes_max(
     """
     if device.type != "cpu":
         return config.step_tokens_max * sum(group.token_bytes for group in spec.groups)
-    linear_weights = [weight for weight in model.weights if weight.multiplies]
+    linear_weights = [weight for weight in model.weights if weight.is_linear]
     weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in linear_weights)
     return max(1, int(weights * LOAD_TIME_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))
 

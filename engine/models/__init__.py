@@ -38,10 +38,10 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
     build = ARCHITECTURES.get(config.architecture)
     if build is None:
         raise ModelError(
-            f"{config.where}: architecture {config.architecture!r} is not supported; "
+            f"{config.source}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     model = build(config, WeightScope(shard=shard or Shard()))
     if not model.attentions:
-        raise ModelError(f"{config.where}: no attention layer; models of recurrent layers only are not supported")
+        raise ModelError(f"{config.source}: no attention layer; models of recurrent layers only are not supported")
     return model

@@ -40,7 +40,7 @@ class DecoderConfig:
     head_name: str = "lm_head.weight"
 
     @staticmethod
-    def of(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
+    def from_hf(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
         """Read it under the names most families use; the arguments are the family's defaults."""
         return DecoderConfig(
             vocab_size=config.integer("vocab_size"),
@@ -62,8 +62,8 @@ class CausalLM:
         config: DecoderConfig,
         block: Callable[[WeightScope, int], DecoderBlock],
         *,
-        ignored: tuple[str, ...] = (),
-        renamed: dict[str, str] | None = None,
+        ignored_prefixes: tuple[str, ...] = (),
+        renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
         """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
         body = root.sub(prefix)
@@ -74,12 +74,12 @@ class CausalLM:
         self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
         self.shard = root.shard
-        self.samples = root.shard.rank == 0
+        self.samples_tokens = root.shard.rank == 0
         """Whether this rank has whole logits to sample from."""
         self.weights: list[Weight] = root.weights
-        self.ignored = ((c.head_name,) if c.tie_embeddings else ()) + ignored
+        self.ignored_prefixes = ((c.head_name,) if c.tie_embeddings else ()) + ignored_prefixes
         """Prefixes of checkpoint tensors that this model does not use."""
-        self.renamed = renamed or {}
+        self.renamed_prefixes = renamed_prefixes or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
         self.attentions = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Attention)]
         self._groups = _group_layers([attention.config for _, attention in self.attentions])
@@ -89,7 +89,7 @@ class CausalLM:
         self.recurrents = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Recurrent)]
         for index, (_, recurrent) in enumerate(self.recurrents):
             recurrent.index = index
-        self._last_mixing = max(i for i, _ in (*self.attentions, *self.recurrents))
+        self._last_mixer_index = max(i for i, _ in (*self.attentions, *self.recurrents))
         """The last block in which tokens see each other: behind its mixer each row goes its own way."""
         self._ropes: list[RopeConfig] = []
         for _, attention in self.attentions:
@@ -126,12 +126,12 @@ class CausalLM:
         return CacheSpec(block_size, tuple(groups), state)
 
     def state_layout(self, dtype: torch.dtype) -> StateLayout:
-        return StateLayout.of([recurrent.state_shape for _, recurrent in self.recurrents], dtype)
+        return StateLayout.from_shapes([recurrent.state_shape for _, recurrent in self.recurrents], dtype)
 
     def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
 
-    def forward(self, token_ids: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor, step: Step, selected_tokens: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
         `wanted`: the rows that are returned, and computed where tokens no longer see each other; None: all.
@@ -141,20 +141,20 @@ class CausalLM:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, step, wanted if index == self._last_mixing else None)
+            x, residual = block(x, residual, step, selected_tokens if index == self._last_mixer_index else None)
             if len(x) == 0:
                 return x
         assert residual is not None
         return self.norm.add(x, residual, step)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `lend_logits` meanwhile."""
-        assert self.samples, "whole logits are on rank 0 alone"
+        """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `contribute_logits` meanwhile."""
+        assert self.samples_tokens, "whole logits are on rank 0 alone"
         logits = self.vocabulary.logits(hidden)
         assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def lend_logits(self, hidden: Tensor) -> None:
+    def contribute_logits(self, hidden: Tensor) -> None:
         """This rank's part of what `logits` puts together on rank 0, of the same rows."""
         assert self.vocabulary.logits(hidden) is None, "rank 0 makes logits"
 
@@ -169,14 +169,14 @@ def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
 
 
 def attention_config(
-    config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, partial: float = 1.0
+    config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, rotary_fraction: float = 1.0
 ) -> AttentionConfig:
-    """Attention under the names most families use; `theta` and `partial` are the family's rotary defaults."""
+    """Attention under the names most families use; `theta` and `rotary_fraction` are the family's rotary defaults."""
     heads = config.integer("num_attention_heads")
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ModelError(
-            f"{config.where}: num_key_value_heads {kv_heads}: expected a divisor of num_attention_heads {heads}"
+            f"{config.source}: num_key_value_heads {kv_heads}: expected a divisor of num_attention_heads {heads}"
         )
     head_dim = config.optional_integer("head_dim") or decoder.hidden_size // heads
     bias = config.get("attention_bias", False)
@@ -185,7 +185,7 @@ def attention_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=RopeConfig.of(config, head_dim, theta=theta, partial=partial),
+        rope=RopeConfig.from_hf(config, head_dim, theta=theta, rotary_fraction=rotary_fraction),
         qkv_bias=bias,
         output_bias=bias,
         zero_centred_norm=decoder.zero_centred_norm,
@@ -204,25 +204,25 @@ def alternating_decoder(
     *,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     residual_scale: float = 1.0,
-    ignored: tuple[str, ...] = (),
-    renamed: dict[str, str] | None = None,
+    ignored_prefixes: tuple[str, ...] = (),
+    renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
     """Block i is `mixers[i]` and `mlps[i]`, each behind its norm and, before it is added, times `residual_scale`."""
 
     def block(scope: WeightScope, index: int) -> DecoderBlock:
-        before_mixer, before_mlp = (
+        mixer_norm, mlp_norm = (
             RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm) for name in norms
         )
         mixer = mixers[index](scope)
         return DecoderBlock(
-            mixer_norm=before_mixer,
+            mixer_norm=mixer_norm,
             mixer=mixer,
-            mlp_norm=before_mlp,
+            mlp_norm=mlp_norm,
             mlp=mlps[index](scope),
             residual_scale=residual_scale,
         )
 
-    return CausalLM(root, "model", decoder, block, ignored=ignored, renamed=renamed)
+    return CausalLM(root, "model", decoder, block, ignored_prefixes=ignored_prefixes, renamed_prefixes=renamed_prefixes)
 
 
 def dense_decoder(

@@ -21,7 +21,7 @@ class HfConfig:
     """Typed access to a config.json."""
 
     values: Mapping[str, Any]
-    where: str = "config.json"
+    source: str = "config.json"
 
     @staticmethod
     def read(folder: Path) -> HfConfig:
@@ -40,7 +40,7 @@ class HfConfig:
     def architecture(self) -> str:
         names = self.values.get("architectures")
         if not isinstance(names, list) or not names:
-            raise ModelError(f"{self.where}: architectures: expected a list with one name, got {names!r}")
+            raise ModelError(f"{self.source}: architectures: expected a list with one name, got {names!r}")
         return str(names[0])
 
     def __contains__(self, key: str) -> bool:
@@ -50,8 +50,8 @@ class HfConfig:
         """The nested object `key`, as a multi-modal checkpoint holds its text model's config."""
         inner = self.values.get(key)
         if not isinstance(inner, dict):
-            raise ModelError(f"{self.where}: {key}: expected an object, got {inner!r}")
-        return HfConfig(inner, f"{self.where}: {key}")
+            raise ModelError(f"{self.source}: {key}: expected an object, got {inner!r}")
+        return HfConfig(inner, f"{self.source}: {key}")
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, of the default's type; the default where it is absent or null."""
@@ -61,14 +61,14 @@ class HfConfig:
         if type(default) is float and type(value) is int:
             value = float(value)
         if type(value) is not type(default):
-            raise ModelError(f"{self.where}: {key}: expected {type(default).__name__}, got {value!r}")
+            raise ModelError(f"{self.source}: {key}: expected {type(default).__name__}, got {value!r}")
         return value
 
     def integer(self, key: str) -> int:
         """A positive integer that must be there."""
         value = self.values.get(key)
         if type(value) is not int or value < 1:
-            raise ModelError(f"{self.where}: {key}: expected a positive integer, got {value!r}")
+            raise ModelError(f"{self.source}: {key}: expected a positive integer, got {value!r}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -79,15 +79,15 @@ class HfConfig:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ModelError(f"{self.where}: {key}: expected a list of strings, got {value!r}")
+            raise ModelError(f"{self.source}: {key}: expected a list of strings, got {value!r}")
         return value
 
-    def expect(self, key: str, default: T, *accepted: T) -> None:
+    def expect(self, key: str, default: T, *supported_values: T) -> None:
         """Refuse a checkpoint whose `key` has a value that the model here does not implement."""
         value = self.get(key, default)
-        if value not in accepted:
-            known = ", ".join(repr(item) for item in accepted)
-            raise ModelError(f"{self.where}: {key}: {value!r} is not supported; expected {known}")
+        if value not in supported_values:
+            supported_text = ", ".join(repr(item) for item in supported_values)
+            raise ModelError(f"{self.source}: {key}: {value!r} is not supported; expected {supported_text}")
 
     @property
     def dtype(self) -> str | None:
@@ -98,12 +98,12 @@ class HfConfig:
         return None if value is None else str(value).removeprefix("torch.")
 
 
-def layer_types(config: HfConfig, key: str, known: Mapping[str, Kind], default: list[str]) -> list[Kind]:
+def layer_types(config: HfConfig, key: str, choices: Mapping[str, Kind], default: list[str]) -> list[Kind]:
     """What `known` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
     kinds = config.strings(key) or default
     if not kinds or (default and len(kinds) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"
-        raise ModelError(f"{config.where}: {key}: expected {expected}, got {len(kinds)}")
-    if unknown := sorted(set(kinds) - set(known)):
-        raise ModelError(f"{config.where}: {key}: {unknown[0]!r} is not supported; expected {', '.join(known)}")
-    return [known[kind] for kind in kinds]
+        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(kinds)}")
+    if unknown := sorted(set(kinds) - set(choices)):
+        raise ModelError(f"{config.source}: {key}: {unknown[0]!r} is not supported; expected {', '.join(choices)}")
+    return [choices[kind] for kind in kinds]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from engine.models.rope import RopeConfig
-from engine.models.shard import Cut, Extent, Shard, size_of
+from engine.models.shard import DimShard, Extent, Shard, size_of
 from engine.models.weights import Weight, WeightScope
 from kernels import Kernels, PagedKV
 
@@ -77,30 +77,30 @@ class Linear:
     """
 
     def __init__(self, scope: WeightScope, outputs: Mapping[str, Extent], inputs: Extent, bias: bool = False) -> None:
-        weights, biases, at = [], [], 0
+        weights, biases, row_offset = [], [], 0
         for name, rows in outputs.items():
-            place = (slice(at, at + size_of(rows)),)
-            weights.append(scope.part(f"{name}.weight", (rows, inputs), place))
-            biases.append(scope.part(f"{name}.bias", (rows,), place))
-            at += size_of(rows)
-        self.weight = scope.assembled((at, inputs), weights)
-        self.weight.multiplies = True
-        self.bias = scope.assembled((at,), biases) if bias else None
-        self.add_up = scope.shard.add_up if isinstance(inputs, Cut) else None
-        if self.add_up is not None and scope.shard.rank:
+            target_index = (slice(row_offset, row_offset + size_of(rows)),)
+            weights.append(scope.checkpoint_tensor(f"{name}.weight", (rows, inputs), target_index))
+            biases.append(scope.checkpoint_tensor(f"{name}.bias", (rows,), target_index))
+            row_offset += size_of(rows)
+        self.weight = scope.declare_combined((row_offset, inputs), weights)
+        self.weight.is_linear = True
+        self.bias = scope.declare_combined((row_offset,), biases) if bias else None
+        self.all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
+        if self.all_reduce_sum is not None and scope.shard.rank:
             self.bias = None  # one rank adds it
 
     @classmethod
-    def of(cls, weight: Weight, bias: Weight | None) -> Linear:
+    def from_weights(cls, weight: Weight, bias: Weight | None) -> Linear:
         """From weights that were declared elsewhere, with inputs that are not cut."""
         linear = cls.__new__(cls)
-        linear.weight, linear.bias, linear.add_up = weight, bias, None
-        weight.multiplies = True
+        linear.weight, linear.bias, linear.all_reduce_sum = weight, bias, None
+        weight.is_linear = True
         return linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.weight.times(x, None if self.bias is None else self.bias.tensor)
-        return out if self.add_up is None else self.add_up(out)
+        out = self.weight.linear(x, None if self.bias is None else self.bias.tensor)
+        return out if self.all_reduce_sum is None else self.all_reduce_sum(out)
 
 
 class RMSNorm:
@@ -140,7 +140,7 @@ class AttentionConfig:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
-def share_heads(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, Cut, Cut]:
+def share_heads(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
     """The attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
     queries = shard.split(config.num_heads, "attention heads", config.head_dim)
     keys = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
@@ -194,11 +194,11 @@ class Attention:
 def _head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
     """The gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
     heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
-    return scope.assembled(
+    return scope.declare_combined(
         (heads, c.head_dim),
         [
-            scope.part(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
-            scope.part(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, heads),)),
+            scope.checkpoint_tensor(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
+            scope.checkpoint_tensor(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, heads),)),
         ],
     )
 
@@ -225,7 +225,7 @@ class GatedMLP:
         output: str = "down_proj",
     ) -> None:
         inner = scope.shard.split(intermediate_size, "MLP channels")
-        sizes = {name: Cut.joined([inner] * (2 // len(inputs))) for name in inputs}
+        sizes = {name: DimShard.concatenate([inner] * (2 // len(inputs))) for name in inputs}
         self.gate_up = Linear(scope, sizes, hidden_size, bias)
         self.down = Linear(scope, {output: hidden_size}, inner, bias)
         self.activation = activation
@@ -251,7 +251,7 @@ class DecoderBlock:
     residual_scale: float = 1.0
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: Step, kept: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, step: Step, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`kept`: the rows that go on behind the mixer; None: all."""
         if residual is None:
@@ -259,8 +259,8 @@ class DecoderBlock:
         else:
             x, residual = self.mixer_norm.add(x, residual, step)
         x = self._branch(self.mixer, self.post_mixer_norm, x, step)
-        if kept is not None:
-            x, residual = x[kept], residual[kept]
+        if selected_tokens is not None:
+            x, residual = x[selected_tokens], residual[selected_tokens]
         if self.mlp is None or self.mlp_norm is None or len(x) == 0:
             return x, residual
         x, residual = self.mlp_norm.add(x, residual, step)

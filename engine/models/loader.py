@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
-from engine.models.weights import Part, Weight
+from engine.models.weights import CheckpointTensor, Weight
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -26,13 +26,13 @@ NAMES_SHOWN = 8
 log = logging.getLogger("engine.loader")
 
 
-def resolve_dtype(wanted: str, config: HfConfig) -> torch.dtype:
+def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
     """The dtype to compute in. `auto` is the checkpoint's own; fp32 where it does not say, bf16 where it is fp64."""
-    name = wanted
-    if wanted == "auto":
+    name = dtype_name
+    if dtype_name == "auto":
         name = config.dtype or "float32"
     if name not in DTYPES:
-        source = "--dtype" if wanted != "auto" else f"{config.where}: dtype"
+        source = "--dtype" if dtype_name != "auto" else f"{config.source}: dtype"
         raise ModelError(f"{source}: {name!r} is not supported; expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -46,38 +46,40 @@ def load_model(
     """
     config = HfConfig.read(folder)
     model = build_model(config, shard)
-    chosen = resolve_dtype(dtype, config)
-    load_weights(model, folder, chosen, torch.device(device))
-    return model, chosen
+    compute_dtype = resolve_dtype(dtype, config)
+    load_weights(model, folder, compute_dtype, torch.device(device))
+    return model, compute_dtype
 
 
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the model's weights from the folder's safetensors."""
-    wanted: dict[str, list[tuple[Weight, Part]]] = {}
+    targets: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
     for weight in model.weights:
         weight.allocate(dtype, device)
         for part in weight.parts:
-            wanted.setdefault(part.name, []).append((weight, part))
-    missing = set(wanted)
-    unexpected: list[str] = []
+            targets.setdefault(part.name, []).append((weight, part))
+    missing_names = set(targets)
+    unused_names: list[str] = []
     shards = _shards(folder)
     for number, path in enumerate(shards, 1):
         log.info("loading %s (%d of %d, %.1f GB)", path.name, number, len(shards), path.stat().st_size / 1e9)
         try:
             with safe_open(path, framework="pt") as tensors:
-                for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    name = _renamed(str(stored), model)
-                    if name in wanted:
-                        missing.discard(name)
-                        _place(tensors.get_tensor(stored), wanted[name], path)
-                    elif not name.startswith(tuple(model.ignored)):
-                        unexpected.append(stored)
+                for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    name = _model_name(str(stored_name), model)
+                    if name in targets:
+                        missing_names.discard(name)
+                        _copy_tensor(tensors.get_tensor(stored_name), targets[name], path)
+                    elif not name.startswith(tuple(model.ignored_prefixes)):
+                        unused_names.append(stored_name)
         except SafetensorError as error:
             raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
-    if missing:
-        raise ModelError(f"{folder}: tensors missing from the checkpoint: {_some(missing)}")
-    if unexpected:
-        raise ModelError(f"{folder}: tensors in the checkpoint that the model does not have: {_some(unexpected)}")
+    if missing_names:
+        raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
+    if unused_names:
+        raise ModelError(
+            f"{folder}: tensors in the checkpoint that the model does not have: {_format_names(unused_names)}"
+        )
     for weight in model.weights:
         weight.pack()
 
@@ -87,14 +89,14 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 
     For a moment both are in memory. Raises ModelError.
     """
-    twin = build_model(HfConfig.read(folder), None)
-    if type(twin) is not type(model) or twin.config != model.config:
+    new_model = build_model(HfConfig.read(folder), None)
+    if type(new_model) is not type(model) or new_model.config != model.config:
         raise ModelError(
             f"{folder}: expected a checkpoint of the same architecture and shapes as the one that is served"
         )
-    load_weights(twin, folder, dtype, device)
-    for own, new in zip(model.weights, twin.weights, strict=True):
-        own.adopt(new)
+    load_weights(new_model, folder, dtype, device)
+    for weight, new_weight in zip(model.weights, new_model.weights, strict=True):
+        weight.replace_values(new_weight)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -113,25 +115,25 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _renamed(name: str, model: CausalLM) -> str:
+def _model_name(name: str, model: CausalLM) -> str:
     """The model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
-    for prefix, own in model.renamed.items():
+    for prefix, model_prefix in model.renamed_prefixes.items():
         if name.startswith(prefix):
-            return own + name[len(prefix) :]
+            return model_prefix + name[len(prefix) :]
     return name
 
 
-def _place(tensor: Tensor, places: list[tuple[Weight, Part]], path: Path) -> None:
-    for weight, part in places:
+def _copy_tensor(tensor: Tensor, targets: list[tuple[Weight, CheckpointTensor]], path: Path) -> None:
+    for weight, part in targets:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
-        source = tensor if part.take is None else part.take(tensor)
-        weight.tensor[part.at].copy_(source)
+        source = tensor if part.transform is None else part.transform(tensor)
+        weight.tensor[part.target_index].copy_(source)
 
 
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    rest = len(ordered) - NAMES_SHOWN
-    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _format_names(names: Iterable[str]) -> str:
+    sorted_names = sorted(names)
+    omitted_count = len(sorted_names) - NAMES_SHOWN
+    return ", ".join(sorted_names[:NAMES_SHOWN]) + (f" and {omitted_count} more" if omitted_count > 0 else "")

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import Linear, StateShape, Step
-from engine.models.shard import Cut, Shard
+from engine.models.shard import DimShard, Shard
 from engine.models.weights import Weight, WeightScope
 
 
-def _conv_weight(scope: WeightScope, name: str, channels: Cut, width: int) -> Weight:
+def _conv_weight(scope: WeightScope, name: str, channels: DimShard, width: int) -> Weight:
     """A depthwise convolution's [channels, 1, width] as [channels, width]."""
-    part = scope.part(f"{name}.weight", (channels, 1, width), take=lambda tensor: tensor[:, 0])
-    return scope.assembled((channels, width), [part])
+    part = scope.checkpoint_tensor(f"{name}.weight", (channels, 1, width), transform=lambda tensor: tensor[:, 0])
+    return scope.declare_combined((channels, width), [part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class GatedDeltaNet:
         c = self.config = replace(config, key_heads=keys.size // config.key_dim, value_heads=heads.size)
         self.index = 0
         self.keys, self.values = keys.size, values.size
-        channels = Cut.joined([keys, keys, values])
+        channels = DimShard.concatenate([keys, keys, values])
         self.channels = channels.size
         self.sizes = [channels.size, values.size, heads.size, heads.size]
         rows = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
@@ -105,10 +105,12 @@ class Mamba2:
         groups = shard.split_shared(config.groups, "Mamba groups", config.state_dim)
         c = self.config = replace(config, heads=heads.size, groups=groups.size // config.state_dim)
         self.index = 0
-        channels = Cut.joined([inner, groups, groups])
+        channels = DimShard.concatenate([inner, groups, groups])
         self.channels = channels.size
         self.sizes = [inner.size, channels.size, heads.size]
-        self.inputs = Linear(scope, {"in_proj": Cut.joined([inner, channels, heads])}, c.hidden_size, c.proj_bias)
+        self.inputs = Linear(
+            scope, {"in_proj": DimShard.concatenate([inner, channels, heads])}, c.hidden_size, c.proj_bias
+        )
         self.conv = _conv_weight(scope, "conv1d", channels, c.conv_width)
         self.conv_bias = scope.weight("conv1d.bias", (channels,)) if c.conv_bias else None
         self.rate_log = scope.weight("A_log", (heads,), torch.float32)
@@ -150,7 +152,7 @@ class _SharedNorm:
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.size % config.groups == 0, (shard.size, config.groups)
-        self.add_up = shard.add_up
+        self.all_reduce_sum = shard.all_reduce_sum
         self.groups = config.groups
         self.group = shard.rank // (shard.size // config.groups)
         self.group_channels = config.inner_size // config.groups
@@ -158,12 +160,12 @@ class _SharedNorm:
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """x, gate: [tokens, channels of this rank], which are all of one group."""
-        assert self.add_up is not None
-        gated = x.float() * F.silu(gate.float())
-        squares = gated.new_zeros(x.shape[0], self.groups)
-        squares[:, self.group] = gated.square().sum(-1)
-        variance = self.add_up(squares)[:, self.group, None] / self.group_channels
-        return (gated * torch.rsqrt(variance + self.eps) * weight.float()).to(x.dtype)
+        assert self.all_reduce_sum is not None
+        gated_values = x.float() * F.silu(gate.float())
+        squares = gated_values.new_zeros(x.shape[0], self.groups)
+        squares[:, self.group] = gated_values.square().sum(-1)
+        variance = self.all_reduce_sum(squares)[:, self.group, None] / self.group_channels
+        return (gated_values * torch.rsqrt(variance + self.eps) * weight.float()).to(x.dtype)
 
 
 def dt_limits(config: HfConfig) -> tuple[float, float]:
@@ -172,7 +174,7 @@ def dt_limits(config: HfConfig) -> tuple[float, float]:
     try:
         low, high = (float(item["__float__"] if isinstance(item, dict) else item) for item in value)
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"{config.where}: time_step_limit: expected two numbers, got {value!r}") from error
+        raise ModelError(f"{config.source}: time_step_limit: expected two numbers, got {value!r}") from error
     return low, high
 
 
@@ -183,7 +185,7 @@ class ShortConv:
         self.index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.channels, self.conv_width = channels.size, conv_width
-        self.inputs = Linear(scope, {"in_proj": Cut.joined([channels] * 3)}, hidden_size, bias)
+        self.inputs = Linear(scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias)
         self.conv = _conv_weight(scope, "conv", channels, conv_width)
         self.conv_bias = scope.weight("conv.bias", (channels,)) if bias else None
         self.output = Linear(scope, {"out_proj": hidden_size}, channels, bias)

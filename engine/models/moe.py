@@ -21,22 +21,22 @@ class RoutedMLP:
         self.router = scope.weight("gate.weight", (num_experts, hidden_size))
         self.top_k = top_k
         self.renormalise = renormalise
-        self.add_up = scope.shard.add_up
-        inner = scope.shard.split(expert_size, "channels of an expert")
-        gates, downs = [], []
+        self.all_reduce_sum = scope.shard.all_reduce_sum
+        channels = scope.shard.split(expert_size, "channels of an expert")
+        gate_up_parts, down_parts = [], []
         for index in range(num_experts):
             expert = scope.sub("experts").sub(index)
-            for name, start in (("gate_proj", 0), ("up_proj", inner.size)):
-                place = (index, slice(start, start + inner.size))
-                gates.append(expert.part(f"{name}.weight", (inner, hidden_size), place))
-            downs.append(expert.part("down_proj.weight", (hidden_size, inner), (index,)))
-        self.gate_up = scope.assembled((num_experts, 2 * inner.size, hidden_size), gates)
-        self.down = scope.assembled((num_experts, hidden_size, inner), downs)
+            for name, start in (("gate_proj", 0), ("up_proj", channels.size)):
+                target_index = (index, slice(start, start + channels.size))
+                gate_up_parts.append(expert.checkpoint_tensor(f"{name}.weight", (channels, hidden_size), target_index))
+            down_parts.append(expert.checkpoint_tensor("down_proj.weight", (hidden_size, channels), (index,)))
+        self.gate_up = scope.declare_combined((num_experts, 2 * channels.size, hidden_size), gate_up_parts)
+        self.down = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        odds = F.linear(x, self.router.tensor).float().softmax(-1)
-        weights, experts = odds.topk(self.top_k)
+        probabilities = F.linear(x, self.router.tensor).float().softmax(-1)
+        weights, experts = probabilities.topk(self.top_k)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = step.ops.experts(x, self.gate_up.tensor, self.down.tensor, experts, weights.to(x.dtype))
-        return out if self.add_up is None else self.add_up(out)
+        output = step.ops.experts(x, self.gate_up.tensor, self.down.tensor, experts, weights.to(x.dtype))
+        return output if self.all_reduce_sum is None else self.all_reduce_sum(output)

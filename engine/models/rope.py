@@ -26,24 +26,31 @@ class RopeConfig:
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=dict)
     original_positions: int = 0
-    where: str = "config.json"
+    source: str = "config.json"
 
     @staticmethod
-    def of(
-        config: HfConfig, head_dim: int, *, theta: float = 10000.0, partial: float = 1.0, layer_type: str | None = None
+    def from_hf(
+        config: HfConfig,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        layer_type: str | None = None,
     ) -> RopeConfig:
-        """Read it; `theta` and `partial` are the family's defaults. `layer_type` picks one of several sets."""
+        """Read it; `theta` and `rotary_fraction` are the family's defaults. `layer_type` picks one of several sets."""
         parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
         if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
             parameters = dict(parameters[layer_type])
         theta = float(parameters.get("rope_theta") or config.get("rope_theta", theta))
-        partial = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor", partial))
+        rotary_fraction = float(
+            parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor", rotary_fraction)
+        )
         return RopeConfig(
-            rotary_dim=int(head_dim * partial),
+            rotary_dim=int(head_dim * rotary_fraction),
             theta=theta,
             scaling=parameters,
             original_positions=config.get("max_position_embeddings", 0),
-            where=config.where,
+            source=config.source,
         )
 
     def frequencies(self) -> tuple[Tensor, float]:
@@ -59,38 +66,40 @@ class RopeConfig:
         if kind == "yarn":
             return self._yarn(inverse)
         raise ModelError(
-            f"{self.where}: rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn"
+            f"{self.source}: rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn"
         )
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self.scaling.get(key, default)
         if not isinstance(value, (int, float)):
-            raise ModelError(f"{self.where}: rope scaling {key}: expected a number, got {value!r}")
+            raise ModelError(f"{self.source}: rope scaling {key}: expected a number, got {value!r}")
         return float(value)
 
     def _llama3(self, inverse: Tensor) -> Tensor:
         factor, low, high = self._number("factor"), self._number("low_freq_factor"), self._number("high_freq_factor")
-        original = self._number("original_max_position_embeddings")
+        original_positions = self._number("original_max_position_embeddings")
         wavelength = 2 * math.pi / inverse
-        smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+        smooth = ((original_positions / wavelength - low) / (high - low)).clamp(0, 1)
         return inverse * ((1 - smooth) / factor + smooth)
 
     def _yarn(self, inverse: Tensor) -> tuple[Tensor, float]:
         factor = self._number("factor")
-        original = self._number("original_max_position_embeddings", float(self.original_positions))
-        fast, slow = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
+        original_positions = self._number("original_max_position_embeddings", float(self.original_positions))
+        fast_rotations, slow_rotations = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
 
-        def turns_at(rotations: float) -> float:
+        def dim_at_rotations(rotations: float) -> float:
             """The dim whose frequency makes so many turns over the original context."""
-            return self.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+            return (
+                self.rotary_dim * math.log(original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+            )
 
-        low, high = turns_at(fast), turns_at(slow)
+        low, high = dim_at_rotations(fast_rotations), dim_at_rotations(slow_rotations)
         if self.scaling.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
         ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-        stretched = ramp.clamp(0, 1)
-        frequencies = inverse / factor * stretched + inverse * (1 - stretched)
+        interpolation_share = ramp.clamp(0, 1)
+        frequencies = inverse / factor * interpolation_share + inverse * (1 - interpolation_share)
 
         def magnitude(scale: float, weight: float = 1.0) -> float:
             return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0

@@ -2,9 +2,8 @@
 
 Projections into heads or channels are split by rows, so that each rank computes its own heads; the projection back is
 split by columns, and its partial results are added over the ranks. Embedding and head are split by tokens of the
-vocabulary. A `Cut` says which rows or columns of a tensor of
-the checkpoint a rank holds; with one rank every cut is whole, and nothing is sliced or added. Knows no processes: how
-ranks add is given to it.
+vocabulary. A `DimShard` says which rows or columns of a tensor of the checkpoint a rank holds; with one rank every
+shard is whole, and nothing is sliced or added. Knows no processes: how ranks add is given to it.
 """
 
 from __future__ import annotations
@@ -19,49 +18,49 @@ from engine.models.hf_config import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimShard:
     """The part of one dimension of a tensor that a rank holds: half-open ranges of it, in the order they are held."""
 
     total: int
     ranges: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def joined(cuts: Sequence[Cut]) -> Cut:
+    def concatenate(parts: Sequence[DimShard]) -> DimShard:
         """The cut of a tensor whose sections, one after another, are cut so."""
         ranges: list[tuple[int, int]] = []
-        at = 0
-        for cut in cuts:
-            for start, end in cut.ranges:
-                if ranges and ranges[-1][1] == at + start:
-                    ranges[-1] = (ranges[-1][0], at + end)
+        offset = 0
+        for part in parts:
+            for start, end in part.ranges:
+                if ranges and ranges[-1][1] == offset + start:
+                    ranges[-1] = (ranges[-1][0], offset + end)
                 else:
-                    ranges.append((at + start, at + end))
-            at += cut.total
-        return Cut(at, tuple(ranges))
+                    ranges.append((offset + start, offset + end))
+            offset += part.total
+        return DimShard(offset, tuple(ranges))
 
     @property
     def size(self) -> int:
         return sum(end - start for start, end in self.ranges)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         return self.ranges == ((0, self.total),)
 
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
+    def slice_tensor(self, tensor: Tensor, dim: int) -> Tensor:
         """What is held of `tensor`."""
         return torch.cat([tensor.narrow(dim, start, end - start) for start, end in self.ranges], dim)
 
 
-Extent = int | Cut
+Extent = int | DimShard
 """A dimension of a tensor: whole, or cut."""
 
 
 def total_of(extent: Extent) -> int:
-    return extent.total if isinstance(extent, Cut) else extent
+    return extent.total if isinstance(extent, DimShard) else extent
 
 
 def size_of(extent: Extent) -> int:
-    return extent.size if isinstance(extent, Cut) else extent
+    return extent.size if isinstance(extent, DimShard) else extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +69,35 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    add_up: Callable[[Tensor], Tensor] | None = None
+    all_reduce_sum: Callable[[Tensor], Tensor] | None = None
     """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
     gather: Callable[[Tensor], Tensor | None] | None = None
     """On rank 0: the [rows, n] of all ranks side by side, [rows, size * n]; elsewhere None. None: one rank."""
 
-    def split(self, count: int, what: str, width: int = 1) -> Cut:
+    def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """This rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be shared."""
         if count % self.size:
-            raise ModelError(f"--tensor-parallel-size {self.size}: expected a divisor of the model's {what} ({count})")
+            raise ModelError(
+                f"--tensor-parallel-size {self.size}: expected a divisor of the model's {unit_name} ({count})"
+            )
         share = count // self.size
-        return Cut(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
+        return DimShard(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
 
-    def split_padded(self, count: int) -> Cut:
+    def split_padded(self, count: int) -> DimShard:
         """This rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
-        start, end = (min(rank * self.share_of(count), count) for rank in (self.rank, self.rank + 1))
-        return Cut(count, ((start, end),))
+        start, end = (min(rank * self.padded_share(count), count) for rank in (self.rank, self.rank + 1))
+        return DimShard(count, ((start, end),))
 
-    def share_of(self, count: int) -> int:
+    def padded_share(self, count: int) -> int:
         """The rows that a rank has of so many, if it is not one of the last."""
         return -(-count // self.size)
 
-    def split_shared(self, count: int, what: str, width: int = 1) -> Cut:
+    def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """As `split`; of fewer things than ranks, each is held by several neighbouring ranks.
 
         For key heads or groups that are shared by consecutive query heads: a rank gets what its own heads need.
         """
         if self.size % count:
-            return self.split(count, what, width)
+            return self.split(count, unit_name, width)
         index = self.rank // (self.size // count)
-        return Cut(count * width, ((index * width, (index + 1) * width),))
+        return DimShard(count * width, ((index * width, (index + 1) * width),))

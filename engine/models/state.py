@@ -26,16 +26,16 @@ class StateLayout:
     state_bytes: int
 
     @staticmethod
-    def of(shapes: Sequence[StateShape], tail_dtype: torch.dtype) -> StateLayout:
-        recurrent_starts, tail_starts, at = [], [], 0
+    def from_shapes(shapes: Sequence[StateShape], tail_dtype: torch.dtype) -> StateLayout:
+        recurrent_starts, tail_starts, offset = [], [], 0
         for shape in shapes:
-            recurrent_starts.append(at)
+            recurrent_starts.append(offset)
             if shape.recurrent:
-                at += _aligned(math.prod(shape.recurrent) * RECURRENT_DTYPE.itemsize)
+                offset += _align(math.prod(shape.recurrent) * RECURRENT_DTYPE.itemsize)
         for shape in shapes:
-            tail_starts.append(at)
-            at += _aligned(math.prod(shape.tail) * tail_dtype.itemsize)
-        return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), at)
+            tail_starts.append(offset)
+            offset += _align(math.prod(shape.tail) * tail_dtype.itemsize)
+        return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), offset)
 
     def views(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
         """Each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
@@ -50,7 +50,7 @@ class StateLayout:
         ]
 
 
-def _aligned(size_bytes: int) -> int:
+def _align(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -59,9 +59,9 @@ def _view(buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, .
     assert unit_bytes % ALIGNMENT_BYTES == 0
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     units = buffer.numel() // unit_bytes
-    typed = buffer.view(dtype)
-    return typed.as_strided(
+    elements = buffer.view(dtype)
+    return elements.as_strided(
         (units, *shape),
         (unit_bytes // dtype.itemsize, *strides),
-        typed.storage_offset() + start_bytes // dtype.itemsize,
+        elements.storage_offset() + start_bytes // dtype.itemsize,
     )

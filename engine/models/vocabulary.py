@@ -23,25 +23,25 @@ class Vocabulary:
         self._shard: Shard = root.shard
         self.vocab_size = vocab_size
         rows = self._shard.split_padded(vocab_size)
-        ((self._first, self._end),) = rows.ranges
+        ((self._first_token, self._end_token),) = rows.ranges
         self.embedding: Weight = body.weight(embedding, (rows, hidden_size))
         self.head = self.embedding if head is None else root.weight(head, (rows, hidden_size))
-        self.head.multiplies, self.head.looked_up = True, head is None
+        self.head.is_linear, self.head.is_embedding = True, head is None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], on every rank."""
-        add_up = self._shard.add_up
-        if add_up is None:
+        all_reduce_sum = self._shard.all_reduce_sum
+        if all_reduce_sum is None:
             return F.embedding(token_ids, self.embedding.tensor)
-        foreign = (token_ids < self._first) | (token_ids >= self._end)
-        rows = (token_ids - self._first).masked_fill(foreign, 0)
-        return add_up(F.embedding(rows, self.embedding.tensor).masked_fill(foreign[:, None], 0.0))
+        is_foreign = (token_ids < self._first_token) | (token_ids >= self._end_token)
+        rows = (token_ids - self._first_token).masked_fill(is_foreign, 0)
+        return all_reduce_sum(F.embedding(rows, self.embedding.tensor).masked_fill(is_foreign[:, None], 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] -> [rows, vocab] on rank 0, None on the others; all of them must be called alike."""
-        logits = self.head.times(hidden)
+        logits = self.head.linear(hidden)
         if self._shard.gather is None:
             return logits
-        padding = self._shard.share_of(self.vocab_size) - logits.shape[1]
-        gathered = self._shard.gather(F.pad(logits, (0, padding)) if padding else logits)
-        return None if gathered is None else gathered[:, : self.vocab_size]
+        padding = self._shard.padded_share(self.vocab_size) - logits.shape[1]
+        all_logits = self._shard.gather(F.pad(logits, (0, padding)) if padding else logits)
+        return None if all_logits is None else all_logits[:, : self.vocab_size]

@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.shard import Cut, Extent, Shard, size_of, total_of
+from engine.models.shard import DimShard, Extent, Shard, size_of, total_of
 from kernels.cpu.packed import PackedMatrix, pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor of the checkpoint and its place: it is copied (broadcast, where smaller) into `tensor[at]`."""
+class CheckpointTensor:
+    """One tensor of the checkpoint and its place: it is copied (broadcast, where smaller) to `target_index`."""
 
     name: str
     shape: tuple[int, ...]
     """Its shape in the checkpoint."""
-    at: Index = ()
-    take: Callable[[Tensor], Tensor] | None = None
+    target_index: Index = ()
+    transform: Callable[[Tensor], Tensor] | None = None
     """What of it is copied (a rank's share, a reordering); None: all of it, as it is."""
 
 
@@ -36,15 +36,15 @@ class Weight:
     """A tensor of the model; `tensor` is there once the model is loaded."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointTensor, ...]
     dtype: torch.dtype | None = None
     """None: the model's dtype."""
-    multiplies: bool = False
-    """A matrix that inputs are multiplied with by `times`: it may be packed for that."""
-    looked_up: bool = False
+    is_linear: bool = False
+    """A matrix that inputs are multiplied with by `linear`: it may be packed for that."""
+    is_embedding: bool = False
     """Its rows are read as well (a tied embedding): packed, it stays also as it was."""
     _tensor: Tensor | None = None
-    _packed: PackedMatrix | None = None
+    _packed_matrix: PackedMatrix | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -53,39 +53,39 @@ class Weight:
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
-        self._packed = None
+        self._packed_matrix = None
         return self._tensor
 
     def pack(self) -> None:
         """Once loaded: lay a matrix out for fast multiplication, where there is such a layout."""
-        if not self.multiplies:
+        if not self.is_linear:
             return
-        self._packed = pack_matrix(self.tensor)
-        if self._packed is not None and not self.looked_up:
+        self._packed_matrix = pack_matrix(self.tensor)
+        if self._packed_matrix is not None and not self.is_embedding:
             self._tensor = None
 
-    def adopt(self, other: Weight) -> None:
+    def replace_values(self, other: Weight) -> None:
         """Take the values of a weight of the same shape, which is used up: on a GPU in place, as recorded steps read
         it there."""
         assert self.shape == other.shape
         if self._tensor is not None and self._tensor.device.type != "cpu":
             self._tensor.copy_(other.tensor)
         else:
-            self._tensor, self._packed = other._tensor, other._packed
+            self._tensor, self._packed_matrix = other._tensor, other._packed_matrix
 
-    def move(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """To the memory of another device."""
         if self._tensor is not None:
             self._tensor = self._tensor.to(device)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Until it is loaded again."""
-        self._tensor = self._packed = None
+        self._tensor = self._packed_matrix = None
 
-    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W^T + bias. x: [tokens, inputs]."""
-        if self._packed is not None:
-            return packed_linear(x, self._packed, bias)
+        if self._packed_matrix is not None:
+            return packed_linear(x, self._packed_matrix, bias)
         return F.linear(x, self.tensor, bias)
 
 
@@ -93,7 +93,8 @@ class Weight:
 class WeightScope:
     """A place in the checkpoint's names; all scopes of a model share one list of weights and one shard.
 
-    Shapes may have cut dimensions: the checkpoint holds all of them, the model's tensor what the cut says.
+    Shapes may have dimensions that are split over ranks: the checkpoint holds all of them, the model's tensor the part
+    of this rank.
     """
 
     prefix: str = ""
@@ -103,32 +104,42 @@ class WeightScope:
     def sub(self, name: str | int) -> WeightScope:
         return WeightScope(f"{self.prefix}{name}.", self.weights, self.shard)
 
-    def part(
-        self, name: str, shape: tuple[Extent, ...], at: Index = (), take: Callable[[Tensor], Tensor] | None = None
-    ) -> Part:
-        """`take` gets the tensor cut."""
-        return Part(self.prefix + name, tuple(map(total_of, shape)), at, _cut_then(shape, take))
+    def checkpoint_tensor(
+        self,
+        name: str,
+        shape: tuple[Extent, ...],
+        target_index: Index = (),
+        transform: Callable[[Tensor], Tensor] | None = None,
+    ) -> CheckpointTensor:
+        """`transform` gets the sliced tensor."""
+        return CheckpointTensor(
+            self.prefix + name, tuple(map(total_of, shape)), target_index, _slice_and_transform(shape, transform)
+        )
 
     def weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
-        """Declare a weight that is one tensor of the checkpoint, unchanged but for the cut."""
-        return self.assembled(shape, [self.part(name, shape)], dtype)
+        """Declare a weight that is one tensor of the checkpoint, unchanged but for the slice."""
+        return self.declare_combined(shape, [self.checkpoint_tensor(name, shape)], dtype)
 
-    def assembled(self, shape: tuple[Extent, ...], parts: list[Part], dtype: torch.dtype | None = None) -> Weight:
+    def declare_combined(
+        self, shape: tuple[Extent, ...], parts: list[CheckpointTensor], dtype: torch.dtype | None = None
+    ) -> Weight:
         """Declare a weight that is put together from several tensors of the checkpoint."""
         weight = Weight(tuple(map(size_of, shape)), tuple(parts), dtype)
         self.weights.append(weight)
         return weight
 
 
-def _cut_then(shape: tuple[Extent, ...], take: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-    """Cut the dimensions that are not whole, then `take`."""
-    cuts = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, Cut) and not extent.whole]
-    if not cuts:
-        return take
+def _slice_and_transform(
+    shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Slice the dimensions that are not whole, then `transform`."""
+    shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
+    if not shards:
+        return transform
 
-    def cut_and_take(tensor: Tensor) -> Tensor:
-        for dim, cut in cuts:
-            tensor = cut.of(tensor, dim)
-        return tensor if take is None else take(tensor)
+    def slice_and_transform(tensor: Tensor) -> Tensor:
+        for dim, shard in shards:
+            tensor = shard.slice_tensor(tensor, dim)
+        return tensor if transform is None else transform(tensor)
 
-    return cut_and_take
+    return slice_and_transform

@@ -275,14 +275,14 @@ class Recorder:
         return replay, out
 
 
-def add_up(x: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 SHARDS = {
     "one rank": Shard(),
-    "rank 0 of 2": Shard(0, 2, add_up, lambda x: torch.cat((x, x), 1)),
-    "rank 1 of 2": Shard(1, 2, add_up, lambda x: None),
+    "rank 0 of 2": Shard(0, 2, all_reduce_sum, lambda x: torch.cat((x, x), 1)),
+    "rank 1 of 2": Shard(1, 2, all_reduce_sum, lambda x: None),
 }
 
 

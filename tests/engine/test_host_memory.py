@@ -110,9 +110,9 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
         )
         runner.block_copier.execute([BlockCopy(0, BlockId(2), BlockId(3))])
         assert (runner.block_copier._block_view(runner._buffer, 0, BlockId(3)) == value).all()
-        runner.free_pool()
+        runner.release_pool()
         assert runner._buffer.untyped_storage().nbytes() == 0
-        runner.take_pool()
+        runner.allocate_pool()
 
 
 @pytest.mark.parametrize("way", CopyDirection)

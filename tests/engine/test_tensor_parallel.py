@@ -26,7 +26,7 @@ from engine.execution import sizing
 from engine.execution.sizing import make_runner, size_cache
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
-from engine.models.shard import Cut
+from engine.models.shard import DimShard
 from engine.parallel.plan_messages import PlanDecoder, PlanEncoder, PlanMessage
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -270,14 +270,14 @@ def test_shares_cover_everything(size: int, count: int) -> None:
     tensor = torch.arange(count * 3)
     if count % size == 0:
         parts = [shard.split(count, "things", 3) for shard in shards]
-        assert torch.cat([part.of(tensor, 0) for part in parts]).tolist() == tensor.tolist()
-        joined_parts = [Cut.joined([part, part]) for part in parts]
-        assert sorted(torch.cat([j.of(tensor.repeat(2), 0) for j in joined_parts]).tolist()) == sorted(
+        assert torch.cat([part.slice_tensor(tensor, 0) for part in parts]).tolist() == tensor.tolist()
+        joined_parts = [DimShard.concatenate([part, part]) for part in parts]
+        assert sorted(torch.cat([j.slice_tensor(tensor.repeat(2), 0) for j in joined_parts]).tolist()) == sorted(
             [*tensor.tolist()] * 2
         )
-        assert all(j.whole == (size == 1) for j in joined_parts)
+        assert all(j.is_whole == (size == 1) for j in joined_parts)
     shared_ranges = [shard.split_shared(count, "things", 3) for shard in shards]
-    assert {i for part in shared_ranges for i in part.of(tensor, 0).tolist()} == set(range(count * 3))
+    assert {i for part in shared_ranges for i in part.slice_tensor(tensor, 0).tolist()} == set(range(count * 3))
     assert {part.size for part in shared_ranges} == {3 * max(1, count // size)}
 
 

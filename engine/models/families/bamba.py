@@ -20,10 +20,10 @@ PATTERN = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
     config.expect("hidden_act", "silu", "silu")
-    decoder = replace(DecoderConfig.of(config, norm_eps=1e-5), norm_name="final_layernorm")
-    makers = _mixers(config, decoder, attention_config(config, decoder, partial=BAMBA_PARTIAL_ROTARY))
-    chosen = config.values.get("attn_layer_indices") or []
-    mixers = [makers["attention" if i in chosen else "mamba"] for i in range(decoder.num_layers)]
+    decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
+    makers = _mixers(config, decoder, attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY))
+    attention_layers = config.values.get("attn_layer_indices") or []
+    mixers = [makers["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
     size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
 
     def mlp(scope: WeightScope) -> GatedMLP:
@@ -37,7 +37,7 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     """Granite-4-H without routed experts; its four multipliers are those of Granite."""
     config.expect("hidden_act", "silu", "silu")
     config.expect("num_local_experts", 0, 0)
-    decoder, attention, scale = granite.scaled(config)
+    decoder, attention, scale = granite.scaled_configs(config)
     if config.get("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
     makers = _mixers(config, decoder, attention)
@@ -53,7 +53,7 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
 
 def _mixers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
     """By the names of `layer_types`; the sizes of Mamba under Bamba's and Granite's names."""
-    config_of_mamba = Mamba2Config(
+    mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
         heads=config.integer("mamba_n_heads"),
         head_dim=config.integer("mamba_d_head"),
@@ -65,15 +65,15 @@ def _mixers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig
         proj_bias=config.get("mamba_proj_bias", False),
         dt_limits=dt_limits(config),
     )
-    size, inner = config_of_mamba.inner_size, int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
+    size, inner = mamba_config.inner_size, int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
     if size != inner:
-        raise ModelError(f"{config.where}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
+        raise ModelError(f"{config.source}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
 
     def attend(scope: WeightScope) -> Attention:
         return Attention(scope.sub("self_attn"), attention)
 
     def mamba(scope: WeightScope) -> Mamba2:
-        return Mamba2(scope.sub("mamba"), config_of_mamba)
+        return Mamba2(scope.sub("mamba"), mamba_config)
 
     return {"linear_attention": mamba, "mamba": mamba, "full_attention": attend, "attention": attend}
 
@@ -96,9 +96,13 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     config.expect("mamba_hidden_act", "silu", "silu")
     pattern = config.get("hybrid_override_pattern", "")
     if unknown := set(pattern) - set(PATTERN):
-        raise ModelError(f"{config.where}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")
-    known = {"linear_attention": "mamba", "full_attention": "attention", **{kind: kind for kind in PATTERN.values()}}
-    kinds = layer_types(config, "layers_block_type", known, [PATTERN[letter] for letter in pattern])
+        raise ModelError(f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")
+    kind_names = {
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+        **{kind: kind for kind in PATTERN.values()},
+    }
+    kinds = layer_types(config, "layers_block_type", kind_names, [PATTERN[letter] for letter in pattern])
     decoder = DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
@@ -110,7 +114,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         norm_name="norm_f",
     )
     if "attention_head_dim" in config:  # the name before transformers 5
-        config = HfConfig({**config.values, "head_dim": config.integer("attention_head_dim")}, config.where)
+        config = HfConfig({**config.values, "head_dim": config.integer("attention_head_dim")}, config.source)
     attention = replace(attention_config(config, decoder), rope=None)
     use_bias = config.get("use_bias", False)
     mamba = Mamba2Config(
@@ -141,4 +145,6 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
         return DecoderBlock(mixer_norm=norm, mixer=makers[kinds[index]](scope.sub("mixer")))
 
-    return CausalLM(root, "backbone", decoder, block, ignored=("mtp.",), renamed={"model.": "backbone."})
+    return CausalLM(
+        root, "backbone", decoder, block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
+    )

@@ -37,14 +37,14 @@ DEFAULTS = {
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
     if "text_config" in config:
         config = config.sub("text_config")
-    config = HfConfig(DEFAULTS | dict(config.values), config.where)
+    config = HfConfig(DEFAULTS | dict(config.values), config.source)
     config.expect("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False, False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in config:
-            raise ModelError(f"{config.where}: {key}: {config.values[key]!r} is not supported; expected null")
+            raise ModelError(f"{config.source}: {key}: {config.values[key]!r} is not supported; expected null")
     decoder = replace(
-        DecoderConfig.of(config, tie_embeddings=True),
+        DecoderConfig.from_hf(config, tie_embeddings=True),
         zero_centred_norm=True,
         embedding_scale=math.sqrt(config.integer("hidden_size")),
     )
@@ -68,8 +68,8 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         "model",
         decoder,
         lambda scope, index: _block(scope, decoder, attention[index], size),
-        ignored=VISION_PREFIXES,
-        renamed=TEXT_PREFIXES,
+        ignored_prefixes=VISION_PREFIXES,
+        renamed_prefixes=TEXT_PREFIXES,
     )
 
 
@@ -77,10 +77,10 @@ def _rope(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
     """A layer kind's rotary setting: its own set in transformers 5; before that, scaling is of the full layers only."""
     if "rope_parameters" in config:
         theta = GLOBAL_THETA if layer_type == "full_attention" else LOCAL_THETA
-        return RopeConfig.of(config, head_dim, theta=theta, layer_type=layer_type)
+        return RopeConfig.from_hf(config, head_dim, theta=theta, layer_type=layer_type)
     if layer_type == "full_attention":
-        return RopeConfig.of(config, head_dim, theta=GLOBAL_THETA)
-    return RopeConfig(head_dim, config.get("rope_local_base_freq", LOCAL_THETA), where=config.where)
+        return RopeConfig.from_hf(config, head_dim, theta=GLOBAL_THETA)
+    return RopeConfig(head_dim, config.get("rope_local_base_freq", LOCAL_THETA), source=config.source)
 
 
 def _block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:

@@ -11,14 +11,14 @@ from engine.models.weights import WeightScope
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    decoder, attention, residual_scale = scaled(config)
+    decoder, attention, residual_scale = scaled_configs(config)
     return dense_decoder(root, config, decoder, attention, residual_scale=residual_scale)
 
 
-def scaled(config: HfConfig) -> tuple[DecoderConfig, AttentionConfig, float]:
+def scaled_configs(config: HfConfig) -> tuple[DecoderConfig, AttentionConfig, float]:
     """Decoder, attention and the factor of every branch."""
     decoder = replace(
-        DecoderConfig.of(config),
+        DecoderConfig.from_hf(config),
         embedding_scale=config.get("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.get("logits_scaling", 1.0),
     )

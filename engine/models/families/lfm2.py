@@ -14,9 +14,11 @@ ROPE_THETA = 1_000_000.0
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     eps = config.get("norm_eps", 1e-5)
-    decoder = replace(DecoderConfig.of(config), norm_eps=eps, tie_embeddings=tied, norm_name="embedding_norm")
+    decoder = replace(
+        DecoderConfig.from_hf(config), norm_eps=eps, tie_embeddings=tie_embeddings, norm_name="embedding_norm"
+    )
     attention = replace(
         attention_config(config, decoder, theta=ROPE_THETA),
         qk_norm_eps=eps,
@@ -28,8 +30,8 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         "conv": lambda scope: ShortConv(scope.sub("conv"), decoder.hidden_size, width, bias),
         "full_attention": lambda scope: Attention(scope.sub("self_attn"), attention),
     }
-    full = config.values.get("full_attn_idxs") or range(decoder.num_layers)
-    default = ["full_attention" if i in full else "conv" for i in range(decoder.num_layers)]
+    attention_layers = config.values.get("full_attn_idxs") or range(decoder.num_layers)
+    default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
     def mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")

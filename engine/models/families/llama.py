@@ -15,47 +15,53 @@ MISTRAL_WINDOW = 4096
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    decoder = DecoderConfig.of(config)
+    decoder = DecoderConfig.from_hf(config)
     return dense_decoder(root, config, decoder, attention_config(config, decoder))
 
 
 def build_mistral(config: HfConfig, root: WeightScope) -> CausalLM:
     """A sliding window on every layer."""
-    decoder = DecoderConfig.of(config)
+    decoder = DecoderConfig.from_hf(config)
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else MISTRAL_WINDOW
     return dense_decoder(root, config, decoder, replace(attention_config(config, decoder), window=window))
 
 
 def build_qwen2(config: HfConfig, root: WeightScope) -> CausalLM:
     """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
-    decoder = DecoderConfig.of(config)
+    decoder = DecoderConfig.from_hf(config)
     attention = replace(attention_config(config, decoder), qkv_bias=True, output_bias=False)
     return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
 
 
 def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
     """A norm on every query and key head (Qwen3 technical report, 2025)."""
-    decoder = DecoderConfig.of(config)
+    decoder = DecoderConfig.from_hf(config)
     attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
     return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
 
 
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     """Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
-    decoder = DecoderConfig.of(config)
+    decoder = DecoderConfig.from_hf(config)
     attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
     experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
     size, top_k = config.integer("moe_intermediate_size"), config.integer("num_experts_per_tok")
     renormalise = config.get("norm_topk_prob", False)
 
-    def routed(scope: WeightScope) -> RoutedMLP:
+    def make_routed_mlp(scope: WeightScope) -> RoutedMLP:
         return RoutedMLP(scope.sub("mlp"), decoder.hidden_size, size, experts, top_k, renormalise)
 
-    def plain(scope: WeightScope) -> GatedMLP:
+    def make_dense_mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.sub("mlp"), decoder.hidden_size, config.integer("intermediate_size"))
 
-    dense, every = set(config.values.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
-    mlps: list[MakeMixer] = [plain if i in dense or (i + 1) % every else routed for i in range(decoder.num_layers)]
+    dense_layers, sparse_interval = (
+        set(config.values.get("mlp_only_layers") or []),
+        config.get("decoder_sparse_step", 1),
+    )
+    mlps: list[MakeMixer] = [
+        make_dense_mlp if i in dense_layers or (i + 1) % sparse_interval else make_routed_mlp
+        for i in range(decoder.num_layers)
+    ]
     return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers), mlps=mlps)
 
 
@@ -66,8 +72,8 @@ def _windows(config: HfConfig, num_layers: int) -> list[int | None]:
         return [None] * num_layers
     kinds = config.strings("layer_types")
     if kinds is None:
-        full = config.get("max_window_layers", num_layers)
-        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(num_layers)]
+        full_layers = config.get("max_window_layers", num_layers)
+        kinds = ["full_attention" if i < full_layers else "sliding_attention" for i in range(num_layers)]
     if len(kinds) != num_layers:
-        raise ModelError(f"{config.where}: layer_types: expected {num_layers} entries, got {len(kinds)}")
+        raise ModelError(f"{config.source}: layer_types: expected {num_layers} entries, got {len(kinds)}")
     return [window if kind == "sliding_attention" else None for kind in kinds]

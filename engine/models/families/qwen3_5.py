@@ -29,44 +29,46 @@ class GatedAttention(Attention):
         self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        projected = self.qkv(x)
-        attended = self.attend(projected[:, : self.qkv_width], step)
-        return self.output(attended * projected[:, self.qkv_width :].sigmoid())
+        projections = self.qkv(x)
+        attention = self.attend(projections[:, : self.qkv_width], step)
+        return self.output(attention * projections[:, self.qkv_width :].sigmoid())
 
 
 def _queries_keys_values_gates(scope: WeightScope, config: AttentionConfig) -> Linear:
     """q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last."""
     c, _, key_rows = share_heads(scope.shard, config)
     pairs = scope.shard.split(config.num_heads, "attention heads", 2 * c.head_dim)
-    queries, keys = c.num_heads * c.head_dim, key_rows.size
-    gates = queries + 2 * keys
+    query_rows, kv_rows = c.num_heads * c.head_dim, key_rows.size
+    gate_start = query_rows + 2 * kv_rows
 
-    def half(which: int) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: tensor.view(c.num_heads, 2, c.head_dim, *tensor.shape[1:])[:, which].flatten(0, 1)
+    def take_half(half_index: int) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: tensor.view(c.num_heads, 2, c.head_dim, *tensor.shape[1:])[:, half_index].flatten(0, 1)
 
-    def stacked(kind: str, *columns: int) -> Weight:
+    def declare_stacked(kind: str, *columns: int) -> Weight:
         q_name = f"q_proj.{kind}"
         q_shape: tuple[Extent, ...] = (pairs, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
         parts = [
-            scope.part(q_name, q_shape, (slice(0, queries),), half(0)),
-            scope.part(f"k_proj.{kind}", kv_shape, (slice(queries, queries + keys),)),
-            scope.part(f"v_proj.{kind}", kv_shape, (slice(queries + keys, gates),)),
-            scope.part(q_name, q_shape, (slice(gates, gates + queries),), half(1)),
+            scope.checkpoint_tensor(q_name, q_shape, (slice(0, query_rows),), take_half(0)),
+            scope.checkpoint_tensor(f"k_proj.{kind}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
+            scope.checkpoint_tensor(f"v_proj.{kind}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
+            scope.checkpoint_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_half(1)),
         ]
-        return scope.assembled((gates + queries, *columns), parts)
+        return scope.declare_combined((gate_start + query_rows, *columns), parts)
 
-    return Linear.of(stacked("weight", c.hidden_size), stacked("bias") if c.qkv_bias else None)
+    return Linear.from_weights(
+        declare_stacked("weight", c.hidden_size), declare_stacked("bias") if c.qkv_bias else None
+    )
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    tied = config.get("tie_word_embeddings", False)
+    tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.sub("text_config")
     config.expect("hidden_act", "silu", "silu")
     config.expect("attn_output_gate", True, True)
-    decoder = replace(DecoderConfig.of(config, tie_embeddings=tied), zero_centred_norm=True)
-    attention = replace(attention_config(config, decoder, partial=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps)
+    decoder = replace(DecoderConfig.from_hf(config, tie_embeddings=tie_embeddings), zero_centred_norm=True)
+    attention = replace(attention_config(config, decoder, rotary_fraction=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps)
     delta = DeltaNetConfig(
         hidden_size=decoder.hidden_size,
         key_heads=config.integer("linear_num_key_heads"),
@@ -80,8 +82,8 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         "linear_attention": lambda scope: GatedDeltaNet(scope.sub("linear_attn"), delta),
         "full_attention": lambda scope: GatedAttention(scope.sub("self_attn"), attention),
     }
-    every, size = config.get("full_attention_interval", FULL_ATTENTION_EVERY), config.integer("intermediate_size")
-    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
+    interval, size = config.get("full_attention_interval", FULL_ATTENTION_EVERY), config.integer("intermediate_size")
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(decoder.num_layers)]
 
     def mlp(scope: WeightScope) -> GatedMLP:
         return GatedMLP(scope.sub("mlp"), decoder.hidden_size, size)
@@ -91,6 +93,6 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         decoder,
         layer_types(config, "layer_types", makers, default),
         [mlp] * decoder.num_layers,
-        ignored=("model.visual.", "mtp."),
-        renamed={"model.language_model.": "model."},
+        ignored_prefixes=("model.visual.", "mtp."),
+        renamed_prefixes={"model.language_model.": "model."},
     )
