@@ -1,4 +1,4 @@
-"""Every row of the table "What to open first" in docs/architecture.md names a file and a symbol that are there."""
+"""Every place that docs/architecture.md ("What to open first") and docs/glossary.md name is in the code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROW = re.compile(r"^\| (.+) \| `([\w./]+):(\w+)` \|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+TERM = re.compile(r"^\| ([^|]+) \| [^|]+ \| `([\w./]+):(\w+)` \|$", re.MULTILINE)
+TERMS = TERM.findall((ROOT / "docs" / "glossary.md").read_text())
 
 
 def test_the_table_has_at_least_twenty_rows() -> None:
@@ -18,7 +20,13 @@ def test_the_table_has_at_least_twenty_rows() -> None:
     assert len({behaviour for behaviour, _, _ in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize(("behaviour", "file", "symbol"), ROWS, ids=[row[0] for row in ROWS])
+def test_each_line_of_the_glossary_defines_another_term() -> None:
+    lines = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(TERMS) == len([line for line in lines if not line.startswith("| Term |")]), "a row has no place"
+    assert len({term for term, _, _ in TERMS}) == len(TERMS) >= 30
+
+
+@pytest.mark.parametrize(("behaviour", "file", "symbol"), ROWS + TERMS, ids=[row[0] for row in ROWS + TERMS])
 def test_the_symbol_is_in_its_file(behaviour: str, file: str, symbol: str) -> None:
     text = (ROOT / file).read_text()
     if file.endswith(".py"):
