@@ -59,7 +59,7 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
             usage.cached_tokens or 0,
             usage.completion_tokens,
         )
-    key, tokens = exchange.client.party, metrics.key_tokens
+    key, tokens = exchange.client.tenant, metrics.key_tokens
     metrics.key_requests[key] += 1
     tokens[key, "prompt"] += prompt_tokens
     tokens[key, "cached"] += cached_tokens

@@ -28,7 +28,7 @@ from router.decide.workers import CacheView, WorkerState
 from router.edge.reasons import Reasons, shown
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
-from router.http.routes import Answer, Handler, KeptPage, Routes
+from router.http.routes import CachedPage, Handler, Response, Routes
 from router.index.protocol import IndexStats
 from router.metrics import Metrics
 from router.prompting.reader import PromptReader
@@ -115,12 +115,12 @@ class AdminRoutes:
         handlers: list[tuple[str, str, Handler, bool]] = [
             ("GET", "/", self._describe, True),
             ("GET", "/health", self._health, True),
-            ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
+            ("GET", "/livez", lambda *_: Response(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
-            ("GET", "/v1/models", KeptPage(self._models, now), True),
+            ("GET", "/v1/models", CachedPage(self._models, now), True),
             ("GET", "/v1/models/**", self._model, True),
-            ("GET", "/metrics", KeptPage(self._render_metrics, now), True),
-            ("GET", "/version", lambda *_: Answer(msgspec.json.encode({"version": version})), True),
+            ("GET", "/metrics", CachedPage(self._render_metrics, now), True),
+            ("GET", "/version", lambda *_: Response(msgspec.json.encode({"version": version})), True),
             ("GET", "/workers", self._workers, False),
             ("POST", "/workers", self._add, False),
             ("DELETE", "/workers", self._remove, False),
@@ -140,7 +140,7 @@ class AdminRoutes:
 
     # Handlers -----------------------------------------------------------------------------------------------------
 
-    def _describe(self, request: HttpRequest, _: str) -> Answer:
+    def _describe(self, request: HttpRequest, _: str) -> Response:
         """What answers at this address, for people and for clients that look whether anybody is there."""
         body = {
             "name": "blockcast router",
@@ -148,9 +148,9 @@ class AdminRoutes:
             "forwarded_to_workers": [*self._forwarded_paths],
             "paths": self.routes.paths(public=True),
         }
-        return Answer(msgspec.json.encode(body))
+        return Response(msgspec.json.encode(body))
 
-    def _health(self, request: HttpRequest, _: str) -> Answer:
+    def _health(self, request: HttpRequest, _: str) -> Response:
         states = [worker.state for worker in self._core.workers.values()]
         up = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.draining else "ok" if up else "no worker is up"
@@ -158,12 +158,12 @@ class AdminRoutes:
         body: dict[str, Any] = {"status": status, "workers": worker_count, "workers_up": up}
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
-        return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
+        return Response(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
-    def _ready(self, request: HttpRequest, _: str) -> Answer:
+    def _ready(self, request: HttpRequest, _: str) -> Response:
         """Whether requests had better be sent here than to another router."""
         reason = self.unready_reason()
-        return Answer(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
+        return Response(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
     def unready_reason(self) -> str | None:
         """Return why the router is not ready: draining, no worker up, or caches not known yet (`ready_s` at most)."""
@@ -182,16 +182,16 @@ class AdminRoutes:
             self._was_ready = True
         return None
 
-    def _models(self) -> Answer:
-        return Answer(msgspec.json.encode({"object": "list", "data": list(self._model_cards().values())}))
+    def _models(self) -> Response:
+        return Response(msgspec.json.encode({"object": "list", "data": list(self._model_cards().values())}))
 
-    def _model(self, request: HttpRequest, name: str) -> Answer:
+    def _model(self, request: HttpRequest, name: str) -> Response:
         card = self._model_cards().get(name)
         if card is None:
             raise RequestError(
                 f"model {name[:200]!r}: no worker serves it", param="model", code="model_not_found", status=404
             )
-        return Answer(msgspec.json.encode(card))
+        return Response(msgspec.json.encode(card))
 
     def _model_cards(self) -> dict[str, dict[str, Any]]:
         """Every model that some worker takes requests for, with the longest context offered."""
@@ -241,11 +241,11 @@ class AdminRoutes:
             },
         )
 
-    def _render_metrics(self) -> Answer:
+    def _render_metrics(self) -> Response:
         report, snapshot = self.report(), self._core.snapshot(self._now())
         starting, unusable, index = self._fleet.starting_reasons(), self._fleet.failed_checks, self._core.index.stats()
         page = families(self._metrics, report, snapshot, index, starting, unusable, self._feed_totals())
-        return Answer(render(page), content_type=TEXT)
+        return Response(render(page), content_type=TEXT)
 
     def workers(self) -> dict[str, Any]:
         """The body of `GET /workers`."""
@@ -274,10 +274,10 @@ class AdminRoutes:
             "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }
 
-    def _workers(self, request: HttpRequest, argument: str) -> Answer:
-        return Answer(msgspec.json.encode(self.workers()))
+    def _workers(self, request: HttpRequest, argument: str) -> Response:
+        return Response(msgspec.json.encode(self.workers()))
 
-    async def _add(self, request: HttpRequest, _: str) -> Answer:
+    async def _add(self, request: HttpRequest, _: str) -> Response:
         settings = {key: _integer_of(value) for key, value in _decode_object(request.body).items()}
         try:
             msgspec.convert(settings, _NewWorker, strict=False)
@@ -285,17 +285,17 @@ class AdminRoutes:
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
         log.info("admin: worker %s added", worker_id)
-        return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
+        return Response(msgspec.json.encode({"worker_id": worker_id}), 201)
 
-    async def _remove(self, request: HttpRequest, argument: str) -> Answer:
+    async def _remove(self, request: HttpRequest, argument: str) -> Response:
         settings = {} if argument else _decode_object(request.body)
         name = argument or str(settings.get("worker_id") or settings.get("url") or "")
         worker_id = self._find_worker(name, *self._fleet.starting_reasons())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
-        return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
+        return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
-    async def _drain(self, request: HttpRequest, argument: str) -> Answer:
+    async def _drain(self, request: HttpRequest, argument: str) -> Response:
         """Body, optional: `{"on": false}` to give the worker work again."""
         on = _decode_object(request.body).get("on", True) if request.body else True
         if not isinstance(on, bool):
@@ -303,7 +303,7 @@ class AdminRoutes:
         worker_id = self._find_worker(argument)
         await self._fleet.drain(worker_id, on=on)
         log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
-        return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
+        return Response(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 
     def _find_worker(self, name: str, *starting: str) -> str:
         """Return the id of the worker called `name`, an id or a URL. `starting`: ids of workers never reached yet."""
@@ -319,7 +319,7 @@ class AdminRoutes:
             param="worker_id", code="unknown_worker", status=404,
         )  # fmt: skip
 
-    async def _route(self, request: HttpRequest, _: str) -> Answer:
+    async def _route(self, request: HttpRequest, _: str) -> Response:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
@@ -336,15 +336,15 @@ class AdminRoutes:
         body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
             body["why"] = await self._reasons.explain(intent, route, decision, self._now())
-        return Answer(msgspec.json.encode(body))
+        return Response(msgspec.json.encode(body))
 
-    def _request(self, request: HttpRequest, argument: str) -> Answer:
+    def _request(self, request: HttpRequest, argument: str) -> Response:
         """Why a request's prompt was not cached, by its x-request-id or by its answer's id, which ends with that."""
         if self._reasons is not None:
             for name in (argument, _ANSWER.sub("", argument)):
                 why = self._reasons.get(name)
                 if why is not None:
-                    return Answer(msgspec.json.encode(shown(why)))
+                    return Response(msgspec.json.encode(shown(why)))
         raise RequestError(
             f"request {argument[:200]!r}: {self._why_unknown()}", param=None, code="unknown_request", status=404
         )
@@ -355,7 +355,7 @@ class AdminRoutes:
             return "why prompts were not cached is not found out here (--reasons)"
         return "expected the x-request-id of one of the last that were answered with a prompt"
 
-    def _watch(self, request: HttpRequest, _: str) -> Answer:
+    def _watch(self, request: HttpRequest, _: str) -> Response:
         """Compare each prompt of a session with the one before, from its next request on."""
         session = _decode_object(request.body).get("session")
         if not isinstance(session, str) or not session:
@@ -363,7 +363,7 @@ class AdminRoutes:
         if self._reasons is None or not self._reasons.enabled:
             raise RequestError(f"session: {self._why_unknown()}", param=None, code="reasons_off", status=409)
         self._reasons.watch(session)
-        return Answer(msgspec.json.encode({"session": session, "watched": self._reasons.watched}))
+        return Response(msgspec.json.encode({"session": session, "watched": self._reasons.watched}))
 
 
 def _integer_of(value: Any) -> Any:

@@ -23,9 +23,9 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.http.answers import Header
 from router.http.connection import ClientConnection
-from router.http.routes import Answer
+from router.http.local_replies import Header
+from router.http.routes import Response
 from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
 UPDATE_S: Final = 1.0
@@ -63,7 +63,7 @@ def security_headers(page: bytes) -> tuple[Header, ...]:
 
 
 class Viewer:
-    """One open page. Implements the Work of its connection."""
+    """One open page. Implements the Responder of its connection."""
 
     def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
         self._connection = connection
@@ -147,7 +147,7 @@ class Dashboard:
     ) -> None:
         """`why`: what is known of why a request's prompt was computed."""
         page = PAGE.read_bytes()
-        self.page = Answer(page, content_type=HTML, headers=security_headers(page))
+        self.page = Response(page, content_type=HTML, headers=security_headers(page))
         self._core = core
         self._version, self._why = version, why
         self._retries = 0

@@ -75,7 +75,7 @@ class ListenAddresses:
     @property
     def is_busy(self) -> bool:
         """A request is being answered."""
-        return any(flagged.listener.busy for flagged in self._listeners)
+        return any(flagged.listener.is_busy for flagged in self._listeners)
 
     def for_each_listener(self, step: Callable[[Listener], None]) -> None:
         """`step` on every listener."""

@@ -62,7 +62,7 @@ from router.fleet.peers import PeerLoads, PeerSockets
 from router.http.budget import Budget
 from router.http.listener import Listener
 from router.http.request import HttpRequest
-from router.http.routes import Answer
+from router.http.routes import Response
 from router.index import make_index
 from router.metrics import Metrics
 from router.prompting.conversation_cache import ConversationCache
@@ -348,11 +348,11 @@ class RouterProcess:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets
 
-    def _set_peers(self, request: HttpRequest, _: str) -> Answer:
+    def _set_peers(self, request: HttpRequest, _: str) -> Response:
         """Set the routers whose load counts from now on."""
         if self._peers is None:
             raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
-        return Answer(msgspec.json.encode({"peers": self._peers.follow(request.body)}))
+        return Response(msgspec.json.encode({"peers": self._peers.follow(request.body)}))
 
     def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"

@@ -24,10 +24,10 @@ from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
-from router.http.answers import MethodNotAllowed, UpgradeRequired
 from router.http.connection import Client, ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
+from router.http.local_replies import MethodNotAllowed, UpgradeRequired
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.metrics import Metrics
@@ -181,20 +181,20 @@ class RouterApp:
 
     def pick(self, caller: Caller, request: HttpRequest) -> None:
         """Choose for a request whose bytes a gateway carries; which paths may pass is the gateway's to say."""
-        caller.party = self._tenant_of(caller, request)
+        caller.tenant = self._tenant_of(caller, request)
         self._forward(caller, request)
 
-    def rejected(self, status: int) -> None:
+    def record_rejection(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
 
-    def crashed(self, where: str, error: Exception) -> None:
+    def record_crash(self, where: str, error: Exception) -> None:
         self._metrics.record_crash(where, error)
 
     # Workers ------------------------------------------------------------------------------------------------------
 
     def _forward(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
-        reader, path, tenant = self._request_reader, request.path, connection.party
+        reader, path, tenant = self._request_reader, request.path, connection.tenant
         conversation_match = reader.find_conversation(request, path)
         if conversation_match is not None:
             if request.body_bytes - conversation_match[1].body_end > INLINE_BYTES_MAX:
@@ -259,7 +259,7 @@ class RouterApp:
         assert self._discover_model is not None
         await self._discover_model(model)
         request = exchange.request
-        return await self._request_reader.read(request, request.path, lambda: not exchange.done, exchange.client.party)
+        return await self._request_reader.read(request, request.path, lambda: not exchange.done, exchange.client.tenant)
 
     def _place(
         self,
@@ -308,7 +308,7 @@ class RouterApp:
         self._tenants.check_request_limit(tenant)
         exchange = self._proxy.open(connection, request, self._trace_id(request), self._make_exchange)
         self._tenants.add_request(tenant, exchange.request_id)
-        connection.work = exchange
+        connection.responder = exchange
         return exchange
 
     def _trace_id(self, request: HttpRequest) -> bytes:

@@ -33,7 +33,7 @@ from router.edge.exchange import Exchange
 from router.edge.mirrored import Mirrored
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
-from router.http.routes import Answer
+from router.http.routes import Response
 from router.prompting.reader import TokenizedPrompt
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
@@ -64,8 +64,8 @@ class ShadowApp(RouterApp):
                 return
             except RequestError:
                 pass  # whoever answers it will say so
-        work = connection.work
-        exchange = work if isinstance(work, Mirrored) else self._open(connection, request, connection.party)
+        work = connection.responder
+        exchange = work if isinstance(work, Mirrored) else self._open(connection, request, connection.tenant)
         assert isinstance(exchange, Mirrored)
         exchange.answer()
 
@@ -130,13 +130,13 @@ class ShadowProcess(RouterProcess):
             guard=guard, reasons=self._reasons, make_exchange=Mirrored,
         )  # fmt: skip
 
-    def _report_page(self, request: HttpRequest, _: str) -> Answer:
+    def _report_page(self, request: HttpRequest, _: str) -> Response:
         report = render_page(self._report())
-        return Answer(report, content_type=HTML, headers=security_headers(report))
+        return Response(report, content_type=HTML, headers=security_headers(report))
 
     def _start_fleet(self) -> None:
         routes = self._admin.routes
-        routes.add("GET", "/shadow", lambda *_: Answer(msgspec.json.encode(self._report())), public=False)
+        routes.add("GET", "/shadow", lambda *_: Response(msgspec.json.encode(self._report())), public=False)
         routes.add("GET", "/shadow/report", self._report_page, public=False)
         super()._start_fleet()
         if self._shadow.log is not None:

@@ -123,7 +123,7 @@ class Exchange:
 
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         """End with an error of our own, before any byte of an answer; in the middle of one by cutting it off."""
-        if self.client.answering:
+        if self.client.has_response_started:
             self._cut(message, None)
         elif self._end(f"refused_{code}"):
             self._drop_connection()
@@ -152,7 +152,7 @@ class Exchange:
 
     def _is_said(self, head: ResponseHead) -> bool:
         """Whether all of a stream was passed on but the end of its body."""
-        streams = not self.outcome and self.client.answering and head.status == 200 and _is_stream(head)
+        streams = not self.outcome and self.client.has_response_started and head.status == 200 and _is_stream(head)
         return streams and self.progress.is_final(self.request.path)
 
     def _let_go(self) -> None:
@@ -180,7 +180,7 @@ class Exchange:
     def crash(self, error: Exception) -> None:
         """What handles this exchange raised `error`: the client gets what can still be said, nobody else notices."""
         self.outcome = self.outcome or "crashed"
-        if self.client.work is self:
+        if self.client.responder is self:
             self.client.crash(error)  # which ends the exchange as if the client had gone
         else:
             self._proxy.metrics.record_crash("exchange", error)
@@ -291,7 +291,7 @@ class Exchange:
             self.in_core = False
             self._proxy.perform(instructions[1:])
         is_readable_stream = _is_readable_stream(head)
-        if self.client.answering and not is_readable_stream:
+        if self.client.has_response_started and not is_readable_stream:
             kind = FailureKind.STREAM if head.status < 400 else None
             self._cut(f"the worker that was to go on answers {head.status}, and no events that can be read", kind)
             return None
@@ -299,12 +299,12 @@ class Exchange:
             self._stream = None
         self._head = head
         self._notes_tokens = self._stream is not None and self._stream.tokens is not None
-        if not self.client.answering and self._proxy.hidden_keys is not None and _is_readable(head):
+        if not self.client.has_response_started and self._proxy.hidden_keys is not None and _is_readable(head):
             is_chunked = is_readable_stream and not self._notes_tokens
             self._filter = AnswerFilter(self._proxy.hidden_keys, is_chunked=is_chunked)
         filters_content = self._filter is not None and isinstance(head.body, ChunkedBody) and not is_readable_stream
         self._reframes = self._payload is None and (self._notes_tokens or filters_content)
-        if self.client.answering:
+        if self.client.has_response_started:
             return b""
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
         told = self.decision if self._proxy.tells_cache else None
@@ -448,7 +448,7 @@ class Exchange:
         proxy = self._proxy
         if self.done or not self.in_core:
             return
-        if self.client.answering:
+        if self.client.has_response_started:
             self._go_on(reason, FailureKind.STALLED if stalled else FailureKind.LOST, moves=True)
             return
         instructions = proxy.core.move_request(self.request_id, proxy.now())
@@ -474,7 +474,7 @@ class Exchange:
         head = self._head
         if head is not None and self._is_said(head):
             self._end_body(head)
-        elif not self.client.answering:
+        elif not self.client.has_response_started:
             self._attempt_failed(FailureKind.RESET, reason)
         elif not self._go_on(reason, kind):
             self._cut(reason, kind)
@@ -486,7 +486,7 @@ class Exchange:
             self.client.write(_LAST_CHUNK)
             self._complete(head, reusable=False)
         elif self._account(head, reusable=False):
-            self.client.cut()
+            self.client.abort_response()
 
     def _cut(self, reason: str, kind: FailureKind | None) -> None:
         """Nobody can complete what the client has the beginning of. `kind`: None where no worker failed."""
@@ -497,7 +497,7 @@ class Exchange:
             self._proxy.attempt_failed(self.decision, kind, reason)
         self._forget_in_core(kind)
         self._proxy.broke(self.trace_id, "cut", reason)
-        self.client.cut()
+        self.client.abort_response()
 
     def _fails(self, stream: Continuation) -> bool:
         """The worker says in the middle that it failed, which this very request may be the reason of. False where its

@@ -8,7 +8,7 @@ from __future__ import annotations
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
 from router.edge.upstream import Endpoint
-from router.http.cors import NAMES
+from router.http.cors import CORS_HEADERS
 from router.http.headers import HOP_BY_HOP
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
@@ -96,7 +96,7 @@ def answer_head(
         framing = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
         framing = b"content-length: %b\r\n" % str(head.content_length).encode()
-    dropped = _NOT_RETURNED | NAMES if cors_headers else _NOT_RETURNED
+    dropped = _NOT_RETURNED | CORS_HEADERS if cors_headers else _NOT_RETURNED
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
         head.status_and_reason, trace_id, told, head.headers.without(dropped), cors_headers, framing,
         b"" if keep_alive else b"connection: close\r\n",

@@ -27,7 +27,7 @@ from prompts.errors import RequestError
 from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.worker_responses import parse_number
 from router.http.request import HttpRequest
-from router.http.routes import Answer
+from router.http.routes import Response
 from router.http_client import FetchError, fetch
 
 log = logging.getLogger("router")
@@ -67,11 +67,11 @@ class PeerRoutes:
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._lock = asyncio.Lock()
 
-    def get_seed(self, request: HttpRequest, _: str) -> Answer:
+    def get_seed(self, request: HttpRequest, _: str) -> Response:
         """GET /peer: the seed of this router's digests."""
-        return Answer(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
+        return Response(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
 
-    async def get_snapshot(self, request: HttpRequest, argument: str) -> Answer:
+    async def get_snapshot(self, request: HttpRequest, argument: str) -> Response:
         """GET /peer/WORKER%23RANK: a PeerSnapshot."""
         worker, _, rank = argument.rpartition("#")
         if not worker or parse_number(rank) is None:
@@ -88,7 +88,7 @@ class PeerRoutes:
                 code="no_snapshot",
                 status=404,
             )
-        return Answer(msgspec.msgpack.encode(snapshot), content_type=MSGPACK)
+        return Response(msgspec.msgpack.encode(snapshot), content_type=MSGPACK)
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:

@@ -1,8 +1,8 @@
-"""How many bytes of clients' requests, and of answers that wait for them, are kept at once: in sum, and for each party
+"""How many bytes of clients' requests, and of answers that wait for them, are kept at once: in sum, and for each tenant
 (an API key, else an address).
 
 Owns the books: who takes bytes gives them back. Refuses to know what the bytes are. Invariant: what is held is the sum
-over the parties, and a party that holds none is not listed.
+over the tenants, and a tenant that holds none is not listed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prompts.errors import RequestError
 from router.http.config import HttpLimits
 from router.metrics import Metrics
 
-SMALL_BYTES: Final = 16 * 1024
+UNCOUNTED_BYTES: Final = 16 * 1024
 """What a connection keeps up to this is not counted: connections are, and small requests pass while big ones wait."""
 
 
@@ -23,30 +23,30 @@ class Budget:
     def __init__(self, limits: HttpLimits, metrics: Metrics) -> None:
         self._limits = limits
         self._metrics = metrics
-        self._parties: dict[str, int] = {}
+        self._tenant_bytes: dict[str, int] = {}
 
-    def change(self, party: str, before: int, after: int) -> None:
-        """`party` keeps `after` bytes where it kept `before`. Raises RequestError, and changes nothing, where that is
+    def change(self, tenant: str, old_bytes: int, new_bytes: int) -> None:
+        """`tenant` keeps `new_bytes` where it kept `old_bytes`. Raises RequestError, and changes nothing, where that is
         more than a bound allows."""
-        added_bytes, total_bytes = after - before, self._metrics.request_buffer_bytes
-        tenant_bytes = self._parties.get(party, 0) + added_bytes
+        added_bytes, total_bytes = new_bytes - old_bytes, self._metrics.request_buffer_bytes
+        tenant_bytes = self._tenant_bytes.get(tenant, 0) + added_bytes
         assert tenant_bytes >= 0
         if added_bytes > 0 and tenant_bytes > self._limits.tenant_buffer_bytes_max:
-            self._metrics.refused_bytes["party"] += 1
-            raise _full(429, "this client has too many bytes of requests in flight")
+            self._metrics.refused_bytes["tenant"] += 1
+            raise _overload_error(429, "this client has too many bytes of requests in flight")
         if added_bytes > 0 and total_bytes + added_bytes > self._limits.request_buffer_bytes_max:
             self._metrics.refused_bytes["sum"] += 1
-            raise _full(503, "the router keeps as many bytes of requests as it may")
+            raise _overload_error(503, "the router keeps as many bytes of requests as it may")
         self._metrics.request_buffer_bytes = total_bytes + added_bytes
         if tenant_bytes:
-            self._parties[party] = tenant_bytes
+            self._tenant_bytes[tenant] = tenant_bytes
         else:
-            self._parties.pop(party, None)
+            self._tenant_bytes.pop(tenant, None)
 
     def check_invariants(self) -> None:
-        assert self._metrics.request_buffer_bytes == sum(self._parties.values())
-        assert all(count > 0 for count in self._parties.values())
+        assert self._metrics.request_buffer_bytes == sum(self._tenant_bytes.values())
+        assert all(count > 0 for count in self._tenant_bytes.values())
 
 
-def _full(status: int, message: str) -> RequestError:
+def _overload_error(status: int, message: str) -> RequestError:
     return RequestError(message, param=None, code="overloaded", status=status)

@@ -1,8 +1,8 @@
 """Client connections: requests in order, one at a time, answers with backpressure, deadlines for slow senders.
 
 Owns the sockets of clients. Refuses to know what a request means: an `Application` gets each complete one and answers
-through the connection, or hangs a `Work` on it that does. Invariant: requests of one connection are answered in the
-order they came, each before the next is handed over.
+through the connection, or hangs a `Responder` on it that does. Invariant: requests of one connection are answered in
+the order they came, each before the next is handed over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.answers import JSON, Header, answer_head, error_headers, refusal
-from router.http.budget import SMALL_BYTES, Budget
+from router.http.budget import UNCOUNTED_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.decoding import BodyDecoder, Decoding, body_coding
+from router.http.decoding import BodyDecoder, DecodingTask, body_coding
 from router.http.fair_scheduler import FairScheduler
+from router.http.local_replies import JSON, Header, error_headers, refusal, response_head
 from router.http.request import BadRequest, HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -26,15 +26,15 @@ WRITE_BUFFER_BYTES: Final = 64 * 1024
 What waits beyond this is booked in the budget."""
 LINGER_S: Final = 2.0
 """How long an early error stays readable while the client is still sending."""
-AHEAD_BYTES_MAX: Final = 64 * 1024
+PIPELINED_BYTES_MAX: Final = 64 * 1024
 """Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
-TURN_REQUESTS: Final = 16
+REQUESTS_PER_TURN: Final = 16
 """Answered at once before others get their turn."""
 LONG_READ_BYTES: Final = 64 * 1024
 """After a read of so much of a body others get their turn: a loop reads on as long as bytes come."""
 
 
-class Work(Protocol):
+class Responder(Protocol):
     """What answers the current request of a connection."""
 
     def client_gone(self) -> None: ...
@@ -47,14 +47,14 @@ class Work(Protocol):
 class Client(Protocol):
     """Where an answer goes: a `ClientConnection`, or what stands for one."""
 
-    work: Work | None
-    answering: bool
+    responder: Responder | None
+    has_response_started: bool
     peer: str
     cors_headers: bytes
     """Lines that every answer to the current request has."""
 
     @property
-    def party(self) -> str: ...
+    def tenant(self) -> str: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -62,7 +62,7 @@ class Client(Protocol):
 
     def crash(self, error: Exception) -> None: ...
 
-    def cut(self) -> None: ...
+    def abort_response(self) -> None: ...
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None: ...
 
@@ -91,10 +91,10 @@ class Application(Protocol):
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer `request`, which was admitted, now or later."""
 
-    def rejected(self, status: int) -> None:
+    def record_rejection(self, status: int) -> None:
         """A connection sent what is no request."""
 
-    def crashed(self, where: str, error: Exception) -> None:
+    def record_crash(self, place: str, error: Exception) -> None:
         """Something raised that must not: count and log it. What it was about is ended by the caller."""
 
 
@@ -102,10 +102,33 @@ class ClientConnection(asyncio.Protocol):
     """One client's TCP connection. Its callbacks are a boundary: what raises behind one ends the current request."""
 
     __slots__ = (
-        "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_path", "_paused_reading", "_paused_writing", "_registry", "_since_s", "_stepping", "_taken_bytes",
-        "_taken_s", "_transport", "_unread", "_unsent_bytes", "_waiting", "_written_bytes", "answering", "cors_headers",
-        "peer", "tls", "work",
+        "_app",
+        "_body_bytes",
+        "_booked_bytes",
+        "_drained_bytes",
+        "_drained_s",
+        "_has_unread_input",
+        "_is_busy",
+        "_is_handling",
+        "_is_head_request",
+        "_is_lingering",
+        "_is_reading_paused",
+        "_is_writing_paused",
+        "_keep_alive",
+        "_parser",
+        "_path",
+        "_queued_request",
+        "_registry",
+        "_tenant",
+        "_transport",
+        "_unsent_bytes",
+        "_waiting_since_s",
+        "_written_bytes",
+        "cors_headers",
+        "has_response_started",
+        "peer",
+        "responder",
+        "tls",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -114,43 +137,43 @@ class ClientConnection(asyncio.Protocol):
         self._parser = RequestParser(app.limits)
         self._transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
-        self.work: Work | None = None
+        self.responder: Responder | None = None
         """Set by whoever answers later than `handle`."""
         self.peer = ""
         self.cors_headers = b""
         self.tls = False
-        self._busy = False
+        self._is_busy = False
         self._body_bytes = 0
         """Of the current request, its headers too."""
-        self._party = ""
+        self._tenant = ""
         """Whom what is kept here is booked on."""
-        self._held = 0
+        self._booked_bytes = 0
         """Bytes booked."""
-        self.answering = False
+        self.has_response_started = False
         """Bytes of the current answer were sent."""
-        self._head_only = False
+        self._is_head_request = False
         """The current request is a HEAD."""
         self._path = ""
         """Of the current request: its API says what an error looks like."""
-        self._stepping = False
+        self._is_handling = False
         self._keep_alive = True
-        self._paused_reading = False
-        self._paused_writing = False
+        self._is_reading_paused = False
+        self._is_writing_paused = False
         """The client reads slower than it is answered: no further request of it is begun."""
         self._unsent_bytes = 0
         """Bytes of answers that wait for the client, while writing is paused."""
         self._written_bytes = 0
         """Bytes of all answers so far."""
-        self._taken_bytes = 0
+        self._drained_bytes = 0
         """Bytes of `_written_bytes` that had left the write buffer at the last sweep."""
-        self._taken_s = self._app.now()
+        self._drained_s = self._app.now()
         """When bytes were last seen to leave the write buffer, or the buffer was empty."""
-        self._unread = False
+        self._has_unread_input = False
         """The client may still be sending what will not be read."""
-        self._lingers = False
-        self._waiting: HttpRequest | None = None
+        self._is_lingering = False
+        self._queued_request: HttpRequest | None = None
         """For its turn to begin; the connection is busy with it."""
-        self._since_s = self._app.now()
+        self._waiting_since_s = self._app.now()
 
     # From the event loop ------------------------------------------------------------------------------------------
 
@@ -158,105 +181,105 @@ class ClientConnection(asyncio.Protocol):
         self._transport = transport
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
-        self.peer = self._party = peer[0] if isinstance(peer, tuple) else ""
+        self.peer = self._tenant = peer[0] if isinstance(peer, tuple) else ""
         self.tls = transport.get_extra_info("sslcontext") is not None
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._lingers:
+        if self._is_lingering:
             if len(data) >= LONG_READ_BYTES:
                 self._transport.pause_reading()
-                self._app.scheduler.schedule(self._read_on)
+                self._app.scheduler.schedule(self._resume_discarding)
             return
-        if not self._busy and not self._parser.has_partial_request:
-            self._since_s = self._app.now()
+        if not self._is_busy and not self._parser.has_partial_request:
+            self._waiting_since_s = self._app.now()
         try:
             self._parser.feed(data)
-            if self._busy or self._paused_writing:
-                self._wait_ahead()
+            if self._is_busy or self._is_writing_paused:
+                self._limit_pipelined_input()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
             return
-        if not self._busy and not self._paused_writing:
-            self._step(len(data))
+        if not self._is_busy and not self._is_writing_paused:
+            self._handle_requests(len(data))
 
     def eof_received(self) -> bool:
-        self._take_turn()
+        self._start_queued_request()
         return False  # a client that stops sending is taken to be gone: see connection_lost
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._transport = self._waiting = None
+        self._transport = self._queued_request = None
         self._registry.discard(self)
-        self._drop_work()
-        self._forget()
+        self._cancel_responder()
+        self._release_buffers()
 
-    def _forget(self) -> None:
+    def _release_buffers(self) -> None:
         if self._parser.free_piece():
-            self._app.scheduler.schedule(self._forget)
-        elif self._held:
-            self._app.budget.change(self._party, self._held, 0)
-            self._held = 0
+            self._app.scheduler.schedule(self._release_buffers)
+        elif self._booked_bytes:
+            self._app.budget.change(self._tenant, self._booked_bytes, 0)
+            self._booked_bytes = 0
 
     def pause_writing(self) -> None:
-        self._paused_writing = True
+        self._is_writing_paused = True
         try:
-            self._hold_answer()
-            if self.work is not None:
-                self.work.client_paused()
+            self._book_unsent_bytes()
+            if self.responder is not None:
+                self.responder.client_paused()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
 
     def resume_writing(self) -> None:
-        self._paused_writing = False
+        self._is_writing_paused = False
         self._unsent_bytes = 0
-        if not self._busy and not self._parser.has_partial_request:
-            self._since_s = self._app.now()  # what it asked meanwhile begins to be read now
+        if not self._is_busy and not self._parser.has_partial_request:
+            self._waiting_since_s = self._app.now()  # what it asked meanwhile begins to be read now
         try:
-            if self._held:
-                self._hold()
-            if self.work is not None:
-                self.work.client_resumed()
+            if self._booked_bytes:
+                self._book_bytes()
+            if self.responder is not None:
+                self.responder.client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
-        self._step_if_due()
+        self._resume_requests()
 
     # For whoever answers ------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         """Send bytes of the current answer."""
-        self.answering = True
+        self.has_response_started = True
         if self._transport is not None:
             self._written_bytes += len(data)
             self._transport.write(data)
-            if self._paused_writing:
-                self._hold_answer()
+            if self._is_writing_paused:
+                self._book_unsent_bytes()
 
     def finish(self, *, keep_alive: bool) -> None:
         """The current answer is complete."""
-        self.work = None
-        self._busy = False
+        self.responder = None
+        self._is_busy = False
         self._body_bytes = 0
-        if self._held:
-            self._hold()
-        self._since_s = self._app.now()
+        if self._booked_bytes:
+            self._book_bytes()
+        self._waiting_since_s = self._app.now()
         if not keep_alive or not self._keep_alive:
             self._close()
         else:
-            self._step_if_due()
+            self._resume_requests()
 
     def crash(self, error: Exception) -> None:
         """What answers the current request raised `error`: end that request, and nothing else."""
-        self._app.crashed("client", error)
-        self._waiting = None
-        self._drop_work()
-        if self.answering or not self._busy:
-            self.cut()
+        self._app.record_crash("client", error)
+        self._queued_request = None
+        self._cancel_responder()
+        if self.has_response_started or not self._is_busy:
+            self.abort_response()
         else:
             self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
-    def cut(self) -> None:
+    def abort_response(self) -> None:
         """Break off in the middle of an answer. Its missing end tells the client that it is incomplete."""
-        self.work = None
+        self.responder = None
         self._keep_alive = False
         if self._transport is not None:
             self._transport.close()
@@ -272,8 +295,10 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """Answer the current request at once."""
         keep_alive = keep_alive and self._keep_alive
-        head = answer_head(status, len(body), content_type, headers, keep_alive=keep_alive, more=self.cors_headers)
-        self.write(head if self._head_only else head + body)
+        head = response_head(
+            status, len(body), content_type, headers, keep_alive=keep_alive, extra_lines=self.cors_headers
+        )
+        self.write(head if self._is_head_request else head + body)
         self.finish(keep_alive=keep_alive)
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
@@ -287,40 +312,40 @@ class ClientConnection(asyncio.Protocol):
         self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
 
     @property
-    def party(self) -> str:
+    def tenant(self) -> str:
         """Whose the current request is, as `Application.admit` said."""
-        return self._party
+        return self._tenant
 
     # For the server -----------------------------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
-        return not self._busy
+    def is_idle(self) -> bool:
+        return not self._is_busy
 
     def expire(self, now: float, timeouts: ClientTimeouts) -> None:
         """Close what waits too long for its client."""
         if self._transport is None:
             return
-        if now - self._last_taken(now) > timeouts.send_s:
+        if now - self._last_drained_s(now) > timeouts.send_s:
             self._transport.abort()
             return
-        waited = now - self._since_s
-        if self._busy:
+        waited_s = now - self._waiting_since_s
+        if self._is_busy:
             return
-        if self._lingers:
-            if waited > LINGER_S:
+        if self._is_lingering:
+            if waited_s > LINGER_S:
                 self._transport.abort()
         elif self._parser.has_partial_request:
-            if waited > timeouts.request_s:
+            if waited_s > timeouts.request_s:
                 message = f"the request was not complete within {timeouts.request_s:g} s"
-                self._reject(RequestError(message, param=None, code="bad_http", status=408))
-        elif waited > timeouts.keep_alive_s:
+                self._reject_and_close(RequestError(message, param=None, code="bad_http", status=408))
+        elif waited_s > timeouts.keep_alive_s:
             self._transport.close()
 
     def close_when_idle(self) -> None:
         """Shutting down: no further request."""
         self._keep_alive = False
-        if not self._busy and self._transport is not None:
+        if not self._is_busy and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
@@ -329,69 +354,69 @@ class ClientConnection(asyncio.Protocol):
 
     # Inside -------------------------------------------------------------------------------------------------------
 
-    def _step(self, received: int = 0) -> None:
+    def _handle_requests(self, received_bytes: int = 0) -> None:
         """Hand over complete requests until one is answered later. `received`: bytes of the read that this is for."""
-        self._stepping = True
+        self._is_handling = True
         try:
-            for _ in range(TURN_REQUESTS):
-                if self._busy or self._paused_writing or self._transport is None or not self._keep_alive:
+            for _ in range(REQUESTS_PER_TURN):
+                if self._is_busy or self._is_writing_paused or self._transport is None or not self._keep_alive:
                     break
                 request = self._parser.next_request()
                 if request is None:
-                    self._wait_for_more(received)
+                    self._await_more_input(received_bytes)
                     break
                 if not self._app.arrival_scheduler.try_start():
-                    self._wait_for_turn(request)
+                    self._queue_request(request)
                     break
-                self._begin(request)
+                self._start_request(request)
             else:
-                self._app.scheduler.schedule(self._go_on)
+                self._app.scheduler.schedule(self._continue_requests)
         except BadRequest as bad:
-            self._reject(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
+            self._reject_and_close(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
         except RequestError as refused:
-            self._reject(refused)
+            self._reject_and_close(refused)
         except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
             self.crash(error)
         finally:
-            self._stepping = False
+            self._is_handling = False
 
-    def _step_if_due(self) -> None:
+    def _resume_requests(self) -> None:
         """Go on with what the client asked next, if it may be begun."""
-        if self._busy or self._paused_writing or self._stepping:
+        if self._is_busy or self._is_writing_paused or self._is_handling:
             return
-        if self._paused_reading or not self._parser.is_empty:
-            self._step()
+        if self._is_reading_paused or not self._parser.is_empty:
+            self._handle_requests()
 
-    def _wait_for_turn(self, request: HttpRequest) -> None:
+    def _queue_request(self, request: HttpRequest) -> None:
         """Many begin at once. Raises RequestError where there is no room to keep it."""
         self._body_bytes = request.body_bytes + len(request.headers.raw)
-        self._hold()
-        self._busy, self._waiting = True, request
-        self._app.arrival_scheduler.schedule(self._take_turn, self._party)
+        self._book_bytes()
+        self._is_busy, self._queued_request = True, request
+        self._app.arrival_scheduler.schedule(self._start_queued_request, self._tenant)
 
-    def _take_turn(self) -> None:
-        request, self._waiting = self._waiting, None
+    def _start_queued_request(self) -> None:
+        request, self._queued_request = self._queued_request, None
         if request is None:
             return
-        self._stepping = True
+        self._is_handling = True
         try:
-            self._begin(request)
+            self._start_request(request)
         finally:
-            self._stepping = False
-        if not self._busy:
-            self._step()
+            self._is_handling = False
+        if not self._is_busy:
+            self._handle_requests()
 
-    def _begin(self, request: HttpRequest) -> None:
-        self._busy = True
-        self.answering = False
-        self._head_only, self._path = request.method == "HEAD", request.path
+    def _start_request(self, request: HttpRequest) -> None:
+        self._is_busy = True
+        self.has_response_started = False
+        self._is_head_request, self._path = request.method == "HEAD", request.path
         self.cors_headers = self._app.cors_headers(request)
         if not request.keep_alive:
             self._keep_alive = False
         self._body_bytes = request.body_bytes + len(request.headers.raw)
         try:
             self._admit(request)
-            self._hold()
+            self._book_bytes()
             coding = body_coding(request) if request.body_bytes else None
             if coding is None:
                 self._app.handle(self, request)
@@ -406,35 +431,37 @@ class ClientConnection(asyncio.Protocol):
         """Hand over the request once its body is decoded."""
         encoded_bytes = self._body_bytes
 
-        def hold(decoded_bytes: int) -> None:
+        def book_decoded_bytes(decoded_bytes: int) -> None:
             self._body_bytes = encoded_bytes + decoded_bytes
-            self._hold()
+            self._book_bytes()
 
-        def then(refused: RequestError | None) -> None:
-            self.work = None
+        def on_decoded(decode_error: RequestError | None) -> None:
+            self.responder = None
             self._body_bytes = request.body_bytes + len(request.headers.raw)
             try:
-                if refused is not None:
-                    raise refused
-                self._hold()
+                if decode_error is not None:
+                    raise decode_error
+                self._book_bytes()
                 self._app.handle(self, request)
             except RequestError as error:
                 self._refuse(error)
             except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
                 self.crash(error)
 
-        self.work = Decoding(request, decoder, self._app.scheduler, self._party, hold, then)
+        self.responder = DecodingTask(
+            request, decoder, self._app.scheduler, self._tenant, book_decoded_bytes, on_decoded
+        )
 
     def _refuse(self, error: RequestError) -> None:
         """Answer the current request with an error."""
-        self._drop_work()
-        self._app.rejected(error.status)
+        self._cancel_responder()
+        self._app.record_rejection(error.status)
         self.respond_error(error)
 
-    def _go_on(self) -> None:
-        self._step_if_due()
+    def _continue_requests(self) -> None:
+        self._resume_requests()
 
-    def _read_on(self) -> None:
+    def _resume_discarding(self) -> None:
         """What is sent after an early error: to be read and dropped."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -443,96 +470,100 @@ class ClientConnection(asyncio.Protocol):
         """Raises RequestError for what would not be served, as soon as its head is there."""
         if request.has_body:
             body_coding(request)
-        party = self._app.admit(self, request)
-        if party != self._party:
-            held, self._held = self._held, 0
-            self._app.budget.change(self._party, held, 0)
-            self._party = party
+        tenant = self._app.admit(self, request)
+        if tenant != self._tenant:
+            booked_bytes, self._booked_bytes = self._booked_bytes, 0
+            self._app.budget.change(self._tenant, booked_bytes, 0)
+            self._tenant = tenant
 
-    def _hold(self) -> None:
+    def _book_bytes(self) -> None:
         """Book what is kept for this client. Raises RequestError where that is too much."""
-        kept = self._body_bytes + self._parser.buffered_bytes + self._unsent_bytes
-        if kept <= SMALL_BYTES:
-            if not self._held:
+        booked_bytes = self._body_bytes + self._parser.buffered_bytes + self._unsent_bytes
+        if booked_bytes <= UNCOUNTED_BYTES:
+            if not self._booked_bytes:
                 return
-            kept = 0
-        if kept != self._held:
-            self._app.budget.change(self._party, self._held, kept)
-            self._held = kept
+            booked_bytes = 0
+        if booked_bytes != self._booked_bytes:
+            self._app.budget.change(self._tenant, self._booked_bytes, booked_bytes)
+            self._booked_bytes = booked_bytes
 
-    def _hold_answer(self) -> None:
+    def _book_unsent_bytes(self) -> None:
         """Book the bytes of answers that wait for the client. Without room for them the connection is broken off."""
         if self._transport is None or self._transport.is_closing():
             return
         self._unsent_bytes = self._transport.get_write_buffer_size()
         try:
-            self._hold()
+            self._book_bytes()
         except RequestError as refused:
-            self._app.rejected(refused.status)
+            self._app.record_rejection(refused.status)
             self._unsent_bytes = 0
             self._keep_alive = False
             self._transport.abort()
 
-    def _last_taken(self, now: float) -> float:
+    def _last_drained_s(self, now: float) -> float:
         """When the client last took bytes of an answer; `now` if none wait."""
         assert self._transport is not None
-        waiting = self._transport.get_write_buffer_size()
-        taken = self._written_bytes - waiting
-        if not waiting or taken != self._taken_bytes:
-            self._taken_bytes, self._taken_s = taken, now
-        return self._taken_s
+        unsent_bytes = self._transport.get_write_buffer_size()
+        drained_bytes = self._written_bytes - unsent_bytes
+        if not unsent_bytes or drained_bytes != self._drained_bytes:
+            self._drained_bytes, self._drained_s = drained_bytes, now
+        return self._drained_s
 
-    def _wait_for_more(self, received: int) -> None:
+    def _await_more_input(self, received_bytes: int) -> None:
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""
-        begun = self._parser.pop_partial_request()
-        if begun is not None:
-            self._head_only, self._path = begun.method == "HEAD", begun.path
-            self.cors_headers = self._app.cors_headers(begun)
-            self._admit(begun)
-        self._hold()
+        request = self._parser.pop_partial_request()
+        if request is not None:
+            self._is_head_request, self._path = request.method == "HEAD", request.path
+            self.cors_headers = self._app.cors_headers(request)
+            self._admit(request)
+        self._book_bytes()
         transport = self._transport
-        if self._parser.has_more or received >= LONG_READ_BYTES:
-            self._app.scheduler.schedule(self._go_on)
-            if not self._paused_reading:
-                self._paused_reading = True
+        if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
+            self._app.scheduler.schedule(self._continue_requests)
+            if not self._is_reading_paused:
+                self._is_reading_paused = True
                 transport.pause_reading()
-        elif self._paused_reading:
-            self._paused_reading = False
+        elif self._is_reading_paused:
+            self._is_reading_paused = False
             transport.resume_reading()
         if self._parser.pop_expect_continue():
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _wait_ahead(self) -> None:
+    def _limit_pipelined_input(self) -> None:
         """Of what is sent ahead of an answer: keep a little, or nothing where that would be too much."""
         try:
-            self._hold()
+            self._book_bytes()
         except RequestError:
             self._parser.stop()
             self._keep_alive = False
-            self._unread = True
-            self._hold()
-        if self._parser.buffered_bytes > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
-            self._paused_reading = True
+            self._has_unread_input = True
+            self._book_bytes()
+        if (
+            self._parser.buffered_bytes > PIPELINED_BYTES_MAX
+            and not self._is_reading_paused
+            and self._transport is not None
+        ):
+            self._is_reading_paused = True
             self._transport.pause_reading()
 
-    def _drop_work(self) -> None:
+    def _cancel_responder(self) -> None:
         """Tell whoever answers that the client does not wait for it any more."""
-        work, self.work = self.work, None
+        work, self.responder = self.responder, None
         if work is None:
             return
         try:
             work.client_gone()
         except Exception as error:  # noqa: BLE001  a boundary
-            self._app.crashed("client", error)
+            self._app.record_crash("client", error)
 
-    def _reject(self, error: RequestError) -> None:
+    def _reject_and_close(self, error: RequestError) -> None:
         """What was sent is no request, or one that will not be read to its end: say so and close."""
-        self._app.rejected(error.status)
+        self._app.record_rejection(error.status)
         self._parser.stop()
-        self._forget()
-        self._busy, self.answering = True, False
+        self._release_buffers()
+        self._is_busy, self.has_response_started = True, False
         self._keep_alive = False
-        self._unread = True
+        self._has_unread_input = True
         self.respond_error(error)
 
     def _close(self) -> None:
@@ -540,10 +571,10 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self.tls or not (self._unread or self._parser.has_partial_request or self._parser.buffered_bytes):
+        if self.tls or not (self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes):
             transport.close()
             return
-        self._lingers = True
-        if self._paused_reading:
+        self._is_lingering = True
+        if self._is_reading_paused:
             transport.resume_reading()
         transport.write_eof()

@@ -11,11 +11,11 @@ from typing import Final
 
 from router.http.request import HttpRequest
 
-ANY: Final = b"*"
+ANY_ORIGIN: Final = b"*"
 MAX_AGE_S: Final = 600
 """How long a browser may remember what it was allowed."""
-EXPOSED: Final = b"x-request-id, x-blockcast-worker, x-blockcast-predicted-cached-tokens, retry-after"
-NAMES: Final = frozenset((
+EXPOSED_HEADERS: Final = b"x-request-id, x-blockcast-worker, x-blockcast-predicted-cached-tokens, retry-after"
+CORS_HEADERS: Final = frozenset((
     b"access-control-allow-credentials",
     b"access-control-allow-headers",
     b"access-control-allow-methods",
@@ -38,13 +38,15 @@ class CorsPolicy:
         if not self._origins:
             return b""
         origin = request.header(b"origin")
-        if origin is None or not (ANY in self._origins or origin.lower() in self._origins):
+        if origin is None or not (ANY_ORIGIN in self._origins or origin.lower() in self._origins):
             return b"vary: origin\r\n"
-        lines = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
-        told = lines % (ANY if ANY in self._origins else origin, EXPOSED)
+        template = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
+        header_lines = template % (ANY_ORIGIN if ANY_ORIGIN in self._origins else origin, EXPOSED_HEADERS)
         if request.method != "OPTIONS":
-            return told
-        asked = request.header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
-        return told + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
-            ", ".join(sorted(methods)).encode(), asked,
+            return header_lines
+        requested_headers = (
+            request.header(b"access-control-request-headers") or b"authorization, content-type, x-api-key"
+        )
+        return header_lines + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
+            ", ".join(sorted(methods)).encode(), requested_headers,
         ) + b"access-control-max-age: %d\r\n" % MAX_AGE_S  # fmt: skip

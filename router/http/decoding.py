@@ -37,8 +37,8 @@ class UnsupportedEncoding(RequestError):
     """415, with the codings that are read."""
 
     def __init__(self, coding: bytes) -> None:
-        self.accepted = ", ".join(_DECODERS)
-        error = bad_value("content-encoding", coding.decode("latin-1"), self.accepted.replace(", ", " or "))
+        self.accepted_codings = ", ".join(_DECODERS)
+        error = bad_value("content-encoding", coding.decode("latin-1"), self.accepted_codings.replace(", ", " or "))
         super().__init__(error.message, param=None, code="unsupported_content_encoding", status=415)
 
 
@@ -58,8 +58,8 @@ class _Zstd:
     def unused_data(self) -> bytes:
         return bytes(self._frame.unused_data)
 
-    def decompress(self, data: bytes, most: int) -> bytes:
-        return bytes(self._frame.decompress(data, most))
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return bytes(self._frame.decompress(data, max_length))
 
 
 class _Deflate:
@@ -67,21 +67,21 @@ class _Deflate:
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj()
-        self._first = True
+        self._is_first = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def decompress(self, data: bytes, most: int) -> bytes:
+    def decompress(self, data: bytes, max_length: int) -> bytes:
         try:
-            return self._stream.decompress(data, most)
+            return self._stream.decompress(data, max_length)
         except zlib.error:
-            if not self._first:
+            if not self._is_first:
                 raise
             self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
-            return self._stream.decompress(data, most)
+            return self._stream.decompress(data, max_length)
         finally:
-            self._first = False
+            self._is_first = False
 
 
 _DECODERS: Final[dict[str, Callable[[], Any]]] = {
@@ -95,12 +95,12 @@ def body_coding(request: HttpRequest) -> str | None:
     """How a body is compressed; None where it is not. Raises UnsupportedEncoding."""
     if b"content-encoding" not in request.headers:
         return None
-    told = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
-    coding = told.removeprefix(b"x-").decode("latin-1")
-    if told in (b"", _IDENTITY):
+    coding_header = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
+    coding = coding_header.removeprefix(b"x-").decode("latin-1")
+    if coding_header in (b"", _IDENTITY):
         return None
     if coding not in _DECODERS:
-        raise UnsupportedEncoding(told)
+        raise UnsupportedEncoding(coding_header)
     return coding
 
 
@@ -113,96 +113,101 @@ class BodyDecoder:
         self._input = _slices(pieces)
         self._stream = _DECODERS[coding]()
         self._members = 1
-        self._rest = b""
+        self._unconsumed = b""
         """Input that the stream has not taken."""
-        self._made: list[bytes] = []
+        self._complete_pieces: list[bytes] = []
         self._piece = bytearray()
-        self.size = 0
+        self.decoded_bytes = 0
         """Bytes decoded."""
 
     @property
-    def kept_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """What decoding keeps besides the input."""
-        return self.size + (1 << WINDOW_LOG if self._coding == "zstd" else 0)
+        return self.decoded_bytes + (1 << WINDOW_LOG if self._coding == "zstd" else 0)
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
         """The body, decoded so far."""
-        return (*self._made, bytes(self._piece)) if self._piece or not self._made else tuple(self._made)
+        return (
+            (*self._complete_pieces, bytes(self._piece))
+            if self._piece or not self._complete_pieces
+            else tuple(self._complete_pieces)
+        )
 
-    def step(self) -> bool:
+    def decode_slice(self) -> bool:
         """Decode some more. Return whether that was all. Raises RequestError for what is no such body, or too long."""
-        data = self._rest or next(self._input, b"")
+        data = self._unconsumed or next(self._input, b"")
         try:
-            made = self._stream.decompress(data, OUT_BYTES)
+            output = self._stream.decompress(data, OUT_BYTES)
         except _BROKEN as error:
-            raise self._bad(str(error)) from None
-        self._rest = self._stream.unconsumed_tail
-        self.size += len(made)
-        if self.size > self._bytes_max:
+            raise self._decode_error(str(error)) from None
+        self._unconsumed = self._stream.unconsumed_tail
+        self.decoded_bytes += len(output)
+        if self.decoded_bytes > self._bytes_max:
             message = f"request body over {self._bytes_max} bytes, decoded"
             raise RequestError(message, param=None, code="bad_http", status=413)
-        self._piece += made
+        self._piece += output
         if len(self._piece) >= PIECE_BYTES:
-            self._made.append(bytes(self._piece))
+            self._complete_pieces.append(bytes(self._piece))
             self._piece.clear()
         if self._stream.eof:
-            return not self._begin_member()
-        if not (data or made):
-            raise self._bad("it ends too early")
+            return not self._start_member()
+        if not (data or output):
+            raise self._decode_error("it ends too early")
         return False
 
-    def _begin_member(self) -> bool:
+    def _start_member(self) -> bool:
         """Go on behind the end of a member; False where nothing follows."""
-        self._rest = self._stream.unused_data or next(self._input, b"")
-        if not self._rest:
+        self._unconsumed = self._stream.unused_data or next(self._input, b"")
+        if not self._unconsumed:
             return False
         if self._coding == "deflate" or self._members == MEMBERS_MAX:
-            raise self._bad("something follows its end")
+            raise self._decode_error("something follows its end")
         self._members += 1
         self._stream = _DECODERS[self._coding]()
         return True
 
-    def _bad(self, reason: str) -> RequestError:
+    def _decode_error(self, reason: str) -> RequestError:
         return RequestError(f"the body is no {self._coding}, as content-encoding says: {reason}", param=None)
 
 
-class Decoding:
-    """Decodes a request's body in turns of the event loop. Is a `Work` of its connection."""
+class DecodingTask:
+    """Decodes a request's body in turns of the event loop. Is a `Responder` of its connection."""
 
     def __init__(
         self,
         request: HttpRequest,
         decoder: BodyDecoder,
         scheduler: FairScheduler,
-        party: str,
-        hold: Callable[[int], None],
-        then: Callable[[RequestError | None], None],
+        tenant: str,
+        book_bytes: Callable[[int], None],
+        on_done: Callable[[RequestError | None], None],
     ) -> None:
-        """`hold`: books bytes, or raises RequestError. `then` is called with what is wrong, once, in a later turn."""
-        self._request, self._decoder, self._scheduler, self._party = request, decoder, scheduler, party
-        self._hold, self._then = hold, then
-        self._is_wanted = True
-        scheduler.schedule(self._go_on, party)
+        """`book_bytes` books bytes, or raises RequestError. `on_done` is called with what is wrong, once, in a later
+        turn."""
+        self._request, self._decoder, self._scheduler, self._tenant = request, decoder, scheduler, tenant
+        self._book_bytes, self._on_done = book_bytes, on_done
+        self._is_active = True
+        scheduler.schedule(self._decode_next, tenant)
 
-    def _go_on(self) -> None:
-        if not self._is_wanted:
+    def _decode_next(self) -> None:
+        if not self._is_active:
             return
         decoder = self._decoder
         try:
-            is_done = decoder.step()
-            self._hold(decoder.size if is_done else decoder.kept_bytes)
+            is_done = decoder.decode_slice()
+            self._book_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
         except RequestError as error:
-            self._then(error)
+            self._on_done(error)
             return
         if is_done:
             self._request.pieces, self._request.is_decoded = decoder.pieces, True
-            self._then(None)
+            self._on_done(None)
         else:
-            self._scheduler.schedule(self._go_on, self._party)
+            self._scheduler.schedule(self._decode_next, self._tenant)
 
     def client_gone(self) -> None:
-        self._is_wanted = False
+        self._is_active = False
 
     def client_paused(self) -> None:
         """Nothing is written yet."""

@@ -48,15 +48,15 @@ class Listener:
         """Take the address, refuse connections until `listen`, and return the port. `reuse_port`: others may take it
         too. Raises OSError."""
 
-        def connected() -> asyncio.Protocol:
-            full = len(self.connections) + len(self.handshakes) >= self._connections_max
+        def make_protocol() -> asyncio.Protocol:
+            is_full = len(self.connections) + len(self.handshakes) >= self._connections_max
             if tls is not None:
-                return _Door(self, None if full else tls)
-            return _Full() if full else ClientConnection(self._app, self.connections)
+                return _TlsAcceptor(self, None if is_full else tls)
+            return _OverLimitConnection() if is_full else ClientConnection(self._app, self.connections)
 
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            connected, host, port, backlog=2048, reuse_port=reuse_port or None, start_serving=False
+            make_protocol, host, port, backlog=2048, reuse_port=reuse_port or None, start_serving=False
         )
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -64,13 +64,13 @@ class Listener:
         """Accept connections from now on. Raises OSError where another began to listen since `bind`."""
         await self._server.start_serving()
 
-    def shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
+    def start_tls_handshake(self, sock: Any, tls: ssl.SSLContext) -> None:
         """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""
-        task = asyncio.get_running_loop().create_task(self._shake_hands(sock, tls))
+        task = asyncio.get_running_loop().create_task(self._handshake(sock, tls))
         self.handshakes.add(task)
         task.add_done_callback(self.handshakes.discard)
 
-    async def _shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
+    async def _handshake(self, sock: Any, tls: ssl.SSLContext) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: ClientConnection(self._app, self.connections),
@@ -79,14 +79,14 @@ class Listener:
                 ssl_handshake_timeout=HANDSHAKE_S_MAX,
             )
         except (OSError, asyncio.TimeoutError):  # not TLS, none of ours, or too slow; SSLError is an OSError
-            self._app.rejected(400)
+            self._app.record_rejection(400)
         except Exception as error:  # noqa: BLE001  a boundary
-            self._app.crashed("handshake", error)
+            self._app.record_crash("handshake", error)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """A request is being answered."""
-        return any(not connection.idle for connection in self.connections)
+        return any(not connection.is_idle for connection in self.connections)
 
     def sweep(self, now: float) -> None:
         for connection in list(self.connections):
@@ -109,7 +109,7 @@ class Listener:
             connection.abort()
 
 
-class _Door(asyncio.Protocol):
+class _TlsAcceptor(asyncio.Protocol):
     """A TCP connection whose client is to begin TLS; without a context, one too many, which is closed at once."""
 
     def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
@@ -122,12 +122,12 @@ class _Door(asyncio.Protocol):
             if self._tls is not None:  # a handshake of the server's own would be hidden until its end
                 sock = plain.get_extra_info("socket").dup()
                 sock.setblocking(False)
-                self._listener.shake_hands(sock, self._tls)
+                self._listener.start_tls_handshake(sock, self._tls)
         finally:
             plain.abort()
 
 
-class _Full(asyncio.Protocol):
+class _OverLimitConnection(asyncio.Protocol):
     """A connection over the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -15,16 +15,16 @@ from urllib.parse import unquote
 
 from prompts.errors import RequestError
 from prompts.paths import unknown_path_error
-from router.http.answers import JSON, Header, MethodNotAllowed
-from router.http.connection import ClientConnection, Work
+from router.http.connection import ClientConnection, Responder
+from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
 
-KEPT_SHARE: Final = 0.05
-KEPT_S_MAX: Final = 1.0
+RENDER_SHARE: Final = 0.05
+PAGE_CACHE_S_MAX: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """A complete answer of a handler."""
 
     body: bytes
@@ -33,33 +33,33 @@ class Answer:
     headers: tuple[Header, ...] = ()
 
 
-Stream = Callable[[ClientConnection], Work]
+Stream = Callable[[ClientConnection], Responder]
 """Starts an answer that goes on until the client leaves."""
-Handler = Callable[[HttpRequest, str], "Answer | Coroutine[Any, Any, Answer] | Stream"]
+Handler = Callable[[HttpRequest, str], "Response | Coroutine[Any, Any, Response] | Stream"]
 """(request, what stands for `*` in the path) -> answer."""
 
 
-class _Pending:
+class _PendingResponse:
     """An asynchronous handler at work for a connection."""
 
-    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer]) -> None:
+    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
         self._connection = connection
         self._task = asyncio.get_running_loop().create_task(answer)
-        self._task.add_done_callback(self._done)
+        self._task.add_done_callback(self._finish)
 
-    def _done(self, task: asyncio.Task[Answer]) -> None:
+    def _finish(self, task: asyncio.Task[Response]) -> None:
         if task.cancelled():
             return
         connection = self._connection
-        raised = task.exception()  # not `result`: what raises here would keep the task, and so itself
+        exception = task.exception()  # not `result`: what raises here would keep the task, and so itself
         try:
-            if raised is None:
+            if exception is None:
                 answer = task.result()
                 connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
-            elif isinstance(raised, RequestError):
-                connection.respond_error(raised)
-            elif isinstance(raised, Exception):
-                connection.crash(raised)
+            elif isinstance(exception, RequestError):
+                connection.respond_error(exception)
+            elif isinstance(exception, Exception):
+                connection.crash(exception)
         except Exception as error:  # noqa: BLE001  a boundary
             connection.crash(error)
 
@@ -73,22 +73,22 @@ class _Pending:
         """Answers are small."""
 
 
-class KeptPage:
+class CachedPage:
     """A handler of a page that anybody may ask for: made again once it is older than making it allows, so that all who
-    ask for it together take no more than KEPT_SHARE of the loop; a second old at most."""
+    ask for it together take no more than RENDER_SHARE of the loop; a second old at most."""
 
-    def __init__(self, make: Callable[[], Answer], now: Callable[[], float] = time.monotonic) -> None:
-        self._make = make
+    def __init__(self, render: Callable[[], Response], now: Callable[[], float] = time.monotonic) -> None:
+        self._render = render
         self._now = now
-        self._page: Answer | None = None
-        self._until_s = 0.0
+        self._page: Response | None = None
+        self._expires_s = 0.0
 
-    def __call__(self, request: HttpRequest, argument: str) -> Answer:
-        started = self._now()
-        if self._page is None or started >= self._until_s:
-            self._page = self._make()
+    def __call__(self, request: HttpRequest, argument: str) -> Response:
+        started_s = self._now()
+        if self._page is None or started_s >= self._expires_s:
+            self._page = self._render()
             now = self._now()
-            self._until_s = now + min((now - started) / KEPT_SHARE, KEPT_S_MAX)
+            self._expires_s = now + min((now - started_s) / RENDER_SHARE, PAGE_CACHE_S_MAX)
         return self._page
 
 
@@ -105,30 +105,30 @@ class Routes:
 
     def is_public(self, request: HttpRequest) -> bool:
         """Whether anybody may ask; also for what is not served at all."""
-        found, _ = self._find("GET" if request.method == "HEAD" else request.method, request.path)
-        return found is None or found[1]
+        route, _ = self._find("GET" if request.method == "HEAD" else request.method, request.path)
+        return route is None or route[1]
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request that was let in, or raise RequestError."""
-        found, argument = self._find("GET" if request.method == "HEAD" else request.method, request.path)
-        if found is None:
-            raise self._unknown(request)
-        answer = found[0](request, argument)
-        if isinstance(answer, Answer):
+        route, argument = self._find("GET" if request.method == "HEAD" else request.method, request.path)
+        if route is None:
+            raise self._route_error(request)
+        answer = route[0](request, argument)
+        if isinstance(answer, Response):
             connection.respond(answer.status, answer.body, answer.content_type, answer.headers)
         elif asyncio.iscoroutine(answer):
-            connection.work = _Pending(connection, answer)
+            connection.responder = _PendingResponse(connection, answer)
         else:
             assert callable(answer)
-            connection.work = answer(connection)
+            connection.responder = answer(connection)
 
     def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
         exact = self._routes.get((method, path))
         if exact is not None:
             return exact, ""
         segments = path.split("/")
-        if len(segments) >= 4 and (found := self._routes.get((method, "/".join([*segments[:3], "**"])))) is not None:
-            return found, unquote("/".join(segments[3:]))
+        if len(segments) >= 4 and (route := self._routes.get((method, "/".join([*segments[:3], "**"])))) is not None:
+            return route, unquote("/".join(segments[3:]))
         if len(segments) >= 3:
             argument = unquote(segments[2])
             segments[2] = "*"
@@ -137,13 +137,13 @@ class Routes:
 
     def paths(self, *, public: bool = False) -> list[str]:
         """Every path, or those that anybody may ask for."""
-        return [path for (_, path), (_, everybody) in self._routes.items() if everybody or not public]
+        return [path for (_, path), (_, is_public) in self._routes.items() if is_public or not public]
 
     def methods_of(self, path: str) -> set[str]:
         """The methods of a path; none where it is not served."""
         methods = {method for method, _ in self._routes if self._find(method, path)[0] is not None}
         return methods | {"HEAD"} if "GET" in methods else methods
 
-    def _unknown(self, request: HttpRequest) -> RequestError:
+    def _route_error(self, request: HttpRequest) -> RequestError:
         methods = self.methods_of(request.path)
         return MethodNotAllowed(request, methods) if methods else unknown_path_error(request.path, self.paths())

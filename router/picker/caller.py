@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.answers import JSON, Header, error_headers, refusal
-from router.http.budget import SMALL_BYTES, Budget
+from router.http.budget import UNCOUNTED_BYTES, Budget
 from router.http.config import HttpLimits
-from router.http.connection import Work
-from router.http.decoding import BodyDecoder, Decoding, body_coding
+from router.http.connection import Responder
+from router.http.decoding import BodyDecoder, DecodingTask, body_coding
 from router.http.fair_scheduler import FairScheduler
+from router.http.local_replies import JSON, Header, error_headers, refusal
 from router.http.request import HttpRequest
 from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
 from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
@@ -40,9 +40,9 @@ class PickerApplication(Protocol):
     def pick(self, caller: Caller, request: HttpRequest) -> None:
         """Find a worker, now or later. Raises RequestError."""
 
-    def rejected(self, status: int) -> None: ...
+    def record_rejection(self, status: int) -> None: ...
 
-    def crashed(self, where: str, error: Exception) -> None: ...
+    def record_crash(self, place: str, error: Exception) -> None: ...
 
 
 class Caller:
@@ -51,9 +51,9 @@ class Caller:
     def __init__(self, app: PickerApplication, picking: Picking, peer: str) -> None:
         self._app = app
         self.picking = picking
-        self.peer = self.party = peer
-        self.work: Work | None = None
-        self.answering = False
+        self.peer = self.tenant = peer
+        self.responder: Responder | None = None
+        self.has_response_started = False
         self.cors_headers = b""
         self._pick: Pick | None = None
         self._path = ""
@@ -91,8 +91,8 @@ class Caller:
         try:
             self._conversation.receive(message)
         except RequestError as refused:
-            self._app.rejected(refused.status)
-            self._drop_work()
+            self._app.record_rejection(refused.status)
+            self._cancel_responder()
             self.respond_error(refused)
 
     def closed(self) -> None:
@@ -102,8 +102,8 @@ class Caller:
             if pick is not None and not pick.done:
                 pick.left()
         except Exception as error:  # noqa: BLE001  a boundary
-            self._app.crashed("picker", error)
-        self._drop_work()
+            self._app.record_crash("picker", error)
+        self._cancel_responder()
         if self._held:
             self._app.budget.change(self._booked, self._held, 0)
             self._held = 0
@@ -135,7 +135,7 @@ class Caller:
         encoded_bytes = request.body_bytes
 
         def then(refused: RequestError | None) -> None:
-            self.work = None
+            self.responder = None
             try:
                 if refused is not None:
                     raise refused
@@ -148,11 +148,11 @@ class Caller:
         def hold(decoded_bytes: int) -> None:
             self.keeps(encoded_bytes + decoded_bytes)
 
-        self.work = Decoding(request, decoder, self._app.scheduler, self._booked or self._client(), hold, then)
+        self.responder = DecodingTask(request, decoder, self._app.scheduler, self._booked or self._client(), hold, then)
 
     def _refuse(self, error: RequestError) -> None:
-        self._app.rejected(error.status)
-        self._drop_work()
+        self._app.record_rejection(error.status)
+        self._cancel_responder()
         self.respond_error(error)
 
     def opened(self, pick: Pick) -> None:
@@ -160,7 +160,7 @@ class Caller:
         self._pick = pick
 
     def keeps(self, size: int) -> None:
-        kept = size if size > SMALL_BYTES else 0
+        kept = size if size > UNCOUNTED_BYTES else 0
         if kept != self._held:
             self._booked = self._booked or self._client()
             self._app.budget.change(self._booked, self._held, kept)
@@ -168,7 +168,7 @@ class Caller:
 
     def begun(self, answer: AnswerBegun) -> Sequence[Header]:
         if self._conversation.phase is not Phase.CHOSEN or self._pick is None:
-            self._drop_work()  # answered by Envoy before it was sent anywhere
+            self._cancel_responder()  # answered by Envoy before it was sent anywhere
             return ()
         return self._pick.begun(answer)
 
@@ -190,7 +190,7 @@ class Caller:
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
         if self._conversation.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
             return  # Envoy has gone on with it
-        self.work = None
+        self.responder = None
         fields = [(b"content-type", JSON), *headers, *error_headers(error, headers)]
         self._conversation.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
         self._decide()
@@ -201,37 +201,37 @@ class Caller:
         self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
 
     def crash(self, error: Exception) -> None:
-        self._app.crashed("picker", error)
-        self._drop_work()
+        self._app.record_crash("picker", error)
+        self._cancel_responder()
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
     def abandon(self) -> None:
         """It has taken too long."""
         self.abandoned = True
-        self._drop_work()
+        self._cancel_responder()
         self._decide()
 
-    def cut(self) -> None:
+    def abort_response(self) -> None:
         self.abandon()
 
     def write(self, data: bytes) -> None:
         raise AssertionError("Envoy carries the bytes")
 
     def finish(self, *, keep_alive: bool) -> None:
-        self.work = None
+        self.responder = None
 
     def _decide(self) -> None:
         if not self.decided.done():
             self.decided.set_result(None)
 
-    def _drop_work(self) -> None:
-        work, self.work = self.work, None
+    def _cancel_responder(self) -> None:
+        work, self.responder = self.responder, None
         if work is None:
             return
         try:
             work.client_gone()
         except Exception as error:  # noqa: BLE001  a boundary
-            self._app.crashed("picker", error)
+            self._app.record_crash("picker", error)
 
 
 def _text(value: bytes | None) -> str | None:

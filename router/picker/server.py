@@ -117,14 +117,14 @@ class PickerServer:
                 for response in caller.take():
                     await context.write(response)
         except (OutOfTurn, DecodeError) as error:
-            self._app.rejected(400)
+            self._app.record_rejection(400)
             if not self._warned:
                 self._warned = True
                 log.warning("a gateway sends what does not follow: %s (told once)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
         except Exception as unforeseen:  # noqa: BLE001  a boundary
-            self._app.crashed("picker", unforeseen)
+            self._app.record_crash("picker", unforeseen)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.streams -= 1

@@ -31,9 +31,10 @@ CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
 KINDS = (Exchange, Progress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
-FINAL = """crash client_gone _let_go _end ended aborted crashed cut abort close _drop_connection _drop_work forget
-    __init__ perform _tell refuse respond respond_error finish write _close counts check_invariants expire sweep tick
-    _step _begin connection_made connection_lost data_received eof_received attempt_failed _do _open"""
+FINAL = """crash client_gone _let_go _end ended aborted record_crash abort_response abort close _drop_connection
+_cancel_responder forget __init__ perform _tell refuse respond respond_error finish write _close counts
+check_invariants expire sweep tick _handle_requests _start_request connection_made connection_lost data_received
+eof_received attempt_failed _do _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
 
 
@@ -582,13 +583,13 @@ class App:
     def handle(self, connection: Any, request: Any) -> None:
         self.taken.append(request.body_bytes)
 
-    def rejected(self, status: int) -> None:
+    def record_rejection(self, status: int) -> None:
         assert status in (408, 413)
 
     def cors_headers(self, request: Any) -> bytes:
         return b""
 
-    def crashed(self, where: str, error: Exception) -> None:
+    def record_crash(self, where: str, error: Exception) -> None:
         raise error
 
 
@@ -769,7 +770,7 @@ def test_what_becomes_of_a_request_that_waits_for_its_turn() -> None:
 def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself() -> None:
     async def run() -> None:
         app, crashes = App(), []
-        app.crashed = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
+        app.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
         for size in range(1, REQUESTS_PER_ITERATION + 2):
             last = arrived(app, "10.0.0.1", size)
         transport: Any = last._transport

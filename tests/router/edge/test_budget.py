@@ -22,7 +22,7 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
 from router.http.request import BadRequest, RequestParser
-from router.http.routes import Answer
+from router.http.routes import Response
 from router.metrics import Metrics
 
 MIB = 1 << 20
@@ -84,7 +84,7 @@ def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_p
         assert [answer[9:12] for answer in second] == [b"", b"", b"503", b"503"]
         for answer in (*first[4:], *second[2:]):
             assert b"retry-after: 1\r\n" in answer
-        assert edge.metrics.refused_bytes == {"party": 2, "sum": 2}
+        assert edge.metrics.refused_bytes == {"tenant": 2, "sum": 2}
         assert 5 * MIB < edge.metrics.request_buffer_bytes <= limits.request_buffer_bytes_max
         small = make_post(b'{"model":"tiny","prompt":"x"}', b"/v1/completions", [KEY.strip()])
         assert (await edge.exchange(small)).startswith(b"HTTP/1.1 200")  # the others are not in its way
@@ -132,7 +132,7 @@ def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: An
         for _, writer in clients:
             writer.write(small + small * 10_000)  # 2 MB each
         connections = edge.listener.connections
-        await edge.until(lambda: all(one._paused_reading or one._unread for one in connections))
+        await edge.until(lambda: all(one._is_reading_paused or one._has_unread_input for one in connections))
         assert len(connections) == 8
         for _ in range(20):
             await edge.let_loop_read()
@@ -198,7 +198,7 @@ async def connect_deaf(edge: Any) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def add_page(edge: Any, size: int) -> None:
-    edge.admin.routes.add("GET", "/page", lambda *_: Answer(bytes(size)), public=True)
+    edge.admin.routes.add("GET", "/page", lambda *_: Response(bytes(size)), public=True)
 
 
 PAGE = b"GET /page HTTP/1.1\r\nHost: r\r\n\r\n"
@@ -241,7 +241,7 @@ def test_answers_that_wait_are_booked_and_given_back(edge: Any, make_post: Any) 
         another.write(PAGE)
         another.transport.resume_reading()
         assert len(await other.read(-1)) < 12 * MIB  # broken off
-        assert edge.metrics.refused_bytes["party"] == 2
+        assert edge.metrics.refused_bytes["tenant"] == 2
         writer.transport.resume_reading()
         await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(12 * MIB)

@@ -37,9 +37,9 @@ if decoding.zstd is not None:
 def decoded(data: bytes, coding: str, bytes_max: int = 1 << 20) -> bytes:
     decoder = BodyDecoder([data[:5], data[5:]], coding, bytes_max)
     for _ in range(1000):
-        before = decoder.size
-        done = decoder.step()
-        assert decoder.size - before <= OUT_BYTES
+        before = decoder.decoded_bytes
+        done = decoder.decode_slice()
+        assert decoder.decoded_bytes - before <= OUT_BYTES
         if done:
             return b"".join(decoder.pieces)
     raise AssertionError("never done")

@@ -145,7 +145,9 @@ def test_a_stream_of_which_the_client_has_the_head_only_begins_anew(edge: Any, m
             body = json.dumps({**CHAT, "prompt": "Hi", "stream": True}).encode()
             asked = [asyncio.create_task(edge.exchange(make_post(body, path))) for _ in range(2)]
             await edge.until(lambda: a.received and edge.core.tracker.requests)
-            await edge.until(lambda: all(exchange.client.answering for exchange in edge.proxy.exchanges.values()))
+            await edge.until(
+                lambda: all(exchange.client.has_response_started for exchange in edge.proxy.exchanges.values())
+            )
             if how == "breaks":
                 await a.stop()
                 await a.start(a.port)

@@ -10,7 +10,7 @@ from prompts.errors import RequestError
 from router.app.guard import AdminGuard
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
-from router.http.routes import KEPT_S_MAX, KEPT_SHARE, Answer, KeptPage
+from router.http.routes import PAGE_CACHE_S_MAX, RENDER_SHARE, CachedPage, Response
 
 GET = HttpRequest("GET", b"/metrics", "/metrics", HeaderBlock(b""))
 
@@ -19,14 +19,14 @@ GET = HttpRequest("GET", b"/metrics", "/metrics", HeaderBlock(b""))
 def test_a_page_is_made_again_when_its_share_of_the_loop_allows(cost_s: float) -> None:
     clock, made = [100.0], [0]
 
-    def make() -> Answer:
+    def make() -> Response:
         clock[0] += cost_s
         made[0] += 1
-        return Answer(b"%d" % made[0])
+        return Response(b"%d" % made[0])
 
-    page = KeptPage(make, lambda: clock[0])
+    page = CachedPage(make, lambda: clock[0])
     assert page(GET, "").body == b"1"
-    kept_s = min(cost_s / KEPT_SHARE, KEPT_S_MAX)
+    kept_s = min(cost_s / RENDER_SHARE, PAGE_CACHE_S_MAX)
     clock[0] += kept_s * 0.9
     assert page(GET, "").body == b"1"
     clock[0] += kept_s * 0.2
@@ -37,10 +37,10 @@ def test_a_page_is_made_again_when_its_share_of_the_loop_allows(cost_s: float) -
 
 
 def test_a_page_that_fails_is_made_again() -> None:
-    def make() -> Answer:
+    def make() -> Response:
         raise RequestError("no", param=None)
 
-    page = KeptPage(make)
+    page = CachedPage(make)
     for _ in range(2):
         with pytest.raises(RequestError):
             page(GET, "")

@@ -257,7 +257,7 @@ def test_slow_loris_is_cut_off_and_others_are_served(edge: Any, make_post: Any) 
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-")
         assert parts(await edge.exchange(make_post(CHAT)))[0] == 200
         connections = edge.listener.connections
-        await edge.until(lambda: sum(connection._parser.midway for connection in connections) == len(slow))
+        await edge.until(lambda: sum(connection._parser.has_partial_request for connection in connections) == len(slow))
         edge.advance(21)
         for reader, writer in slow:
             assert parts(await reader.read(-1))[0] == 408

@@ -35,25 +35,25 @@ class UpgradeRequired(RequestError):
         super().__init__(message, param=None, code="upgrade_required", status=426)
 
 
-def answer_head(
+def response_head(
     status: int,
     length: int,
     content_type: bytes,
     headers: Iterable[Header],
     *,
     keep_alive: bool,
-    more: bytes = b"",
+    extra_lines: bytes = b"",
 ) -> bytes:
-    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells). `more`:
-    lines of further headers."""
+    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells).
+    `extra_lines`: lines of further headers."""
     parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
     parts += [b"\r\n%b: %b" % header for header in headers]
-    parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, more))
+    parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, extra_lines))
     parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(parts)
 
 
-def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[Header]:
+def error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:
     """What an error brings besides the headers it was `given`."""
     if error.status == 401:
         yield b"www-authenticate", b"Bearer"
@@ -62,8 +62,8 @@ def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[He
     elif isinstance(error, UpgradeRequired):
         yield from ((b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade"))
     elif isinstance(error, UnsupportedEncoding):
-        yield b"accept-encoding", error.accepted.encode()
-    elif error.code == "overloaded" and not given:
+        yield b"accept-encoding", error.accepted_codings.encode()
+    elif error.code == "overloaded" and not present_headers:
         yield b"retry-after", b"1"
 
 
