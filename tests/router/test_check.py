@@ -43,7 +43,7 @@ class Worker:
         template = OTHER_TEMPLATE if fault == "template" else None
         self.tokenizer = Tokenizer.load(folder, template)
         self.folder = folder
-        self.held: set[tuple[str, tuple[int, ...]]] = set()
+        self.cached_keys: set[tuple[str, tuple[int, ...]]] = set()
         self.port = free_port()
         self.publishers = [self._publisher()]
 
@@ -90,8 +90,8 @@ class Worker:
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.read()
         path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
-        parsed = parse_routing(path, body)
-        ids = list(truncate_prompt(read_prompt(parsed, self.tokenizer).token_ids, parsed, None) or ())
+        routing_request = parse_routing(path, body)
+        ids = list(truncate_prompt(read_prompt(routing_request, self.tokenizer).token_ids, routing_request, None) or ())
         return web.json_response({"tokens": [*ids, 7] if self.fault == "tokenizer" else ids})
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -100,14 +100,14 @@ class Worker:
         name = "tuned" if adapter and self.fault != "LoRA" else None
         world = f"{None if self.fault == 'salt' else salt} {name}"
         keys = [tuple(ids[: end + BLOCK]) for end in range(0, len(ids) - BLOCK + 1, BLOCK)]
-        cached = sum((world, key) in self.held for key in keys if len(key) < len(ids)) * BLOCK
-        fresh = [key for key in keys if (world, key) not in self.held]
+        cached_tokens = sum((world, key) in self.cached_keys for key in keys if len(key) < len(ids)) * BLOCK
+        fresh = [key for key in keys if (world, key) not in self.cached_keys]
         if fresh and self.fault != "no caching":
-            self.held.update((world, key) for key in keys)
+            self.cached_keys.update((world, key) for key in keys)
             tokens = ids[: len(keys) * BLOCK]
             names = block_hashes(None, tokens, BLOCK, (world,))
             self.publishers[0].publish([BlockStored(names, None, tokens, BLOCK, lora_name=name)])
-        details = None if self.fault == "reports" else {"cached_tokens": cached}
+        details = None if self.fault == "reports" else {"cached_tokens": cached_tokens}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": details}
         return web.json_response({"choices": [{"text": "x"}], "usage": usage})
 
@@ -146,16 +146,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def findings(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
+def run_checks(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
     async def scenario() -> dict[str, Finding]:
-        found: dict[str, Finding] = {}
+        findings_by_step: dict[str, Finding] = {}
         async with Worker(folder, fault).serving() as url:
             if fault == "nobody":
                 url = f"http://127.0.0.1:{free_port()}"
-            report = lambda _, one: found.__setitem__(one.step, one)  # noqa: E731
+            report = lambda _, step_finding: findings_by_step.__setitem__(step_finding.step, step_finding)  # noqa: E731
             sound = await check_all([parse_worker_flag(url)], report, **settings)
-        assert sound == all(finding.is_ok is not False for finding in found.values())
-        return found
+        assert sound == all(finding.is_ok is not False for finding in findings_by_step.values())
+        return findings_by_step
 
     return asyncio.run(scenario())
 
@@ -192,26 +192,26 @@ def test_what_was_planted_is_named(checkpoint: Path, fault: str, monkeypatch: py
     if fault in SILENT:
         monkeypatch.setattr(check, "EVENTS_S", 0.5)
     step, words = PLANTED[fault]
-    found = findings(checkpoint, fault)
-    assert found[step].is_ok is False, found
-    assert words in found[step].text
-    others = {name for name, finding in found.items() if finding.is_ok is False} - {step}
-    allowed = {"tokenizer": {"template"}, "no caching": {"events"}, "connects": {"replay"}}
-    assert others <= allowed.get(fault, set()), found
+    findings_by_step = run_checks(checkpoint, fault)
+    assert findings_by_step[step].is_ok is False, findings_by_step
+    assert words in findings_by_step[step].text
+    other_failures = {name for name, finding in findings_by_step.items() if finding.is_ok is False} - {step}
+    expected_failures = {"tokenizer": {"template"}, "no caching": {"events"}, "connects": {"replay"}}
+    assert other_failures <= expected_failures.get(fault, set()), findings_by_step
 
 
 def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
-    found = findings(checkpoint, "adapters")
-    assert [finding for finding in found.values() if finding.is_ok is not True] == []
-    assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= found.keys()
-    assert "64 tokens predicted" in found["cached"].text
-    assert "64 reported" in found["cached"].text
+    findings_by_step = run_checks(checkpoint, "adapters")
+    assert [finding for finding in findings_by_step.values() if finding.is_ok is not True] == []
+    assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= findings_by_step.keys()
+    assert "64 tokens predicted" in findings_by_step["cached"].text
+    assert "64 reported" in findings_by_step["cached"].text
 
 
 def test_the_key_that_is_given_is_used(checkpoint: Path) -> None:
-    assert "address" in findings(checkpoint, "key", key="right")
+    assert "address" in run_checks(checkpoint, "key", key="right")
 
 
 def test_findings_are_json(checkpoint: Path) -> None:
-    found = findings(checkpoint, "")
-    assert json.loads(json.dumps([finding.text for finding in found.values()]))
+    findings_by_step = run_checks(checkpoint, "")
+    assert json.loads(json.dumps([finding.text for finding in findings_by_step.values()]))

@@ -73,9 +73,9 @@ def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
     return Tokenizer.load(folder, template)
 
 
-def whole(kind: Kind, body: bytes, tokenizer: Tokenizer) -> tuple[RoutingRequest, Any]:
-    parsed = read_routing(kind, body)
-    return parsed, read_prompt(parsed, tokenizer)
+def read_whole_body(kind: Kind, body: bytes, tokenizer: Tokenizer) -> tuple[RoutingRequest, Any]:
+    request = read_routing(kind, body)
+    return request, read_prompt(request, tokenizer)
 
 
 WORDS = (
@@ -114,21 +114,21 @@ def message(rng: random.Random, kind: Kind, place: int) -> dict[str, Any]:
         return {"role": role, "content": rng.choice((blocks, text(rng, size) + "."))}
     if rng.random() < 0.2 and place:
         return {"role": "tool", "tool_call_id": "c", "content": text(rng, size)}
-    made: dict[str, Any] = {"role": "developer" if rng.random() < 0.01 else role, "content": text(rng, size)}
+    chat_message: dict[str, Any] = {"role": "developer" if rng.random() < 0.01 else role, "content": text(rng, size)}
     if role == "assistant" and rng.random() < 0.3:
         function = {"name": "look", "arguments": json.dumps({"at": text(rng, 3)})}
-        made["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+        chat_message["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
     if rng.random() < 0.02:
-        made["content"] = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+        chat_message["content"] = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
     if rng.random() < 0.05:
-        made["reasoning_content"] = text(rng, 5)
-    return made
+        chat_message["reasoning_content"] = text(rng, 5)
+    return chat_message
 
 
 def body_of(rng: random.Random, kind: Kind, messages: list[Any], fields: dict[str, Any]) -> bytes:
-    made: dict[str, Any] = {"model": "m", "max_tokens": 5}
-    made |= {"messages": messages, **fields} if rng.random() < 0.9 else {**fields, "messages": messages}
-    return json.dumps(made, ensure_ascii=False, indent=rng.choice((None, None, None, 1))).encode()
+    body_fields: dict[str, Any] = {"model": "m", "max_tokens": 5}
+    body_fields |= {"messages": messages, **fields} if rng.random() < 0.9 else {**fields, "messages": messages}
+    return json.dumps(body_fields, ensure_ascii=False, indent=rng.choice((None, None, None, 1))).encode()
 
 
 def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
@@ -147,22 +147,22 @@ def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
     return fields
 
 
-def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
+def draw_next_messages(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
     """The conversation as its client sends it next."""
-    made = list(messages)
+    next_messages = list(messages)
     how = rng.random()
-    if how < 0.1 and made:
-        del made[rng.randrange(len(made)) :]
-    elif how < 0.2 and made:
-        at = rng.randrange(len(made))
-        made[at] = message(rng, kind, at)
-    elif how < 0.25 and len(made) > 1:
-        a, b = rng.sample(range(len(made)), 2)
-        made[a], made[b] = made[b], made[a]
+    if how < 0.1 and next_messages:
+        del next_messages[rng.randrange(len(next_messages)) :]
+    elif how < 0.2 and next_messages:
+        at = rng.randrange(len(next_messages))
+        next_messages[at] = message(rng, kind, at)
+    elif how < 0.25 and len(next_messages) > 1:
+        a, b = rng.sample(range(len(next_messages)), 2)
+        next_messages[a], next_messages[b] = next_messages[b], next_messages[a]
     elif how < 0.3:
-        made.append(rng.choice((None, 3, "text", {}, {"role": "user"}, {"content": 5})))
-        return made
-    return [*made, *(message(rng, kind, len(made) + i) for i in range(rng.randint(0, 4)))]
+        next_messages.append(rng.choice((None, 3, "text", {}, {"role": "user"}, {"content": 5})))
+        return next_messages
+    return [*next_messages, *(message(rng, kind, len(next_messages) + i) for i in range(rng.randint(0, 4)))]
 
 
 @settings(max_examples=15, deadline=None)
@@ -172,54 +172,65 @@ def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
 @example(seed=217098, kind="messages").via("the last message is a known one of the assistant")
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
 def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
-    rng, table, went_on = random.Random(seed), ConversationCache(1 << 20), 0
+    rng, table, extension_count = random.Random(seed), ConversationCache(1 << 20), 0
     messages: list[Any] = [message(rng, kind, i) for i in range(rng.randint(1, 6))]
     fields = fields_of(rng, kind)
     for _ in range(12):
         body = body_of(rng, kind, messages, fields)
-        parsed, prompt = whole(kind, body, tokenizer)
-        ids = truncate_prompt(prompt.token_ids, parsed, None)
-        found = table.find_longest_prefix(kind, body)
-        returned = conversation_suffix.extend(*found, body, tokenizer, None) if found is not None else None
-        if returned is None:
-            known = conversation_suffix.cache_conversation(parsed, body, prompt, tokenizer)
-            if known is not None:
-                table.store(known)
+        request, prompt = read_whole_body(kind, body, tokenizer)
+        ids = truncate_prompt(prompt.token_ids, request, None)
+        cached_prefix = table.find_longest_prefix(kind, body)
+        suffix_result = (
+            conversation_suffix.extend(*cached_prefix, body, tokenizer, None) if cached_prefix is not None else None
+        )
+        if suffix_result is None:
+            conversation = conversation_suffix.cache_conversation(request, body, prompt, tokenizer)
+            if conversation is not None:
+                table.store(conversation)
         else:
-            went_on += 1
-            check_same(returned, parsed, ids)
-            more = conversation_suffix.advance_conversation(returned, body, tokenizer)
-            if more is not None:
-                check_known(more, prompt)
+            extension_count += 1
+            check_same(suffix_result, request, ids)
+            longer_conversation = conversation_suffix.advance_conversation(suffix_result, body, tokenizer)
+            if longer_conversation is not None:
+                check_conversation(longer_conversation, prompt)
                 table.store(
-                    more,
-                    returned.conversation if returned.checkpoint is returned.conversation.checkpoints[-1] else None,
+                    longer_conversation,
+                    suffix_result.conversation
+                    if suffix_result.checkpoint is suffix_result.conversation.checkpoints[-1]
+                    else None,
                 )
         table.check_invariants()
-        messages = changed(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
+        messages = draw_next_messages(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
         if rng.random() < 0.1:
             fields = fields_of(rng, kind)
 
 
-def check_same(returned: conversation_suffix.SuffixResult, parsed: RoutingRequest, ids: Any) -> None:
-    assert list(truncate_prompt(returned.token_ids, returned.request, None) or ()) == list(ids or ())
+def check_same(suffix_result: conversation_suffix.SuffixResult, request: RoutingRequest, ids: Any) -> None:
+    assert list(truncate_prompt(suffix_result.token_ids, suffix_result.request, None) or ()) == list(ids or ())
     for name in RoutingRequest.__struct_fields__:
         if name not in ("messages", "source"):
-            assert getattr(returned.request, name) == getattr(parsed, name), name
-    assert returned.outline() == (
-        None if conversation_suffix._depends_on_template(returned.suffix.request) else outline_chat(parsed)
+            assert getattr(suffix_result.request, name) == getattr(request, name), name
+    assert suffix_result.outline() == (
+        None if conversation_suffix._depends_on_template(suffix_result.suffix.request) else outline_chat(request)
     )
-    assert returned.token_ids[: returned.reused_tokens] == returned.conversation.token_ids[: returned.reused_tokens]
+    assert (
+        suffix_result.token_ids[: suffix_result.reused_tokens]
+        == suffix_result.conversation.token_ids[: suffix_result.reused_tokens]
+    )
 
 
-def check_known(known: CachedConversation, prompt: Any) -> None:
-    mark = known.checkpoints[-1]
-    assert list(known.token_ids[: mark.token_count_max]) == list(prompt.token_ids[: mark.token_count_max])
-    assert len(known.token_ids) >= mark.token_count_max >= mark.token_count
-    assert [mark.second_last_message, mark.last_message] == prompt.chat.messages[
-        mark.message_count - 2 : mark.message_count
+def check_conversation(conversation: CachedConversation, prompt: Any) -> None:
+    last_checkpoint = conversation.checkpoints[-1]
+    assert list(conversation.token_ids[: last_checkpoint.token_count_max]) == list(
+        prompt.token_ids[: last_checkpoint.token_count_max]
+    )
+    assert len(conversation.token_ids) >= last_checkpoint.token_count_max >= last_checkpoint.token_count
+    assert [last_checkpoint.second_last_message, last_checkpoint.last_message] == prompt.chat.messages[
+        last_checkpoint.message_count - 2 : last_checkpoint.message_count
     ]
-    assert [one.body_end for one in known.checkpoints] == sorted({one.body_end for one in known.checkpoints})
+    assert [checkpoint.body_end for checkpoint in conversation.checkpoints] == sorted(
+        {checkpoint.body_end for checkpoint in conversation.checkpoints}
+    )
 
 
 def long_talk(turns: int, mark: str = "") -> list[dict[str, str]]:
@@ -232,29 +243,29 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
     """Also where the client marks the last turns, as coding agents do; nothing of the beginning is decoded again."""
     table, talk, sizes = ConversationCache(64 << 20), long_talk(9), []
     for turn in range(6):
-        shown: list[Any] = [dict(m) for m in talk]
+        messages: list[Any] = [dict(m) for m in talk]
         if kind == "messages":
-            for m in shown[-3::2]:
+            for m in messages[-3::2]:
                 m["content"] = [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]
-        body = json.dumps({"model": "m", "max_tokens": 5, "messages": shown}).encode()
-        parsed, prompt = whole(kind, body, tokenizer)
-        found = table.find_longest_prefix(kind, body)
-        assert (found is None) == (turn == 0)
-        if found is None:
-            known = conversation_suffix.cache_conversation(parsed, body, prompt, tokenizer)
-            assert known is not None
-            table.store(known)
+        body = json.dumps({"model": "m", "max_tokens": 5, "messages": messages}).encode()
+        request, prompt = read_whole_body(kind, body, tokenizer)
+        cached_prefix = table.find_longest_prefix(kind, body)
+        assert (cached_prefix is None) == (turn == 0)
+        if cached_prefix is None:
+            conversation = conversation_suffix.cache_conversation(request, body, prompt, tokenizer)
+            assert conversation is not None
+            table.store(conversation)
         else:
-            returned = conversation_suffix.extend(*found, body, tokenizer, None)
-            assert returned is not None
-            sizes.append(len(returned.suffix.body_with_placeholder))
-            assert (returned.suffix.body_with_placeholder == b"") == (kind == "chat"), (
+            suffix_result = conversation_suffix.extend(*cached_prefix, body, tokenizer, None)
+            assert suffix_result is not None
+            sizes.append(len(suffix_result.suffix.body_with_placeholder))
+            assert (suffix_result.suffix.body_with_placeholder == b"") == (kind == "chat"), (
                 "of a chat nothing but messages is read"
             )
-            check_same(returned, parsed, prompt.token_ids)
-            more = conversation_suffix.advance_conversation(returned, body, tokenizer)
-            assert more is not None
-            table.store(more, found[0])
+            check_same(suffix_result, request, prompt.token_ids)
+            longer_conversation = conversation_suffix.advance_conversation(suffix_result, body, tokenizer)
+            assert longer_conversation is not None
+            table.store(longer_conversation, cached_prefix[0])
         talk = [*talk, *long_talk(3, f"turn {turn} ")[1:]]
     assert max(sizes) < 22_000, "of bodies of up to 50,000 bytes"
     assert len(table) == 1
@@ -273,52 +284,57 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
 def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: Tokenizer, body: bytes) -> None:
     talk = json.dumps(long_talk(6))
     plain = b'{"messages": %b}' % talk.encode()
-    parsed, prompt = whole("chat", plain, tokenizer)
-    known = conversation_suffix.cache_conversation(parsed, plain, prompt, tokenizer)
-    assert known is not None
+    request, prompt = read_whole_body("chat", plain, tokenizer)
+    conversation = conversation_suffix.cache_conversation(request, plain, prompt, tokenizer)
+    assert conversation is not None
     table = ConversationCache(1 << 20)
-    table.store(known)
+    table.store(conversation)
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
-    found = table.find_longest_prefix("chat", longer)
-    assert found is None or conversation_suffix.extend(*found, longer, tokenizer, None) is None
+    cached_prefix = table.find_longest_prefix("chat", longer)
+    assert cached_prefix is None or conversation_suffix.extend(*cached_prefix, longer, tokenizer, None) is None
 
 
 def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
-    whole = "{% for message in messages %}{{ message.content }}BODY{% endfor %}END"
-    has: Any = lambda template: ChatTemplate(template).has_suffix_template(has_tools=False)  # noqa: E731
-    assert has(whole)
-    assert has("{% set all = messages[1:] if false else messages %}" + whole) is False
+    loop_template = "{% for message in messages %}{{ message.content }}BODY{% endfor %}END"
+    has_suffix: Any = lambda template: ChatTemplate(template).has_suffix_template(has_tools=False)  # noqa: E731
+    assert has_suffix(loop_template)
+    assert has_suffix("{% set all = messages[1:] if false else messages %}" + loop_template) is False
     for body in (
         "{{ messages[-1].role }}", "{{ messages | length }}", "{{ loop.index0 }}", "{{ loop.revindex }}",
         "{% set ns.x = 1 %}", "{% if loop.index > 3 %}{% break %}{% endif %}", "{{ messages[loop.index0 - 2] }}",
         "{{ strftime_now('%d') }}", "{{ loop.changed(message.role) }}", "{{ [1, 2] | random }}",
         "{% for x in messages %}{% endfor %}", "{% for x in message.y %}{{ messages[loop.index0 + 1] }}{% endfor %}",
     ):  # fmt: skip
-        assert not has("{% set ns = namespace(x=0) %}" + whole.replace("BODY", body)), body
+        assert not has_suffix("{% set ns = namespace(x=0) %}" + loop_template.replace("BODY", body)), body
     for end in ("{{ messages[-1].role }}", "{{ strftime_now('%d') }}", "{% for m in messages %}{% endfor %}"):
-        assert not has(whole.replace("END", end)), end
-    sliced = "{% if messages[0].role == 'system' %}X{% set messages = messages[1:] %}{% endif %}"
-    assert has(sliced + whole)
-    assert has(chat_templates.GEMMA)
-    for changed in (
-        sliced + whole.replace("BODY", "{{ messages[0].content }}"), sliced + whole.replace("END", "{{ messages[0] }}"),
-        sliced + whole.replace("BODY", "{{ messages[loop.index0 + 1] }}"), whole + sliced, sliced + sliced + whole,
-        sliced.replace("{% endif", "{{ messages[0] }}{% endif") + whole,
-        "{% for x in y %}" + sliced + "{% endfor %}" + whole,
-        "{% macro a() %}{{ messages[0] }}{% endmacro %}" + sliced + whole, sliced.replace("[1:]", "[2:]") + whole,
-        "{% macro a() %}" + sliced + "{% endmacro %}" + whole, sliced.replace("[1:]", "") + whole,
-    ):  # fmt: skip
-        assert not has(changed), changed
+        assert not has_suffix(loop_template.replace("END", end)), end
+    slicing_prefix = "{% if messages[0].role == 'system' %}X{% set messages = messages[1:] %}{% endif %}"
+    assert has_suffix(slicing_prefix + loop_template)
+    assert has_suffix(chat_templates.GEMMA)
+    for uncuttable_template in (
+        slicing_prefix + loop_template.replace("BODY", "{{ messages[0].content }}"),
+        slicing_prefix + loop_template.replace("END", "{{ messages[0] }}"),
+        slicing_prefix + loop_template.replace("BODY", "{{ messages[loop.index0 + 1] }}"),
+        loop_template + slicing_prefix,
+        slicing_prefix + slicing_prefix + loop_template,
+        slicing_prefix.replace("{% endif", "{{ messages[0] }}{% endif") + loop_template,
+        "{% for x in y %}" + slicing_prefix + "{% endfor %}" + loop_template,
+        "{% macro a() %}{{ messages[0] }}{% endmacro %}" + slicing_prefix + loop_template,
+        slicing_prefix.replace("[1:]", "[2:]") + loop_template,
+        "{% macro a() %}" + slicing_prefix + "{% endmacro %}" + loop_template,
+        slicing_prefix.replace("[1:]", "") + loop_template,
+    ):
+        assert not has_suffix(uncuttable_template), uncuttable_template
     for template in ("QWEN3", "LLAMA3", "MISTRAL", "EXOTIC"):
-        assert not has(getattr(chat_templates, template)), template
+        assert not has_suffix(getattr(chat_templates, template)), template
 
 
 def test_the_table_is_bounded() -> None:
     table = ConversationCache(300_000)
-    made = []
+    conversations = []
     for number in range(60):
         body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
-        known = CachedConversation(
+        conversation = CachedConversation(
             "chat",
             0,
             b"",
@@ -331,14 +347,14 @@ def test_the_table_is_bounded() -> None:
             body,
             conversation_suffix.array("I"),
         )
-        made.append(known)
-        table.store(known)
+        conversations.append(conversation)
+        table.store(conversation)
         table.check_invariants()
-        assert table.find_longest_prefix("chat", body + b" and more") == (known, known.checkpoints[0])
+        assert table.find_longest_prefix("chat", body + b" and more") == (conversation, conversation.checkpoints[0])
         assert table.find_longest_prefix("messages", body) is None
     assert 0 < len(table) < 30
-    assert table.find_longest_prefix("chat", made[0].body) is None
-    assert all(len(known.body) >= BODY_BYTES_MIN for known in made)
+    assert table.find_longest_prefix("chat", conversations[0].body) is None
+    assert all(len(conversation.body) >= BODY_BYTES_MIN for conversation in conversations)
     huge = CachedConversation(
         "chat",
         0,
@@ -359,17 +375,17 @@ def test_the_table_is_bounded() -> None:
 
 def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:
     """Two that differ between the last length that is digested and where they end; the third one began both."""
-    table, shared = ConversationCache(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
-    for body in (shared[:1024], shared + b"a" * 100):
-        mark = Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})
+    table, shared_prefix = ConversationCache(1 << 20), bytes(random.Random(3).randrange(65, 90) for _ in range(2048))
+    for body in (shared_prefix[:1024], shared_prefix + b"a" * 100):
+        checkpoint = Checkpoint(len(body), 3, 0, 0, "", 0, 0, {}, {})
         table.store(
-            CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, [mark], body, conversation_suffix.array("I"))
+            CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, [checkpoint], body, conversation_suffix.array("I"))
         )
     for tail, length in ((b"a", 2148), (b"b", 1024)):
-        found = table.find_longest_prefix("chat", shared + tail * 200)
-        assert found is not None
-        assert found[1].body_end == length
-    assert table.find_longest_prefix("messages", shared + b"a" * 200) is None
+        cached_prefix = table.find_longest_prefix("chat", shared_prefix + tail * 200)
+        assert cached_prefix is not None
+        assert cached_prefix[1].body_end == length
+    assert table.find_longest_prefix("messages", shared_prefix + b"a" * 200) is None
 
 
 def test_a_short_body_is_worth_knowing_when_a_quarter_of_it_came_before() -> None:
@@ -389,26 +405,26 @@ def test_a_prompt_of_which_the_end_counts_is_not_known(tokenizer: Tokenizer) -> 
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
-        order = ReadTask("chat", "folder", None, None, False)
-        order.is_cached = True
-        made = _read_body(order, body, tokenizer)
-        assert (made.conversation is None) == (keep is not None)
+        task = ReadTask("chat", "folder", None, None, False)
+        task.is_cached = True
+        read_result = _read_body(task, body, tokenizer)
+        assert (read_result.conversation is None) == (keep is not None)
 
 
 def test_digests_are_of_beginnings() -> None:
     rng = random.Random(2)
     for size in (0, 1023, 1024, 5000, 70_000):
         body = rng.randbytes(size)
-        found = digests(body, 1024, 7)
-        lengths = [(1024 << i // 8) * (8 + i % 8) // 8 for i in range(len(found))]
+        prefix_digests = digests(body, 1024, 7)
+        lengths = [(1024 << i // 8) * (8 + i % 8) // 8 for i in range(len(prefix_digests))]
         assert all(length <= size for length in lengths)
-        assert size < (1024 << len(found) // 8) * (8 + len(found) % 8) // 8
-        assert len(set(found)) == len(found)
-        assert digests(body, 1024, 8)[:1] != found[:1] or not found
+        assert size < (1024 << len(prefix_digests) // 8) * (8 + len(prefix_digests) % 8) // 8
+        assert len(set(prefix_digests)) == len(prefix_digests)
+        assert digests(body, 1024, 8)[:1] != prefix_digests[:1] or not prefix_digests
         for i, length in enumerate(lengths):
-            assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == found[: i + 1]
-            assert digests(body, 1024, 7, length) == found[: i + 1]
+            assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == prefix_digests[: i + 1]
+            assert digests(body, 1024, 7, length) == prefix_digests[: i + 1]
             at = rng.randrange(min(length, 8192))
-            changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-            same = [a == b for a, b in zip(digests(changed, 1024, 7), found)]
-            assert same == [size <= at for size in lengths], "whatever byte of it is another one"
+            changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+            are_equal = [a == b for a, b in zip(digests(changed_body, 1024, 7), prefix_digests)]
+            assert are_equal == [size <= at for size in lengths], "whatever byte of it is another one"

@@ -50,17 +50,20 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
         (name,) = queue.next_requests(1)
         expected_order = queue.next_requests(1000)
         tenant, seconds = name[0], lines[name[0]][int(name[1:])]
-        waiting = {one[0] for one in expected_order}
+        waiting_tenants = {queued_name[0] for queued_name in expected_order}
         queue.charge(QueuePosition(tenant, False, 0, 0.0), seconds)
         queue.remove(name)
         queue.check_invariants()
         assert queue.next_requests(1000) == expected_order[1:], "what is tried next is known beforehand"
         given_s[tenant] += seconds
         served_count += 1
-        for one in waiting & {queued_name[0] for queued_name in expected_order[1:]}:
-            for other in waiting & {queued_name[0] for queued_name in expected_order[1:]}:
-                if late in given_before_s or one != late != other:
-                    assert given_s[one] - given_s[other] <= 2 * (max(lines[one]) + max(lines[other])) + 1e-9
+        for waiting_tenant in waiting_tenants & {queued_name[0] for queued_name in expected_order[1:]}:
+            for other_tenant in waiting_tenants & {queued_name[0] for queued_name in expected_order[1:]}:
+                if late in given_before_s or waiting_tenant != late != other_tenant:
+                    assert (
+                        given_s[waiting_tenant] - given_s[other_tenant]
+                        <= 2 * (max(lines[waiting_tenant]) + max(lines[other_tenant])) + 1e-9
+                    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 5), st.booleans()), max_size=40))
@@ -199,7 +202,7 @@ def test_ten_times_the_load_beside_three_small_ones(seed: int) -> None:
     first_come.run(arriving, 200.0)
     for tenant in SMALL:
         single_tenant_fleet = Fleet(1, FAIR)
-        single_tenant_fleet.run([one for one in arriving if one[1] == tenant], 200.0)
+        single_tenant_fleet.run([arrival for arrival in arriving if arrival[1] == tenant], 200.0)
         assert p99(fair.latency[tenant]) <= 1.2 * p99(single_tenant_fleet.latency[tenant]), tenant
         assert p99(first_come.latency[tenant]) > 20 * p99(single_tenant_fleet.latency[tenant]), (
             "there is something to be fair about"

@@ -63,30 +63,30 @@ class Talk:
 def message(rng: random.Random) -> tuple[int, int, int, int, int]:
     """Sent alike, they are alike; system prompts often are, others now and then."""
     kind = rng.choice(KINDS)
-    sent = rng.randrange(12 if kind == 0 or rng.random() < 0.4 else 10**6)
-    return sent, sent // 2, sent // 3, kind, 1 + 9 * (sent % 5)
+    content_hash = rng.randrange(12 if kind == 0 or rng.random() < 0.4 else 10**6)
+    return content_hash, content_hash // 2, content_hash // 3, kind, 1 + 9 * (content_hash % 5)
 
 
-def nearly(rng: random.Random, one: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+def draw_similar_message(rng: random.Random, message: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
     """Sent otherwise, and perhaps the same where it counts."""
-    sent = one[0] + rng.choice([-1, 1]) if one[0] else 1
-    return sent, sent // 2, sent // 3, one[3], 1 + 9 * (sent % 5)
+    content_hash = message[0] + rng.choice([-1, 1]) if message[0] else 1
+    return content_hash, content_hash // 2, content_hash // 3, message[3], 1 + 9 * (content_hash % 5)
 
 
-def changed(rng: random.Random, talk: Talk) -> Talk:
+def draw_next_talk(rng: random.Random, talk: Talk) -> Talk:
     """Mostly it goes on; or it is cut, edited, rendered otherwise."""
     how = rng.choice(["on", "on", "on", "same", "cut", "edit", "edit", "rendered", "tail", "new", "new", "fork"])
     if how == "new" or len(talk.ids) > 300:
         talk = Talk()
     ids, words = list(talk.ids), list(talk.words)
     if how == "fork":  # another conversation with the same system prompt
-        ids, words = ids[: CHUNK + 2], [(*one[:3], 0, one[4]) for one in words[:1]]
+        ids, words = ids[: CHUNK + 2], [(*old_message[:3], 0, old_message[4]) for old_message in words[:1]]
     if ids and how in ("cut", "edit", "rendered", "tail"):
         at = len(ids) - rng.randrange(1, min(len(ids), 40) + 1) if how == "tail" else rng.randrange(len(ids))
         ids = ids[:at] if how == "cut" else [*ids[:at], 9, *ids[at + 1 :]]
         if words and how in ("cut", "edit"):
             place = min(at // MESSAGE_TOKENS, len(words) - 1)
-            other = nearly(rng, words[place]) if rng.random() < 0.4 else message(rng)
+            other = draw_similar_message(rng, words[place]) if rng.random() < 0.4 else message(rng)
             words = words[:place] if how == "cut" else [*words[:place], other, *words[place + 1 :]]
     if how == "edit" and words and rng.random() < 0.5:  # that a template drops, or does not
         words[rng.randrange(len(words))] = message(rng)
@@ -97,15 +97,15 @@ def changed(rng: random.Random, talk: Talk) -> Talk:
 
 
 def decision(rng: random.Random, tokens: int) -> Decision:
-    def terms(worker: str, cached: int) -> Terms:
-        return Terms(worker, cached, rng.randrange(tokens + 1), 0, 0, 0, 1, 0, 0, 0, 0, 0, rng.random(), 0)
+    def terms(worker: str, cached_tokens: int) -> Terms:
+        return Terms(worker, cached_tokens, rng.randrange(tokens + 1), 0, 0, 0, 1, 0, 0, 0, 0, 0, rng.random(), 0)
 
-    cached = rng.choice([0, rng.randrange(tokens // BLOCK + 1)]) * BLOCK
-    own = terms(rng.choice("ab"), cached)
-    found = Decision("r", own.worker, None, rng.randrange(2), tokens, cached, 0.0, own, 0.0)
+    cached_tokens = rng.choice([0, rng.randrange(tokens // BLOCK + 1)]) * BLOCK
+    chosen_terms = terms(rng.choice("ab"), cached_tokens)
+    decision = Decision("r", chosen_terms.worker, None, rng.randrange(2), tokens, cached_tokens, 0.0, chosen_terms, 0.0)
     if rng.random() < 0.2:
-        found.most_cached = terms("c", cached + BLOCK * rng.randrange(1, 6))
-    return found
+        decision.most_cached = terms("c", cached_tokens + BLOCK * rng.randrange(1, 6))
+    return decision
 
 
 def some_facts(rng: random.Random, now: float) -> SomeFacts:
@@ -117,18 +117,18 @@ class World:
     """Conversations side by side, and both analyzers told of them."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.now, self.named = rng, 0.0, rng.random() < 0.5
+        self.rng, self.now, self.are_sessions_named = rng, 0.0, rng.random() < 0.5
         self.analyzers = BothAnalyzers(MissReasonsConfig(memory_mb=1, ttl_s=30.0, requests_max=6), INDEX.shared)
         self.talks: list[tuple[Talk, str | None]] = [(Talk(), None)]
-        self.begun: list[tuple[Any, int]] = []
+        self.running_requests: list[tuple[Any, int]] = []
         self.reasons: set[str] = set()
 
-    def ask(self, number: int) -> None:
+    def place_request(self, number: int) -> None:
         rng, analyzers = self.rng, self.analyzers
         before, session = rng.choice(self.talks[-6:])
-        talk = changed(rng, before)
+        talk = draw_next_talk(rng, before)
         if rng.random() < 0.3:
-            session = rng.choice(SESSIONS if self.named else SESSIONS[:1])
+            session = rng.choice(SESSIONS if self.are_sessions_named else SESSIONS[:1])
         self.talks.append((talk, session))
         scope = SCOPES[0] if rng.random() < 0.85 else rng.choice(SCOPES)
         tools, flags = rng.choices([[], [1, 1]], [8, 1])[0], rng.choices([0, 7], [8, 1])[0]
@@ -136,7 +136,7 @@ class World:
         keys, short = INDEX.chunk_keys(ids, scope, CHUNK), list[int]()
         if session is None and analyzers.needs_short_keys(keys):
             short = INDEX.chunk_keys(ids[: CHUNK + 1], scope, BLOCK)
-        placed = decision(rng, len(ids))
+        placement = decision(rng, len(ids))
         prompt = Prompt(
             f"r{rng.choice([number, rng.randrange(9)])}", ids, scope, talk.outline(tools, flags) if is_chat else None,
             session, rng.choice(SESSIONS), keys, short,
@@ -144,39 +144,43 @@ class World:
             rng.random() < 0.2,
         )  # fmt: skip
         facts = some_facts(rng, self.now)
-        gone = (
-            RemovedPrefix(first_missing_token(placed) + rng.randrange(1, 40), "a", 0.5) if rng.random() < 0.2 else None
+        removed_prefix = (
+            RemovedPrefix(first_missing_token(placement) + rng.randrange(1, 40), "a", 0.5)
+            if rng.random() < 0.2
+            else None
         )
-        check_adds_up(analyzers.explain(prompt, placed, BLOCK, gone, facts, self.now, 1.0))
+        check_adds_up(analyzers.explain(prompt, placement, BLOCK, removed_prefix, facts, self.now, 1.0))
         if rng.random() < 0.2:
-            begun = analyzers.record_placed(prompt, placed, gone, self.now, 1.0)
+            started_request = analyzers.record_placed(prompt, placement, removed_prefix, self.now, 1.0)
         else:
-            sampled = rng.random() < 0.7
-            begun = analyzers.record_compared(prompt, placed, BLOCK, gone, facts, self.now, 1.0, is_sampled=sampled)
-        self.begun.append((begun, len(ids)))
+            is_sampled = rng.random() < 0.7
+            started_request = analyzers.record_compared(
+                prompt, placement, BLOCK, removed_prefix, facts, self.now, 1.0, is_sampled=is_sampled
+            )
+        self.running_requests.append((started_request, len(ids)))
 
     def end(self) -> None:
         rng = self.rng
-        one, tokens = self.begun.pop(rng.randrange(len(self.begun)))
+        running_request, tokens = self.running_requests.pop(rng.randrange(len(self.running_requests)))
         usage = ReportedUsage(tokens, rng.choice([None, rng.randrange(tokens + 3)]), None)
-        self.analyzers.record_end(one, rng.choice([None, usage]), rng.randrange(20), self.now)
-        why = self.analyzers.why(one)
+        self.analyzers.record_end(running_request, rng.choice([None, usage]), rng.randrange(20), self.now)
+        why = self.analyzers.why(running_request)
         check_adds_up(why)
         self.reasons |= {part.reason for part in why.uncached_ranges}
 
 
 def test_both_say_the_same() -> None:
-    seen: set[str] = set()
+    seen_reasons: set[str] = set()
     for seed in (*range(40), random.randrange(2**32)):
         world = World(random.Random(seed))
         for number in range(80):
             print("seed", seed, "request", number)  # shown where it fails
             world.now += world.rng.choices([0.0, 1.0, 6.0, 30.0], [4, 8, 2, 1])[0]
-            world.ask(number)
-            while world.begun and world.rng.random() < 0.5:
+            world.place_request(number)
+            while world.running_requests and world.rng.random() < 0.5:
                 world.end()
-        seen |= world.reasons
-    assert seen == {*GROUPS, *NO_LOSS}, "every reason was given"
+        seen_reasons |= world.reasons
+    assert seen_reasons == {*GROUPS, *NO_LOSS}, "every reason was given"
 
 
 def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
@@ -185,9 +189,9 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
         ids = array("I", range(number * 100_000, number * 100_000 + 20_000 + 1_000 * (number % 7)))
         keys = INDEX.chunk_keys(ids, SCOPES[0], 512)
         prompt = Prompt(f"r{number}", ids, SCOPES[0], None, f"s{number % 9}" if number % 2 else None, chunk_keys=keys)
-        own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-        placed = Decision("r", "a", None, 0, len(ids), 0, 0.0, own, 0.0)
-        analyzers.record_compared(prompt, placed, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
+        terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+        decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, terms, 0.0)
+        analyzers.record_compared(prompt, decision, BLOCK, None, SomeFacts(), 1.0 + number, 0.0)
     sizes = [len(analyzers.analyzer.history), len(analyzers.naive.pasts)]
     assert 5 < sizes[0] < 20
     assert all(a == b for a, b in pairwise(sizes))
@@ -195,20 +199,20 @@ def test_prompts_beyond_its_memory_leave_in_their_order() -> None:
 
 def test_a_block_without_tokens_is_refused() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.shared)
-    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-    placed = Decision("r", "a", None, 0, 3, 0, 0.0, own, 0.0)
+    terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    decision = Decision("r", "a", None, 0, 3, 0, 0.0, terms, 0.0)
     prompt = Prompt("r", array("I", [1, 2, 3]), SCOPES[0], None, "s")
     with pytest.raises(ValueError, match="block"):
-        analyzer.record_compared(prompt, placed, 0, None, SomeFacts(), 0.0, 0.0)
+        analyzer.record_compared(prompt, decision, 0, None, SomeFacts(), 0.0, 0.0)
     assert len(analyzer) == len(analyzer.history) == 0
 
 
 def test_of_requests_with_one_name_the_last_is_known() -> None:
     analyzer = MissAnalyzer(MissReasonsConfig(requests_max=2), INDEX.shared)
-    own = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+    terms = Terms("a", 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     for name, tokens in (("one", 3), ("two", 4), ("one", 5), ("three", 6)):
         analyzer.record_placed(
-            name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, own, 0.0), None, 0.0, 0.0
+            name, None, tokens, Decision("r", "a", None, 0, tokens, 0, 0.0, terms, 0.0), None, 0.0, 0.0
         )
-    found = [analyzer.get(name) for name in ("one", "two", "three")]
-    assert [None if why is None else why.prompt_tokens for why in found] == [5, None, 6]
+    explanations = [analyzer.get(name) for name in ("one", "two", "three")]
+    assert [None if why is None else why.prompt_tokens for why in explanations] == [5, None, 6]

@@ -18,8 +18,8 @@ from router.index.protocol import HolderId
 
 
 def tracker() -> tuple[LoadTracker, list[Target]]:
-    made = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
-    return made, [made.add_target(f"w{i}", None, HolderId(i)) for i in range(2)]
+    load_tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
+    return load_tracker, [load_tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(2)]
 
 
 STEPS = st.lists(
@@ -33,11 +33,13 @@ STEPS = st.lists(
 )
 
 
-@given(steps=STEPS, skew=st.floats(-1e6, 1e6), lost=st.sets(st.integers(0, 60)))
-def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], skew: float, lost: set[int]) -> None:
+@given(steps=STEPS, skew=st.floats(-1e6, 1e6), lost_messages=st.sets(st.integers(0, 60)))
+def test_two_routers_see_what_one_would(
+    steps: list[tuple[str, int, int, int]], skew: float, lost_messages: set[int]
+) -> None:
     """Requests are dealt to two routers whose clocks differ by `skew`; messages in `lost` never arrive. After the next
     heartbeats both see the queue, decode load and utilisation of a single router that had them all."""
-    (whole, all_targets), pair = tracker(), [tracker(), tracker()]
+    (single_tracker, all_targets), pair = tracker(), [tracker(), tracker()]
     config = PeerConfig(heartbeat_s=5.0, expire_s=100.0)
     loads = [PeerLoads(pair[i][0], f"r{i}", config) for i in range(2)]
     offset = [0.0, skew]
@@ -46,49 +48,56 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
     def exchange(number: int) -> None:
         for i in range(2):
             message = loads[i].next_message(now + offset[i])
-            if message is not None and number not in lost:
+            if message is not None and number not in lost_messages:
                 loads[1 - i].apply_message(message, now + offset[1 - i])
 
-    for number, (what, key, tokens, place) in enumerate(steps):
+    for number, (event, key, tokens, target_index) in enumerate(steps):
         now += 0.05
         name, side = str(key), key % 2
-        for books, targets, at in ((whole, all_targets, now), (*pair[side], now + offset[side])):
-            if what == "route" and name not in books.requests:
-                books.add_request(name, targets[place], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at)
-            elif what == "first":
+        for books, targets, at in ((single_tracker, all_targets, now), (*pair[side], now + offset[side])):
+            if event == "route" and name not in books.requests:
+                books.add_request(
+                    name, targets[target_index], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at
+                )
+            elif event == "first":
                 books.record_first_token(name, at)
-            elif what == "end":
+            elif event == "end":
                 books.end_request(name, at)
-            elif what == "progress":
+            elif event == "progress":
                 books.record_progress(name, tokens)
         exchange(number)
     now += 6.0
-    lost.clear()
+    lost_messages.clear()
     exchange(999)
     for i in range(2):
         books, targets = pair[i]
-        for own, one in zip(targets, all_targets):
+        for target, single_target in zip(targets, all_targets):
             at = now + offset[i]
-            in_flight = own.requests + (
-                own.peer_load.prefill_requests + own.peer_load.decode_requests if own.peer_load else 0
+            in_flight = target.requests + (
+                target.peer_load.prefill_requests + target.peer_load.decode_requests if target.peer_load else 0
             )
-            assert in_flight == one.requests
-            assert own.slowdown == pytest.approx(one.slowdown)
-            assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
+            assert in_flight == single_target.requests
+            assert target.slowdown == pytest.approx(single_target.slowdown)
+            assert books.utilisation(target, at) == pytest.approx(
+                single_tracker.utilisation(single_target, now), rel=1e-3, abs=1e-5
+            )
             # The head of the queue is known to the other router by its age: exact up to skewed clocks. Who
             # aborts the oldest of its own thinks that the next has begun, though another router's may be before it.
-            late_s = own.OVERDUE_SHARE * 0.05 * len(steps)
-            assert own.queue_s(at) == pytest.approx(one.queue_s(now), rel=1e-3, abs=0.06 + late_s)
+            late_s = target.OVERDUE_SHARE * 0.05 * len(steps)
+            assert target.queue_s(at) == pytest.approx(single_target.queue_s(now), rel=1e-3, abs=0.06 + late_s)
 
 
 def test_work_is_told_whatever_each_learned() -> None:
     """A router that believes the worker to be three times as fast tells of the same queue."""
-    (mine, targets), theirs = tracker(), LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False))
-    other = theirs.add_target("w0", None, HolderId(0))
-    theirs.add_request("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
-    message = PeerLoads(theirs, "you").next_message(0.0)
+    (my_tracker, targets), their_tracker = (
+        tracker(),
+        LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False)),
+    )
+    other = their_tracker.add_target("w0", None, HolderId(0))
+    their_tracker.add_request("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
-    PeerLoads(mine, "me").apply_message(message, 0.0)
+    PeerLoads(my_tracker, "me").apply_message(message, 0.0)
     assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
     late_s = 0.2 * 60.0 / targets[0].slowdown
     assert targets[0].queue_s(60.0) == pytest.approx(late_s)
@@ -97,17 +106,17 @@ def test_work_is_told_whatever_each_learned() -> None:
 
 
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
-    (mine, targets), (theirs, their_targets) = tracker(), tracker()
-    loads = PeerLoads(mine, "me", PeerConfig(expire_s=2.0))
-    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
-    message = PeerLoads(theirs, "you").next_message(0.0)
+    (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
+    loads = PeerLoads(my_tracker, "me", PeerConfig(expire_s=2.0))
+    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
     loads.apply_message(message, 0.0)
     assert targets[0].peer_load is not None
     fresh, _ = tracker()
-    restarted = PeerLoads(fresh, "you").next_message(1.0)
-    assert restarted is not None
-    loads.apply_message(restarted, 1.0)
+    restart_message = PeerLoads(fresh, "you").next_message(1.0)
+    assert restart_message is not None
+    loads.apply_message(restart_message, 1.0)
     assert targets[0].peer_load is None, "the new life has nothing in flight"
     loads.apply_message(message, 1.5)
     loads.expire(3.0)
@@ -119,12 +128,12 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
 
 
 def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
-    (mine, targets), (theirs, their_targets) = tracker(), tracker()
-    loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you", PeerConfig(heartbeat_s=1.0))
-    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
+    loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", PeerConfig(heartbeat_s=1.0))
+    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
     loads.apply_message(other.next_message(0.0) or b"", 0.0)
     assert targets[0].waiting_s > 0.0
-    theirs.end_request("a", 0.1)
+    their_tracker.end_request("a", 0.1)
     assert other.next_message(0.1) is not None, "this one is lost"
     full = other.next_message(1.1)
     assert full is not None
@@ -133,10 +142,10 @@ def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
 
 
 def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
-    (mine, targets), (theirs, their_targets) = tracker(), tracker()
-    loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you")
+    (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
+    loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
     first = other.next_message(0.0)
-    theirs.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
+    their_tracker.add_request("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
     second = other.next_message(0.1)
     assert first is not None
     assert second is not None
@@ -152,32 +161,32 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
 
 
 def test_nothing_is_said_when_nothing_changed() -> None:
-    mine, targets = tracker()
-    loads = PeerLoads(mine, "me", PeerConfig(heartbeat_s=1.0))
+    my_tracker, targets = tracker()
+    loads = PeerLoads(my_tracker, "me", PeerConfig(heartbeat_s=1.0))
     assert loads.next_message(0.0) is not None
     assert loads.next_message(0.5) is None
-    mine.add_request("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
+    my_tracker.add_request("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
     assert loads.next_message(0.6) is not None
     assert loads.next_message(0.7) is None
     assert loads.next_message(1.0) is not None
 
 
 def test_over_real_sockets() -> None:
-    (one, targets), (two, others) = tracker(), tracker()
-    loads = [PeerLoads(one, "a"), PeerLoads(two, "b")]
+    (first_tracker, targets), (second_tracker, second_targets) = tracker(), tracker()
+    loads = [PeerLoads(first_tracker, "a"), PeerLoads(second_tracker, "b")]
     first, second = PeerSockets(loads[0]), PeerSockets(loads[1])
     first.bind("tcp://127.0.0.1:*")
     assert first.address is not None
     second.bind("tcp://127.0.0.1:*")
     second.connect(first.address)
-    one.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
+    first_tracker.add_request("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
     end = time.monotonic() + 10
-    while others[1].peer_load is None and time.monotonic() < end:
+    while second_targets[1].peer_load is None and time.monotonic() < end:
         first.exchange_loads(time.monotonic())
         second.exchange_loads(time.monotonic())
         time.sleep(0.01)
-    assert others[1].peer_load is not None
-    assert others[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_s)
+    assert second_targets[1].peer_load is not None
+    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_s)
     first.close()
     second.close()
 

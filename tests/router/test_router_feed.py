@@ -24,10 +24,10 @@ from router.fleet.worker_stream import EVICTIONS_MIN
 from router.index.protocol import HolderId, Scope
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], description: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        assert time.monotonic() < end, f"not within {seconds} s: {description}"
         time.sleep(0.01)
 
 
@@ -45,7 +45,7 @@ def source_of(pub: EventPublisher) -> EventSource:
     )
 
 
-def stored(first: int, count: int, size: int = 4) -> list[Event]:
+def block_events(first: int, count: int, size: int = 4) -> list[Event]:
     """Blocks `first`.. of the prompt 0, 1, 2 ..., named by their number + 1."""
     names: list[int | bytes] = [first + i + 1 for i in range(count)]
     tokens = list(range(first * size, (first + count) * size))
@@ -66,21 +66,21 @@ def feed(index: ReferenceIndex) -> Iterator[IndexFeed]:
     index.check_invariants()
 
 
-def cached(index: ReferenceIndex, holder: HolderId) -> int:
+def count_cached_tokens(index: ReferenceIndex, holder: HolderId) -> int:
     return next((m.tokens for m in index.match(list(range(1000)), Scope("m")) if m.holder == holder), 0)
 
 
 def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
-    pub.publish(stored(0, 3))
+    pub.publish(block_events(0, 3))
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
-    until(lambda: cached(index, holder) == 12, "the snapshot is applied")
-    until(lambda: feed.is_synced("a"), "synced")
-    pub.publish(stored(3, 2))
-    until(lambda: cached(index, holder) == 20, "a live batch is applied")
+    wait_until(lambda: count_cached_tokens(index, holder) == 12, "the snapshot is applied")
+    wait_until(lambda: feed.is_synced("a"), "synced")
+    pub.publish(block_events(3, 2))
+    wait_until(lambda: count_cached_tokens(index, holder) == 20, "a live batch is applied")
     pub.publish([BlockRemoved([5], "GPU")])
-    until(lambda: cached(index, holder) == 16, "a removal is applied")
+    wait_until(lambda: count_cached_tokens(index, holder) == 16, "a removal is applied")
     (row,) = feed.details("a")["streams"]
     assert row["up"]
     assert row["phase"] == "live"
@@ -94,22 +94,22 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
 ) -> None:
     monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
     liar, honest = publisher(), publisher()
-    one, other = index.add_holder("a", "m"), index.add_holder("b", "m")
-    feed.follow("a", [source_of(liar)], [one], blocks_max=20)
-    feed.follow("b", [source_of(honest)], [other], blocks_max=20)
-    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
-    honest.publish(stored(0, 20))
+    liar_holder, honest_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
+    feed.follow("a", [source_of(liar)], [liar_holder], blocks_max=20)
+    feed.follow("b", [source_of(honest)], [honest_holder], blocks_max=20)
+    wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
+    honest.publish(block_events(0, 20))
     for turn in range(12):
-        liar.publish(stored(2 * turn, 2))
-    until(lambda: feed.totals()["a"]["stored"] == 24 and feed.totals()["b"]["stored"] == 20, "all is read")
+        liar.publish(block_events(2 * turn, 2))
+    wait_until(lambda: feed.totals()["a"]["stored"] == 24 and feed.totals()["b"]["stored"] == 20, "all is read")
     assert feed.totals()["a"]["forgotten"] > 20
     assert feed.totals()["b"]["forgotten"] == 0
-    assert cached(index, one) < 20 * 4
-    assert cached(index, other) == 20 * 4
-    assert feed.snapshot("a", 0) is None or cached(index, one) == 0
+    assert count_cached_tokens(index, liar_holder) < 20 * 4
+    assert count_cached_tokens(index, honest_holder) == 20 * 4
+    assert feed.snapshot("a", 0) is None or count_cached_tokens(index, liar_holder) == 0
     liar.publish([AllBlocksCleared()])
-    liar.publish(stored(0, 3))
-    until(lambda: cached(index, one) == 12, "it is followed all the same")
+    liar.publish(block_events(0, 3))
+    wait_until(lambda: count_cached_tokens(index, liar_holder) == 12, "it is followed all the same")
     liar.close()
     honest.close()
 
@@ -121,16 +121,16 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     feed = IndexFeed(index, index_bytes_max=1, streams_max=3)
     feed.start()
     small, large = publisher(), publisher()
-    one, other = index.add_holder("a", "m"), index.add_holder("b", "m")
-    feed.follow("b", [source_of(large)], [other], blocks_max=1000)
+    small_holder, large_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
+    feed.follow("b", [source_of(large)], [large_holder], blocks_max=1000)
     assert (feed.room_for("a"), feed.room_for("b")) == (2, 3)
-    feed.follow("a", [source_of(small)], [one], blocks_max=10)
-    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
-    small.publish(stored(0, 3))
-    until(lambda: cached(index, one) == 12, "the small one's")
-    large.publish(stored(0, 9))
-    until(lambda: cached(index, other) == 36, "the large one's")
-    assert cached(index, one) == 0
+    feed.follow("a", [source_of(small)], [small_holder], blocks_max=10)
+    wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
+    small.publish(block_events(0, 3))
+    wait_until(lambda: count_cached_tokens(index, small_holder) == 12, "the small one's")
+    large.publish(block_events(0, 9))
+    wait_until(lambda: count_cached_tokens(index, large_holder) == 36, "the large one's")
+    assert count_cached_tokens(index, small_holder) == 0
     assert (feed.totals()["a"]["forgotten"], feed.totals()["b"]["forgotten"]) == (3, 0)
     feed.close()
     index.check_invariants()
@@ -143,34 +143,38 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     source = source_of(pub)
     holder = index.add_holder("a", "m")
     feed.follow("a", [source], [holder])
-    pub.publish(stored(0, 5))
-    until(lambda: cached(index, holder) == 20, "the first life")
+    pub.publish(block_events(0, 5))
+    wait_until(lambda: count_cached_tokens(index, holder) == 20, "the first life")
     pub.close()
     assert source.replay_endpoint is not None
-    again = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
-    again.publish(stored(0, 2))
-    until(lambda: cached(index, holder) == 8, "the second life")
+    restarted_pub = publisher(
+        *(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint))
+    )
+    restarted_pub.publish(block_events(0, 2))
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "the second life")
     assert feed.totals()["a"]["restarts"] >= 1
-    again.close()
+    restarted_pub.close()
 
 
 def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     source = source_of(pub)
     feed.follow("a", [source], [index.add_holder("a", "m")])
-    pub.publish(stored(0, 10))
-    until(lambda: feed.is_synced("a"), "synced")
+    pub.publish(block_events(0, 10))
+    wait_until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
         if i < 10 + EVICTIONS_MIN:  # fewer evictions than that were published so far
             assert feed.capacities("a") == [None]
         pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
-    until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
+    wait_until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
     pub.close()
     assert source.replay_endpoint is not None
-    again = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
-    again.publish(stored(0, 2))
-    until(lambda: feed.capacities("a") == [None], "the next process may have more memory")
-    again.close()
+    restarted_pub = publisher(
+        *(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint))
+    )
+    restarted_pub.publish(block_events(0, 2))
+    wait_until(lambda: feed.capacities("a") == [None], "the next process may have more memory")
+    restarted_pub.close()
 
 
 def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
@@ -179,14 +183,14 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
-    pub.publish(stored(0, 5))
-    until(lambda: cached(index, holder) == 20, "awake")
+    pub.publish(block_events(0, 5))
+    wait_until(lambda: count_cached_tokens(index, holder) == 20, "awake")
     feed.clear_worker("a")
-    assert cached(index, holder) == 0
+    assert count_cached_tokens(index, holder) == 0
     assert "a" in feed.last_emptied_s
     assert feed.incomplete_ranks("a") == {}, "nothing is missing"
-    pub.publish([AllBlocksCleared(), *stored(0, 2)])
-    until(lambda: cached(index, holder) == 8, "awake again")
+    pub.publish([AllBlocksCleared(), *block_events(0, 2)])
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "awake again")
     assert feed.totals()["a"]["gaps"] == 0
     feed.clear_worker("unknown")
     pub.close()
@@ -196,14 +200,14 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, fe
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
-    pub.publish(stored(0, 5))
-    until(lambda: cached(index, holder) == 20, "announced")
+    pub.publish(block_events(0, 5))
+    wait_until(lambda: count_cached_tokens(index, holder) == 20, "announced")
     feed.restart_streams("a")
-    until(lambda: cached(index, holder) == 20, "it was alive after all: the snapshot brings it back")
+    wait_until(lambda: count_cached_tokens(index, holder) == 20, "it was alive after all: the snapshot brings it back")
     pub.close()
-    until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+    wait_until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
     feed.restart_streams("a")
-    assert cached(index, holder) == 0
+    assert count_cached_tokens(index, holder) == 0
 
 
 @pytest.mark.parametrize("knows_epoch", [True, False])
@@ -215,40 +219,40 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
     pub = publisher()
     holder = index.add_holder("a", "m")
 
-    def told(by: EventPublisher) -> EventSource:
-        changed = {} if knows_epoch else {"epoch": None}
-        changed |= {} if replays else {"replay_endpoint": None, "snapshot": False}
-        return msgspec.structs.replace(source_of(by), **changed)
+    def make_source(by: EventPublisher) -> EventSource:
+        changes = {} if knows_epoch else {"epoch": None}
+        changes |= {} if replays else {"replay_endpoint": None, "snapshot": False}
+        return msgspec.structs.replace(source_of(by), **changes)
 
     names = itertools.count()
 
-    def spoken(condition: Callable[[], bool]) -> Callable[[], bool]:
+    def after_another_event(condition: Callable[[], bool]) -> Callable[[], bool]:
         """Whether it holds after one more event: a connection is up a moment before its publisher knows what it wants,
         so the first events of a life may reach nobody."""
 
-        def tried() -> bool:
-            pub.publish(stored(next(names), 1))
+        def publish_and_check() -> bool:
+            pub.publish(block_events(next(names), 1))
             return condition()
 
-        return tried
+        return publish_and_check
 
     source = source_of(pub)
-    feed.follow("a", [told(pub)], [holder])
-    until(lambda: feed.details("a")["streams"][0]["up"], "followed")
-    until(spoken(lambda: feed.stored_blocks("a") >= 3), "the first life")
+    feed.follow("a", [make_source(pub)], [holder])
+    wait_until(lambda: feed.details("a")["streams"][0]["up"], "followed")
+    wait_until(after_another_event(lambda: feed.stored_blocks("a") >= 3), "the first life")
     for life in (1, 2):
         pub.close()
-        until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+        wait_until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
         feed.restart_streams("a")
         assert source.replay_endpoint is not None
         pub = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
-        feed.follow("a", [told(pub)], [holder])
-        until(lambda: feed.is_synced("a"), "it is back")
-        until(spoken(lambda life=life: feed.totals()["a"]["restarts"] == life), "counted")
+        feed.follow("a", [make_source(pub)], [holder])
+        wait_until(lambda: feed.is_synced("a"), "it is back")
+        wait_until(after_another_event(lambda life=life: feed.totals()["a"]["restarts"] == life), "counted")
     feed.restart_streams("a")
-    until(lambda: feed.details("a")["streams"][0]["up"], "it was alive after all")
+    wait_until(lambda: feed.details("a")["streams"][0]["up"], "it was alive after all")
     before = feed.totals()["a"]["batches"]
-    until(spoken(lambda: feed.totals()["a"]["batches"] > before), "it goes on")
+    wait_until(after_another_event(lambda: feed.totals()["a"]["batches"] > before), "it goes on")
     assert feed.totals()["a"]["restarts"] == 2, "each was counted once"
     pub.close()
 
@@ -258,12 +262,12 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
     pubs = [EventPublisher(msgspec.structs.replace(config), dp_rank=rank) for rank in range(2)]
     sources = [msgspec.structs.replace(source_of(pub), data_parallel_rank=rank) for rank, pub in enumerate(pubs)]
     for order, wrong in ((sources, [None, None]), (sources[::-1], [1, 0])):
-        named = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
-        feed.follow("a", named, [index.add_holder(f"a{rank}-{len(wrong)}", "m") for rank in range(2)])
-        until(lambda: feed.is_synced("a"), "followed")
+        ranked_sources = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
+        feed.follow("a", ranked_sources, [index.add_holder(f"a{rank}-{len(wrong)}", "m") for rank in range(2)])
+        wait_until(lambda: feed.is_synced("a"), "followed")
         for pub in pubs:
-            pub.publish(stored(0, 1))
-        until(lambda: all(row["last_seq"] is not None for row in feed.details("a")["streams"]), "both spoke")
+            pub.publish(block_events(0, 1))
+        wait_until(lambda: all(row["last_seq"] is not None for row in feed.details("a")["streams"]), "both spoke")
         assert [row["wrong_rank"] for row in feed.details("a")["streams"]] == wrong
     assert "events of rank 1 come from the address of rank 0" in caplog.text
     for pub in pubs:
@@ -274,11 +278,11 @@ def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: Ind
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
-    pub.publish(stored(0, 1))
-    until(lambda: cached(index, holder) == 4, "announced")
+    pub.publish(block_events(0, 1))
+    wait_until(lambda: count_cached_tokens(index, holder) == 4, "announced")
     feed.forget("a")
     index.remove_holder(holder)
-    pub.publish(stored(1, 1))
+    pub.publish(block_events(1, 1))
     time.sleep(0.1)
     assert feed.details("a") == {"streams": []}
     pub.close()
@@ -288,15 +292,15 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [source_of(pub)], [holder])
-    pub.publish(stored(0, 2))
-    until(lambda: cached(index, holder) == 8, "announced")
+    pub.publish(block_events(0, 2))
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "announced")
     feed.follow("a", [source_of(pub)], [holder])
     assert feed.totals()["a"]["batches"] >= 1
-    assert cached(index, holder) == 8
+    assert count_cached_tokens(index, holder) == 8
     other = publisher()
     feed.follow("a", [source_of(other)], [holder])
-    other.publish(stored(0, 1))
-    until(lambda: cached(index, holder) == 4, "another address: what the old stream said is replaced")
+    other.publish(block_events(0, 1))
+    wait_until(lambda: count_cached_tokens(index, holder) == 4, "another address: what the old stream said is replaced")
     pub.close()
     other.close()
 
@@ -308,12 +312,12 @@ def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, 
     pub = EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=address, topic="kv@h:8000@m"))
     end = time.monotonic() + 10
     count = 0
-    while cached(index, holder) == 0:
+    while count_cached_tokens(index, holder) == 0:
         assert time.monotonic() < end
-        pub.publish(stored(0, 2))
+        pub.publish(block_events(0, 2))
         count += 1
         time.sleep(0.05)
-    assert cached(index, holder) == 8
+    assert count_cached_tokens(index, holder) == 8
     pub.close()
 
 
@@ -339,7 +343,7 @@ def test_messages_without_a_sequence_number_are_counted_and_shown(index: Referen
         assert pub.poll(10_000)
         for frames in ([b"payload"], [b"topic", b"payload"], [b"topic", b"7", b"payload"]):
             pub.send_multipart(frames)
-        until(lambda: feed.totals()["a"]["malformed"] == 3, "all are counted")
+        wait_until(lambda: feed.totals()["a"]["malformed"] == 3, "all are counted")
         (row,) = feed.details("a")["streams"]
         assert [problem[:12] for problem in row["problems"]] == ["live message", "live message", "sequence fra"]
     finally:
@@ -359,21 +363,21 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     for feed in feeds:
         feed.start()
     first.follow("a", [source], holders[:1])
-    until(lambda: first.is_synced("a"), "the first router follows")
+    wait_until(lambda: first.is_synced("a"), "the first router follows")
     for i in range(6):
-        pub.publish(stored(i, 1))
-    until(lambda: cached(old, holders[0]) == 24, "the first router knows all")
+        pub.publish(block_events(i, 1))
+    wait_until(lambda: count_cached_tokens(old, holders[0]) == 24, "the first router knows all")
     snapshot = first.snapshot("a", 0)
     assert snapshot is not None
     assert (snapshot.seq, first.snapshot("a", 1), first.snapshot("b", 0)) == (5, None, None)
-    pub.publish(stored(6, 1))  # after the snapshot, before it is used
+    pub.publish(block_events(6, 1))  # after the snapshot, before it is used
     second.follow("a", [source], holders[1:2], {0: snapshot})
-    until(lambda: second.is_synced("a"), "the late router follows")
-    assert cached(late, holders[1]) == 28
+    wait_until(lambda: second.is_synced("a"), "the late router follows")
+    assert count_cached_tokens(late, holders[1]) == 28
     (row,) = second.details("a")["streams"]
     assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.chunks), 1, 0)
     pub.publish([BlockRemoved([7], "GPU")])
-    until(lambda: cached(late, holders[1]) == 24, "it goes on from there")
+    wait_until(lambda: count_cached_tokens(late, holders[1]) == 24, "it goes on from there")
     for feed in feeds:
         feed.close()
     pub.close()
@@ -395,10 +399,10 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
         def _step(self, dumping: Any) -> Any:
             Slow.slices += 1
             if Slow.slices == 1:
-                big.publish(stored(3, 1))
-                other.publish(stored(0, 2))
-            assert cached(self, holders[0]) == 12, "the holder that is dumped does not change"
-            return dumping.step() if cached(self, holders[1]) == 8 or Slow.slices > 1_000_000 else []
+                big.publish(block_events(3, 1))
+                other.publish(block_events(0, 2))
+            assert count_cached_tokens(self, holders[0]) == 12, "the holder that is dumped does not change"
+            return dumping.step() if count_cached_tokens(self, holders[1]) == 8 or Slow.slices > 1_000_000 else []
 
     big, other = publisher(), publisher()
     index = Slow(7)
@@ -407,14 +411,14 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     feed.start()
     for name, pub, holder in zip("ab", (big, other), holders):
         feed.follow(name, [source_of(pub)], [holder])
-    until(lambda: feed.is_synced("a") and feed.is_synced("b"), "both are followed")
-    big.publish(stored(0, 3))
-    until(lambda: cached(index, holders[0]) == 12, "what was before the snapshot")
+    wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "both are followed")
+    big.publish(block_events(0, 3))
+    wait_until(lambda: count_cached_tokens(index, holders[0]) == 12, "what was before the snapshot")
     snapshot = feed.snapshot("a", 0)
     assert snapshot is not None
-    assert (snapshot.seq, len(snapshot.chunks), cached(index, holders[1])) == (0, 1, 8)
+    assert (snapshot.seq, len(snapshot.chunks), count_cached_tokens(index, holders[1])) == (0, 1, 8)
     assert 1 < Slow.slices <= 1_000_000
-    until(lambda: cached(index, holders[0]) == 16, "what came meanwhile is applied afterwards")
+    wait_until(lambda: count_cached_tokens(index, holders[0]) == 16, "what came meanwhile is applied afterwards")
     feed.close()
     for pub in (big, other):
         pub.close()
@@ -423,29 +427,32 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
 @pytest.mark.parametrize("fault", ["another history", "another seed", "restarted"])
 def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: str) -> None:
     pub, other = publisher(), publisher()
-    for one in (pub, other):
-        one.publish(stored(0, 3))
-        one.publish(stored(3, 2) if one is pub else [BlockRemoved([1], "GPU")])
+    for source_pub in (pub, other):
+        source_pub.publish(block_events(0, 3))
+        source_pub.publish(block_events(3, 2) if source_pub is pub else [BlockRemoved([1], "GPU")])
     old, late = ReferenceIndex(7), ReferenceIndex(8 if fault == "another seed" else 7)
     holder = late.add_holder("a", "m")
     first, second = IndexFeed(old), IndexFeed(late)
     first.start()
     second.start()
     first.follow("a", [source_of(pub)], [old.add_holder("a", "m")])
-    until(lambda: first.is_synced("a"), "the first router follows")
-    pub.publish(stored(5, 1))
-    until(lambda: first.snapshot("a", 0) is not None, "the first router is in step")
+    wait_until(lambda: first.is_synced("a"), "the first router follows")
+    pub.publish(block_events(5, 1))
+    wait_until(lambda: first.snapshot("a", 0) is not None, "the first router is in step")
     snapshot = first.snapshot("a", 0)
     assert snapshot is not None
     empty = publisher()
     follow = {"another history": other, "another seed": pub, "restarted": empty}[fault]
     second.follow("a", [msgspec.structs.replace(source_of(follow), snapshot=False)], [holder], {0: snapshot})
-    until(lambda: second.is_synced("a"), "the second router follows")
-    until(lambda: cached(late, holder) == {"another history": 0, "another seed": 24, "restarted": 0}[fault], fault)
+    wait_until(lambda: second.is_synced("a"), "the second router follows")
+    wait_until(
+        lambda: count_cached_tokens(late, holder) == {"another history": 0, "another seed": 24, "restarted": 0}[fault],
+        fault,
+    )
     for feed in (first, second):
         feed.close()
-    for one in (pub, other, empty):
-        one.close()
+    for source_pub in (pub, other, empty):
+        source_pub.close()
     late.check_invariants()
 
 
@@ -457,12 +464,12 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     pub = publisher()
     holder = index.add_holder("a", "m")
     feed.follow("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
-    until(lambda: feed.is_synced("a"), "synced")
+    wait_until(lambda: feed.is_synced("a"), "synced")
     for _ in range(3):
-        pub.publish(stored(0, 2))
+        pub.publish(block_events(0, 2))
     pub.publish([BlockRemoved([2], "GPU")])
-    until(lambda: feed.totals()["a"]["removed"] == 1, "the removal is applied")
-    assert cached(index, holder) == (4 if reannounces else 8)
+    wait_until(lambda: feed.totals()["a"]["removed"] == 1, "the removal is applied")
+    assert count_cached_tokens(index, holder) == (4 if reannounces else 8)
     (row,) = feed.details("a")["streams"]
     assert row["reannounces"] is reannounces
     pub.close()
@@ -483,10 +490,10 @@ class Pair:
         for feed, holder in zip(self.feeds, self.holders):
             feed.start()
             feed.follow("a", [self.source], [holder])
-        until(lambda: all(feed.is_synced("a") for feed in self.feeds), "both follow")
+        wait_until(lambda: all(feed.is_synced("a") for feed in self.feeds), "both follow")
 
     def tokens(self) -> list[int]:
-        return [cached(index, holder) for index, holder in zip(self.indexes, self.holders)]
+        return [count_cached_tokens(index, holder) for index, holder in zip(self.indexes, self.holders)]
 
     def close(self) -> None:
         for feed in self.feeds:
@@ -509,20 +516,20 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> Non
     """The reconnect clears what was known, and the ring no longer has the beginning: nothing fits without it."""
     first, second = pair.feeds
     for i in range(6):
-        pair.pub.publish(stored(i, 1))
-    until(lambda: pair.tokens() == [24, 24], "both know all")
+        pair.pub.publish(block_events(i, 1))
+    wait_until(lambda: pair.tokens() == [24, 24], "both know all")
     assert (first.incomplete_ranks("a"), second.incomplete_ranks("a")) == ({}, {})
     second.restart_streams("a")
-    until(lambda: second.incomplete_ranks("a") == {0: 4}, "it knows the ring's two batches")
+    wait_until(lambda: second.incomplete_ranks("a") == {0: 4}, "it knows the ring's two batches")
     assert pair.tokens() == [24, 0]
     snapshot = first.snapshot("a", 0)
     assert snapshot is not None
     assert (snapshot.complete_from, snapshot.seq) == (0, 5)
-    pair.pub.publish(stored(6, 1))  # after the snapshot, before it is used
+    pair.pub.publish(block_events(6, 1))  # after the snapshot, before it is used
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.is_synced("a") and pair.tokens() == [28, 28], "both know all again")
+    wait_until(lambda: second.is_synced("a") and pair.tokens() == [28, 28], "both know all again")
     pair.pub.publish([BlockRemoved([6], "GPU")])
-    until(lambda: pair.tokens() == [20, 20], "and go on")
+    wait_until(lambda: pair.tokens() == [20, 20], "and go on")
     assert second.incomplete_ranks("a") == {}
     assert not second.resume("a", 0, snapshot), "what is whole is not replaced"
 
@@ -530,56 +537,58 @@ def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> Non
 def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> None:
     _, second = pair.feeds
     for i in range(6):
-        pair.pub.publish(stored(i, 1))
-    until(lambda: pair.tokens() == [24, 24], "both know all")
+        pair.pub.publish(block_events(i, 1))
+    wait_until(lambda: pair.tokens() == [24, 24], "both know all")
     (stream,) = second._streams.values()
-    lost = pair.pub  # the second router's connection loses three batches; the ring keeps two
+    pub = pair.pub  # the second router's connection loses three batches; the ring keeps two
     second.events.remove(stream.stream_id)
     for i in range(6, 9):
-        lost.publish(stored(i, 1))
-    until(lambda: pair.tokens()[0] == 36, "the first router has them")
+        pub.publish(block_events(i, 1))
+    wait_until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
     second.events.add(stream.feed_source(stream.position))  # it comes back where it was
-    until(lambda: second.incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
+    wait_until(lambda: second.incomplete_ranks("a") == {0: 7}, "the gap cost all that was known")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.is_synced("a") and pair.tokens() == [36, 36], "both know all again")
+    wait_until(lambda: second.is_synced("a") and pair.tokens() == [36, 36], "both know all again")
 
 
 def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
     for i in range(6):
-        pair.pub.publish(stored(i, 1))
-    until(lambda: pair.tokens() == [24, 24], "both know all")
+        pair.pub.publish(block_events(i, 1))
+    wait_until(lambda: pair.tokens() == [24, 24], "both know all")
     for feed in pair.feeds:
         feed.restart_streams("a")
-    until(lambda: all(feed.incomplete_ranks("a") == {0: 4} for feed in pair.feeds), "both know the ring")
+    wait_until(lambda: all(feed.incomplete_ranks("a") == {0: 4} for feed in pair.feeds), "both know the ring")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None
     assert snapshot.complete_from == 4
     assert not pair.feeds[1].resume("a", 0, snapshot)
     pair.pub.publish([AllBlocksCleared()])
-    until(lambda: all(feed.incomplete_ranks("a") == {} for feed in pair.feeds), "nothing is resident: that is whole")
+    wait_until(
+        lambda: all(feed.incomplete_ranks("a") == {} for feed in pair.feeds), "nothing is resident: that is whole"
+    )
 
 
 def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> None:
     """The peer's snapshot is of the worker's life before: used, not confirmed, forgotten."""
     first, second = pair.feeds
     for i in range(6):
-        pair.pub.publish(stored(i, 1))
-    until(lambda: pair.tokens() == [24, 24], "both know all")
+        pair.pub.publish(block_events(i, 1))
+    wait_until(lambda: pair.tokens() == [24, 24], "both know all")
     snapshot = first.snapshot("a", 0)
     assert snapshot is not None
     other = publisher()
     for i in range(7):
-        other.publish([BlockRemoved([99], "GPU")] if i < 6 else stored(0, 1))
-    again = msgspec.structs.replace(source_of(other), snapshot=False)
-    second.follow("a", [again], pair.holders[1:])
-    until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the other life is followed")
+        other.publish([BlockRemoved([99], "GPU")] if i < 6 else block_events(0, 1))
+    restarted_source = msgspec.structs.replace(source_of(other), snapshot=False)
+    second.follow("a", [restarted_source], pair.holders[1:])
+    wait_until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the other life is followed")
     (stream,) = second._streams.values()
     stream.complete_from = 5  # as if the ring had lost the beginning
     assert second.resume("a", 0, snapshot)
-    until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
+    wait_until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
     (row,) = second.details("a")["streams"]
     assert row["restarts"] == 1
     other.close()
@@ -587,9 +596,9 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> Non
 
 def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: IndexFeed) -> None:
     """Nobody listens there: the address is wrong, or the publisher connects to a subscriber instead of binding."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        source = EventSource(endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        source = EventSource(endpoint=f"tcp://127.0.0.1:{bound_socket.getsockname()[1]}")
         holder = index.add_holder("a", "m")
         feed.follow("a", [source], [holder])
         (row,) = feed.details("a")["streams"]

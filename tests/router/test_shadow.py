@@ -27,16 +27,16 @@ def benchmark() -> Iterator[Any]:
 
 @pytest.mark.long
 def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
-    given = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
-    rows = benchmark.simulated(benchmark.parser().parse_args(given))
+    arguments = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
+    rows = benchmark.simulated(benchmark.parser().parse_args(arguments))
     assert len(rows) == 18  # three workloads, two policies, tokens and seconds
     for name, row in rows.items():
         assert row["share"] > 0.05, f"{name}: there is nothing to predict"
         assert abs(row["error"]) < 0.1, (name, row)
 
 
-def seen(serial: int, at: float, ids: list[int], **more: Any) -> ObservedRequest:
-    return ObservedRequest(serial, at, array("Q", ids), 16 * len(ids), more.pop("worker", "a"), **more)
+def observe(serial: int, at: float, ids: list[int], **fields: Any) -> ObservedRequest:
+    return ObservedRequest(serial, at, array("Q", ids), 16 * len(ids), fields.pop("worker", "a"), **fields)
 
 
 def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
@@ -50,30 +50,30 @@ def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
 
 
 def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
-    first = seen(5, 100.0, [1, 2], end_s=103.0, output_tokens=40)
-    second = seen(6, 107.0, [1, 2, 3, 4, 5], continues=5, output_tokens=10)
-    early = seen(7, 102.0, [1, 2, 9], continues=5)
-    closed = make_workload([first, early, second], 16, waits=True).requests
-    assert [(r.after, r.arrival_s) for r in closed] == [(None, 0.0), (None, 2.0), (0, 4.0)]
+    first = observe(5, 100.0, [1, 2], end_s=103.0, output_tokens=40)
+    second = observe(6, 107.0, [1, 2, 3, 4, 5], continues=5, output_tokens=10)
+    early = observe(7, 102.0, [1, 2, 9], continues=5)
+    requests = make_workload([first, early, second], 16, waits=True).requests
+    assert [(r.after, r.arrival_s) for r in requests] == [(None, 0.0), (None, 2.0), (0, 4.0)]
     assert [r.arrival_s for r in make_workload([first, early, second], 16, waits=False).requests] == [0.0, 2.0, 7.0]
-    assert closed[0].final_ids[:4] == closed[2].ids[:4], "what the next turn shows of the answer is in the cache"
-    assert len(closed[0].final_ids) == 4
-    assert closed[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
+    assert requests[0].final_ids[:4] == requests[2].ids[:4], "what the next turn shows of the answer is in the cache"
+    assert len(requests[0].final_ids) == 4
+    assert requests[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
 
 
 Talks = list[tuple[float, float]]
 
 
-def held(users: int, talks: int, rng: random.Random) -> Talks:
+def draw_user_talks(users: int, talks: int, rng: random.Random) -> Talks:
     """Conversations of so many users, one after the other."""
-    found = []
+    talk_times = []
     for _ in range(users):
         at = rng.random()
         for _ in range(talks):
             length = rng.lognormvariate(0.0, 0.5)
-            found.append((at, at + length))
+            talk_times.append((at, at + length))
             at += length + rng.expovariate(20.0)
-    return sorted(found)
+    return sorted(talk_times)
 
 
 def chance(rate: float, number: int, rng: random.Random) -> Talks:
@@ -87,13 +87,13 @@ def clock(rate: float, number: int, rng: random.Random) -> Talks:
 
 def begun_at_will(talks: Talks) -> int:
     """Conversations of one turn that are taken to begin when they begin."""
-    return find_predecessors([seen(i, at, [i], end_s=end) for i, (at, end) in enumerate(talks)]).count(None)
+    return find_predecessors([observe(i, at, [i], end_s=end) for i, (at, end) in enumerate(talks)]).count(None)
 
 
 @pytest.mark.parametrize("users", [1, 4, 16, 40])
 def test_users_who_hold_one_talk_after_the_other_are_known(users: int) -> None:
     for seed in range(5):
-        assert begun_at_will(held(users, max(12, 40 // users), random.Random(seed))) == users
+        assert begun_at_will(draw_user_talks(users, max(12, 40 // users), random.Random(seed))) == users
 
 
 @pytest.mark.parametrize("rate", [2.0, 10.0, 40.0])
@@ -104,17 +104,17 @@ def test_what_begins_by_chance_or_by_the_clock_waits_for_nobody(how: Any, rate: 
 
 
 def test_a_name_under_which_one_thing_comes_after_the_other_is_a_users() -> None:
-    first = seen(1, 0.0, [1], end_s=1.0, user="a")
-    other = seen(2, 0.5, [2], end_s=9.0, user="b")
-    second = seen(3, 1.5, [3], end_s=2.0, user="a")
+    first = observe(1, 0.0, [1], end_s=1.0, user="a")
+    other = observe(2, 0.5, [2], end_s=9.0, user="b")
+    second = observe(3, 1.5, [3], end_s=2.0, user="a")
     assert find_predecessors([first, other, second]) == [None, None, 0]
-    busy = seen(4, 1.7, [4], end_s=3.0, user="a")
+    busy = observe(4, 1.7, [4], end_s=3.0, user="a")
     assert find_predecessors([first, other, second, busy]) == [None] * 4, "a name that several share says nothing"
-    beside = seen(5, 2.5, [1, 5], end_s=4.0, continues=7)
-    parent = seen(7, 1.2, [1, 7], end_s=3.0, continues=1)
-    assert find_predecessors([first, parent, beside]) == [None, 0, 0], "beside a turn: after what that one waited for"
-    untold = seen(8, 5.0, [8], user="a")
-    assert find_predecessors([first, untold, seen(9, 6.0, [9], user="a")]) == [None] * 3, "an end that nobody saw"
+    sibling = observe(5, 2.5, [1, 5], end_s=4.0, continues=7)
+    parent = observe(7, 1.2, [1, 7], end_s=3.0, continues=1)
+    assert find_predecessors([first, parent, sibling]) == [None, 0, 0], "beside a turn: after what that one waited for"
+    untold = observe(8, 5.0, [8], user="a")
+    assert find_predecessors([first, untold, observe(9, 6.0, [9], user="a")]) == [None] * 3, "an end that nobody saw"
 
 
 def test_a_slow_worker_is_found_out() -> None:
@@ -124,32 +124,32 @@ def test_a_slow_worker_is_found_out() -> None:
         tokens = 800 + 16 * (i % 50)
         took = 0.012 * (1 + i % 2) + rate * tokens * (1 + tokens / 2 / 50_000)
         ids = [1000 * i + k for k in range(tokens // 16)]
-        one = seen(
+        request = observe(
             i, at, ids, worker="ab"[i % 2], cached_tokens=0, first_token_s=at + took, end_s=at + took, output_tokens=1
         )
-        rows.append(one)
+        rows.append(request)
         at += took
-    found = learn_step_times(rows, [ObservedEngine("a"), ObservedEngine("b")])
-    assert found["b"].prefill_s(2000, 0) / found["a"].prefill_s(2000, 0) == pytest.approx(2.0, rel=0.15)
+    step_times = learn_step_times(rows, [ObservedEngine("a"), ObservedEngine("b")])
+    assert step_times["b"].prefill_s(2000, 0) / step_times["a"].prefill_s(2000, 0) == pytest.approx(2.0, rel=0.15)
 
 
 def test_what_was_lost_is_split_by_whose_doing_it_is() -> None:
     """Two workers of nine blocks: one turn goes where its conversation is not, one comes back when all but two blocks
     of it are evicted, and one was changed after its first block."""
     talk, other = [1, 2, 3, 4, 5, 6], [21, 22, 23, 24, 25, 26, 27]
-    asked = [
-        seen(0, 0.0, talk, worker="a", user="s", output_tokens=1),
-        seen(1, 10.0, [*talk, 7], worker="b", user="s", continues=0, output_tokens=1),
-        seen(2, 20.0, other, worker="a", output_tokens=1),
-        seen(3, 30.0, other, worker="b", output_tokens=1),
-        seen(4, 40.0, [*talk, 8], worker="a", user="t", output_tokens=1),
-        seen(5, 50.0, [1, 91, 92, 93, 94, 95, 96], worker="a", user="t", output_tokens=1),
+    requests = [
+        observe(0, 0.0, talk, worker="a", user="s", output_tokens=1),
+        observe(1, 10.0, [*talk, 7], worker="b", user="s", continues=0, output_tokens=1),
+        observe(2, 20.0, other, worker="a", output_tokens=1),
+        observe(3, 30.0, other, worker="b", output_tokens=1),
+        observe(4, 40.0, [*talk, 8], worker="a", user="t", output_tokens=1),
+        observe(5, 50.0, [1, 91, 92, 93, 94, 95, 96], worker="a", user="t", output_tokens=1),
     ]
-    found = compare(asked, [ObservedEngine("a", 128), ObservedEngine("b", 128)], 16)
-    assert found.lost["routing"] == 16 * (6 + 6), "the talk's second turn, and the other one's second time"
-    assert found.lost["workload"] == 16 * (4 + 5), "what was evicted; what was changed"
+    comparison = compare(requests, [ObservedEngine("a", 128), ObservedEngine("b", 128)], 16)
+    assert comparison.lost["routing"] == 16 * (6 + 6), "the talk's second turn, and the other one's second time"
+    assert comparison.lost["workload"] == 16 * (4 + 5), "what was evicted; what was changed"
 
 
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
     with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
-        compare([seen(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
+        compare([observe(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
