@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels import Kernels, PagedKV, Ragged, sampling
+from kernels import Kernels, PagedKV, RaggedBatch, sampling
 from kernels.counts import PenaltyRows, TokenCounts
 from kernels.reference.backend import ReferenceKernels
 
@@ -90,7 +90,7 @@ class Bench:
             for kind, given in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
                 yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=given: self.draw(ops, n, *g)
             yield f"penalise {rows} x {s.counted}", lambda ops, n=rows: self.penalise(ops, n)
-            yield f"count_drawn {rows} x {s.counted}", lambda ops, n=rows: self.count_drawn(ops, n)
+            yield f"count_sampled {rows} x {s.counted}", lambda ops, n=rows: self.count_sampled(ops, n)
 
     def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
         s, context = self.shape, queries + before
@@ -98,7 +98,7 @@ class Bench:
         unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
         kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
         table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
-        batch = Ragged.of([before] * count, [context] * count)
+        batch = RaggedBatch.from_positions([before] * count, [context] * count)
         plan = ops.plan_attention(batch, table, kv, None)
         q = self.random(count * queries, s.heads, s.dim)
         k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
@@ -129,7 +129,7 @@ class Bench:
             return torch.full((rows,), value, device=self.device)
 
         at = torch.rand(rows, device=self.device, dtype=torch.float64)
-        draws = sampling.Draws(full(temperature), full(0.0), full(self.shape.vocab).int(), full(top_p), at)
+        settings = sampling.DrawSettings(full(temperature), full(0.0), full(self.shape.vocab).int(), full(top_p), at)
         noise = torch.rand_like(logits, dtype=torch.float32) + 0.1  # drawn once: a recording that fails spoils torch's
 
         def by_sort() -> torch.Tensor:
@@ -138,7 +138,7 @@ class Bench:
             return order.gather(1, (kept / noise).argmax(-1, keepdim=True))
 
         peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
-        return Prepared(lambda: ops.draw(logits, draws), logits.numel() * logits.element_size(), 0.0, peers)
+        return Prepared(lambda: ops.draw(logits, settings), logits.numel() * logits.element_size(), 0.0, peers)
 
     def penalise(self, ops: Kernels, rows: int) -> Prepared:
         """Of all rows, again and again on the same logits. Beside a token's own bytes a sector of the logits moves."""
@@ -150,12 +150,12 @@ class Bench:
 
         return Prepared(call, rows * self.shape.counted * (12 + 2 * 32))
 
-    def count_drawn(self, ops: Kernels, rows: int) -> Prepared:
+    def count_sampled(self, ops: Kernels, rows: int) -> Prepared:
         counts, batch = self._counted(rows)
         drawn = counts.tokens[:, -1].clone()
 
         def call() -> torch.Tensor:
-            ops.count_drawn(drawn, counts, batch, self.shape.counted)
+            ops.count_sampled(drawn, counts, batch, self.shape.counted)
             return counts.values
 
         return Prepared(call, rows * self.shape.counted * 12)
@@ -202,8 +202,8 @@ class Bench:
         moved = (used * 3 * size * hidden + 2 * x.numel()) * x.element_size()
         return Prepared(lambda: ops.experts(x, gate_up, down, chosen, weights), moved, 6 * rows * top_k * size * hidden)
 
-    def _states(self, count: int, tokens: int) -> tuple[Ragged, np.ndarray]:
-        return Ragged.of([0] * count, [tokens] * count), np.arange(count)
+    def _states(self, count: int, tokens: int) -> tuple[RaggedBatch, np.ndarray]:
+        return RaggedBatch.from_positions([0] * count, [tokens] * count), np.arange(count)
 
     def conv(self, ops: Kernels, count: int, tokens: int) -> Prepared:
         key_heads, value_heads, dim = self.shape.delta

@@ -169,7 +169,7 @@ class ImaginaryDevice:
         ops = TritonKernels.__new__(TritonKernels)
         ops.device, ops._processors = torch.device("meta"), 132
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
-        ops.penalise = ops.count_drawn = lambda *given: None  # type: ignore[method-assign, assignment]
+        ops.penalise = ops.count_sampled = lambda *given: None  # type: ignore[method-assign, assignment]
         return ops
 
 
@@ -242,7 +242,7 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     for tables in runner._tables:
         for name in ("update", "array", "kept"):
             parts.watch("tables", tables, name)
-    for name in ("plan_attention", "plan_kept", "refill_decode_plan", "plan_state", "refill_state_plan"):
+    for name in ("plan_attention", "plan_with_device_table", "refill_decode_plan", "plan_state", "refill_state_plan"):
         if hasattr(runner._ops, name):
             parts.watch("upload", runner._ops, name)
     parts.watch("sampling inputs", sampler, "draft")

@@ -25,7 +25,7 @@ from engine.grammars import Grammars
 from engine.model_files import locate_model
 from engine.models import CausalLM, HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
-from kernels.cpu.packed import multiplies_in_hardware
+from kernels.cpu.packed import has_bf16_instructions
 from options import ConfigError
 
 if TYPE_CHECKING:
@@ -170,6 +170,6 @@ class LoadedModel:
 
 
 def _target_prefill_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
-    if device.type != "cpu" or multiplies_in_hardware(dtype):
+    if device.type != "cpu" or has_bf16_instructions(dtype):
         return None
     return CPU_TARGET_PREFILL_TOKENS

@@ -4,8 +4,8 @@ Ground: imports nothing of ours. See `kernels.interface` for shapes and invarian
 """
 
 from kernels.backends import BACKENDS, select
-from kernels.interface import Kernels, PagedKV, Ragged, StatePlan
+from kernels.interface import Kernels, PagedKV, RaggedBatch, StatePlan
 
 DISTRIBUTION = "blockcast"
 
-__all__ = ["BACKENDS", "Kernels", "PagedKV", "Ragged", "StatePlan", "select"]
+__all__ = ["BACKENDS", "Kernels", "PagedKV", "RaggedBatch", "StatePlan", "select"]

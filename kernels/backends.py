@@ -65,9 +65,9 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
         from kernels.triton.backend import TritonKernels
 
         return TritonKernels(device)
-    from kernels.optional import BorrowingKernels, flash_attention
+    from kernels.flash_attention import FlashAttentionKernels, prompt_attention
 
-    return BorrowingKernels(device, flash_attention(device))
+    return FlashAttentionKernels(device, prompt_attention(device))
 
 
 def _fastest(device: torch.device) -> str:

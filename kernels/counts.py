@@ -20,7 +20,7 @@ class TokenCounts:
     """[rows, room] int64."""
     values: Tensor
     """[rows, room] int32."""
-    used: Tensor
+    lengths: Tensor
     """[rows] int64: how many of each are."""
 
 
@@ -28,9 +28,9 @@ class TokenCounts:
 class PenaltyRows:
     """The rows of a batch that have penalties, and which."""
 
-    at: Tensor | None
+    logits_rows: Tensor | None
     """[n] int64: where they are among the logits; None: there are no others."""
-    rows: Tensor
+    count_rows: Tensor
     """[n] int64: where they are among the counts."""
     repetition: Tensor
     presence: Tensor
@@ -40,34 +40,41 @@ class PenaltyRows:
 
 def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """Change logits [rows, vocab] fp32 in place. `width`: at least what any of the rows has in use."""
-    tokens, values, _ = _known(counts, batch, width)
-    mine = logits if batch.at is None else logits.index_select(0, batch.at)
-    old = mine.gather(1, tokens)
+    tokens, values, _ = _gather_rows(counts, batch, width)
+    row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
+    old_logits = row_logits.gather(1, tokens)
     count = values >> 1
-    new = torch.where(values > 0, torch.where(old > 0, old / batch.repetition, old * batch.repetition), old)
-    new = new - (batch.frequency * count + batch.presence * (count > 0))
-    mine.scatter_(1, tokens, new)
-    if batch.at is not None:
-        logits.index_copy_(0, batch.at, mine)
+    new_logits = torch.where(
+        values > 0,
+        torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition),
+        old_logits,
+    )
+    new_logits = new_logits - (batch.frequency * count + batch.presence * (count > 0))
+    row_logits.scatter_(1, tokens, new_logits)
+    if batch.logits_rows is not None:
+        logits.index_copy_(0, batch.logits_rows, row_logits)
 
 
-def count_drawn(drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
+def count_sampled(sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """A token of each row was drawn: [all rows of the logits]. `width`: at least what is in use after it."""
-    token = (drawn if batch.at is None else drawn.index_select(0, batch.at))[:, None]
-    tokens, values, used = _known(counts, batch, width)
-    hit = tokens == token
-    known = hit.any(1, keepdim=True) & (used > 0)  # of an empty row the first is what another sequence left there
-    next_ = (torch.arange(width, device=drawn.device) == used) & ~known
-    counts.tokens[:, :width].index_copy_(0, batch.rows, torch.where(next_, token, tokens))
-    values = torch.where(next_, 2, values + 2 * hit.int())
-    counts.values[:, :width].index_copy_(0, batch.rows, values)
-    counts.used.index_copy_(0, batch.rows, (used + ~known)[:, 0])
+    token = (sampled_tokens if batch.logits_rows is None else sampled_tokens.index_select(0, batch.logits_rows))[
+        :, None
+    ]
+    tokens, values, lengths = _gather_rows(counts, batch, width)
+    is_match = tokens == token
+    # In an empty row the first token is what another sequence left there.
+    is_present = is_match.any(1, keepdim=True) & (lengths > 0)
+    is_next_slot = (torch.arange(width, device=sampled_tokens.device) == lengths) & ~is_present
+    counts.tokens[:, :width].index_copy_(0, batch.count_rows, torch.where(is_next_slot, token, tokens))
+    values = torch.where(is_next_slot, 2, values + 2 * is_match.int())
+    counts.values[:, :width].index_copy_(0, batch.count_rows, values)
+    counts.lengths.index_copy_(0, batch.count_rows, (lengths + ~is_present)[:, 0])
 
 
-def _known(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_rows(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
-    tokens = counts.tokens[:, :width].index_select(0, batch.rows)
-    values = counts.values[:, :width].index_select(0, batch.rows)
-    used = counts.used.index_select(0, batch.rows)[:, None]
-    inside = torch.arange(width, device=used.device) < used
-    return torch.where(inside, tokens, tokens[:, :1]), torch.where(inside, values, values[:, :1]), used
+    tokens = counts.tokens[:, :width].index_select(0, batch.count_rows)
+    values = counts.values[:, :width].index_select(0, batch.count_rows)
+    lengths = counts.lengths.index_select(0, batch.count_rows)[:, None]
+    is_used = torch.arange(width, device=lengths.device) < lengths
+    return torch.where(is_used, tokens, tokens[:, :1]), torch.where(is_used, values, values[:, :1]), lengths

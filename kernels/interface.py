@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.counts import PenaltyRows, TokenCounts
-from kernels.sampling import Draws
+from kernels.sampling import DrawSettings
 from kernels.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
@@ -84,7 +84,7 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class RaggedBatch:
     """A step's batch: the queries of all sequences in a row, on the host. Sequences with one query come first."""
 
     query_starts: IntArray
@@ -97,19 +97,19 @@ class Ragged:
     """Sequences [0, decode_count) have exactly one query."""
 
     @staticmethod
-    def of(starts: list[int] | IntArray, ends: list[int] | IntArray) -> Ragged:
+    def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
         """The batch whose sequence i computes the positions [starts[i], ends[i]); one-query sequences must lead."""
-        first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        lens = last - first
+        first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+        lens = end_positions - first_positions
         query_starts = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(lens, out=query_starts[1:])
-        single = lens == 1
-        decode_count = int(single.sum())
-        assert single[:decode_count].all(), "sequences with one query come first"
+        has_one_query = lens == 1
+        decode_count = int(has_one_query.sum())
+        assert has_one_query[:decode_count].all(), "sequences with one query come first"
         if decode_count == len(starts):
-            return Ragged(query_starts, last, first, decode_count)
-        offset = np.repeat(first - query_starts[:-1], lens)
-        return Ragged(query_starts, last, np.arange(query_starts[-1]) + offset, decode_count)
+            return RaggedBatch(query_starts, end_positions, first_positions, decode_count)
+        offset = np.repeat(first_positions - query_starts[:-1], lens)
+        return RaggedBatch(query_starts, end_positions, np.arange(query_starts[-1]) + offset, decode_count)
 
     @property
     def token_count(self) -> int:
@@ -124,57 +124,59 @@ class Ragged:
 class StatePlan:
     """Where the recurrent states of a step's sequences are, by unit of the pool."""
 
-    batch: Ragged
+    batch: RaggedBatch
     decode_units: Tensor
     """[decode_count] int64."""
     chunks: tuple[tuple[int, int, int], ...]
     """(first token, end, unit) of every sequence with more than one query."""
 
     @staticmethod
-    def of(batch: Ragged, units: IntArray, device: torch.device) -> StatePlan:
+    def from_units(batch: RaggedBatch, units: IntArray, device: torch.device) -> StatePlan:
         """`units`: [sequences], the state unit of each."""
         count = batch.decode_count
         starts = batch.query_starts.tolist()
-        rest = range(count, len(units))
-        chunks = tuple((starts[i], starts[i + 1], int(units[i])) for i in rest)
+        prompt_indices = range(count, len(units))
+        chunks = tuple((starts[i], starts[i + 1], int(units[i])) for i in prompt_indices)
         return StatePlan(batch, torch.from_numpy(units[:count]).to(device), chunks)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTable:
+class DeviceBlockTable:
     """Block tables of one group that stay on the device from step to step, and the host's copy of them."""
 
-    here: IntArray
+    host_blocks: IntArray
     """[rows, blocks]: the blocks of a sequence in each row; what is past its end may be anything that was a block."""
-    there: Tensor
+    block_start_rows: Tensor
     """[blocks, rows] int32: the token row where each block begins, K of layer 0. Blocks first, so that what a step
     needs of a table made for longer sequences lies in one piece."""
     rows: IntArray
     """[sequences]: the row of each of the step's sequences."""
 
     @staticmethod
-    def of(block_table: IntArray, kv: PagedKV, device: torch.device) -> KeptTable:
+    def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
         """Of one step's tables, [sequences, blocks]; what is no block of the pool becomes one."""
         blocks = kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit
-        here = np.clip(block_table, 0, blocks - 1)
-        (there,) = upload([kv.block_rows(here).T], device)
-        return KeptTable(here, there.view(here.shape[1], -1), np.arange(len(here)))
+        host_blocks = np.clip(block_table, 0, blocks - 1)
+        (block_start_rows,) = upload([kv.block_rows(host_blocks).T], device)
+        return DeviceBlockTable(
+            host_blocks, block_start_rows.view(host_blocks.shape[1], -1), np.arange(len(host_blocks))
+        )
 
-    def width(self, batch: Ragged, kv: PagedKV) -> int:
+    def width(self, batch: RaggedBatch, kv: PagedKV) -> int:
         """Blocks of the longest context."""
         return -(-int(batch.context_lens.max()) // kv.block_size)
 
-    def slot_rows(self, batch: Ragged, kv: PagedKV) -> IntArray:
+    def slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """[tokens]: the row where the K of each query goes in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
-        decodes = batch.decode_count == len(batch.context_lens)
-        rows = self.rows if decodes else self.rows[batch.sequence_of_token()]
-        return kv.block_rows(self.here[rows, block_index]) + offset
+        is_decode = batch.decode_count == len(batch.context_lens)
+        rows = self.rows if is_decode else self.rows[batch.sequence_of_token()]
+        return kv.block_rows(self.host_blocks[rows, block_index]) + offset
 
 
 class Kernels(Protocol):
@@ -183,7 +185,7 @@ class Kernels(Protocol):
     name: str
     device: torch.device
 
-    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
         """What `attention` needs to know of this batch, once a step for each group and window.
 
         `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
@@ -234,11 +236,11 @@ class Kernels(Protocol):
         """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
         ...
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
 
-        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; chosen and weights:
-        [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
+        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
+        weights: [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
         """
         ...
 
@@ -254,7 +256,7 @@ class Kernels(Protocol):
         """rms_norm(x * silu(gate)) * weight, each of `groups` equal parts of the last axis normed by itself."""
         ...
 
-    def plan_state(self, batch: Ragged, units: IntArray) -> Any:
+    def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
         """What the recurrent operations need to know of this batch, once a step. `units`: [sequences]."""
         ...
 
@@ -290,7 +292,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
         """A token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. [rows] int64."""
         ...
 
@@ -298,8 +300,8 @@ class Kernels(Protocol):
         """Change logits [rows, vocab] fp32 in place, as `kernels.counts` says."""
         ...
 
-    def count_drawn(self, drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        """Take into the counts what was drawn, as `kernels.counts` says. drawn: [rows] int64."""
+    def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
+        """Take into the counts the sampled tokens, as `kernels.counts` says. sampled_tokens: [rows] int64."""
         ...
 
 
@@ -311,7 +313,9 @@ class FixedPlans(Protocol):
     A new fixed plan holds only padding: sequences without context, slot or state, which change nothing.
     """
 
-    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> Any:
+    def plan_with_device_table(
+        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
+    ) -> Any:
         """As `plan_attention`."""
         ...
 
@@ -319,7 +323,7 @@ class FixedPlans(Protocol):
         """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
         ...
 
-    def refill_decode_plan(self, plan: Any, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
+    def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
         """Make it the plan of a batch of decoding sequences, the rest padding. The host does not wait."""
         ...
 

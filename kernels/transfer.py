@@ -24,12 +24,12 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
 
-def overwrite(there: Tensor, array: npt.NDArray[Any]) -> None:
+def overwrite(target: Tensor, array: npt.NDArray[Any]) -> None:
     """Write the array, which is of the same dtype, over the beginning of a flat tensor; the host does not wait."""
     tensor = torch.from_numpy(array.reshape(-1))
-    if there.device.type != "cpu":
+    if target.device.type != "cpu":
         tensor = tensor.pin_memory()
-    there[: array.size].copy_(tensor, non_blocking=True)
+    target[: array.size].copy_(tensor, non_blocking=True)
 
 
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
@@ -42,8 +42,8 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Te
     ints = host.numpy()
     for (start, end), array in zip(spans, arrays, strict=True):
         ints[start:end] = array.reshape(-1)
-    there = host.to(device, non_blocking=True)
-    return [there[start:end] for start, end in spans]
+    device_ints = host.to(device, non_blocking=True)
+    return [device_ints[start:end] for start, end in spans]
 
 
 def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
@@ -56,11 +56,11 @@ def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
     copies = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(tensors[0].device))
+    copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copy_event.record(torch.cuda.current_stream(tensors[0].device))
 
     def read() -> list[list[Any]]:
-        done.synchronize()
+        copy_event.synchronize()
         return [copy.tolist() for copy in copies]
 
     return read

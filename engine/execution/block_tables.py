@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.types import BlockId, Chunk, Sequence
-from kernels.interface import IntArray, KeptTable, PagedKV
+from kernels.interface import DeviceBlockTable, IntArray, PagedKV
 from kernels.transfer import upload
 
 INITIAL_ROWS = 16
@@ -127,10 +127,10 @@ class BlockTables:
             )
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
-    def device_table(self, rows: IntArray) -> KeptTable:
+    def device_table(self, rows: IntArray) -> DeviceBlockTable:
         """The tables in these rows, for kernels that read them on the device."""
         assert self._device_tables is not None
-        return KeptTable(self._host_tables, self._device_tables, rows)
+        return DeviceBlockTable(self._host_tables, self._device_tables, rows)
 
     def host_table(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""

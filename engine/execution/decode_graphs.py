@@ -21,8 +21,8 @@ from torch import Tensor
 from engine.models import CausalLM
 from engine.models.layers import LayerState, Step
 from engine.models.rope import RopeTable
-from kernels import Kernels, PagedKV, Ragged
-from kernels.interface import FixedPlans, IntArray, KeptTable
+from kernels import Kernels, PagedKV, RaggedBatch
+from kernels.interface import DeviceBlockTable, FixedPlans, IntArray
 from kernels.transfer import overwrite
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class DecodeGraphs:
     def forward(
         self,
         token_ids: Tensor,
-        batch: Ragged,
-        tables: Sequence[KeptTable],
+        batch: RaggedBatch,
+        tables: Sequence[DeviceBlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
         """Hidden states of a batch of decoding sequences; None for one that must be computed as usual."""

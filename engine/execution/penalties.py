@@ -48,8 +48,8 @@ def penalty_rows(
         return to_device(np.array(values, np.float32), device)[:, None]
 
     return PenaltyRows(
-        at=None if len(batch_rows) == len(params) else to_device(np.array(batch_rows, np.int64), device),
-        rows=to_device(np.array(rows, np.int64), device),
+        logits_rows=None if len(batch_rows) == len(params) else to_device(np.array(batch_rows, np.int64), device),
+        count_rows=to_device(np.array(rows, np.int64), device),
         repetition=column([p.repetition_penalty for p in row_params]),
         presence=column([p.presence_penalty for p in row_params]),
         frequency=column([p.frequency_penalty for p in row_params]),
@@ -59,10 +59,10 @@ def penalty_rows(
 class Penalties:
     """The tokens of all rows."""
 
-    def __init__(self, device: torch.device, penalise: PenaltyKernel, count_drawn: PenaltyKernel) -> None:
-        """`penalise` and `count_drawn`: those of `Kernels`."""
+    def __init__(self, device: torch.device, penalise: PenaltyKernel, count_sampled: PenaltyKernel) -> None:
+        """`penalise` and `count_sampled`: those of `Kernels`."""
         self._device = device
-        self._penalise, self._count_drawn = penalise, count_drawn
+        self._penalise, self._count_sampled = penalise, count_sampled
         self._token_count_bounds: IntArray = np.zeros(0, np.int64)
         """The host's part: at least how many distinct tokens each row has after the last step that was prepared; 0 of
         one that nobody has."""
@@ -107,7 +107,7 @@ class Penalties:
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Count the token drawn for each row, after `apply`. sampled_tokens: [all rows]."""
-        self._count_drawn(sampled_tokens, self._counts, batch, step.width)
+        self._count_sampled(sampled_tokens, self._counts, batch, step.width)
 
     def _store_new_rows(self, step: PenaltyStep) -> None:
         counts = self._counts
@@ -115,14 +115,18 @@ class Penalties:
         if step.row_count > rows or step.width > width:
             shape = max(rows, step.row_count), width if step.width <= width else max(2 * width, step.width)
             tokens, values, row_lengths = (
-                tensor.new_zeros(shape[: tensor.dim()]) for tensor in (counts.tokens, counts.values, counts.used)
+                tensor.new_zeros(shape[: tensor.dim()]) for tensor in (counts.tokens, counts.values, counts.lengths)
             )
-            tokens[:rows, :width], values[:rows, :width], row_lengths[:rows] = counts.tokens, counts.values, counts.used
+            tokens[:rows, :width], values[:rows, :width], row_lengths[:rows] = (
+                counts.tokens,
+                counts.values,
+                counts.lengths,
+            )
             counts = self._counts = TokenCounts(tokens, values, row_lengths)
         if step.new_row_tensors:
             new_rows, new_lengths, at_row, columns, tokens, new_values = step.new_row_tensors
             counts.values[:, 0].index_fill_(0, new_rows, 0)  # the first once more is nothing, where there is no first
-            counts.used.index_copy_(0, new_rows, new_lengths)
+            counts.lengths.index_copy_(0, new_rows, new_lengths)
             counts.tokens.index_put_((at_row, columns), tokens)
             counts.values.index_put_((at_row, columns), new_values.int())
 

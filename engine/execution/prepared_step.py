@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.execution.sampler import SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
-from kernels import Ragged
+from kernels import RaggedBatch
 from kernels.interface import IntArray
 from kernels.transfer import to_device
 
@@ -48,11 +48,11 @@ class PreparedStep:
     """In the kernels' order."""
     order: Order
     """Where each of them is in the plan."""
-    batch: Ragged
+    batch: RaggedBatch
     token_ids: Tensor
     """[tokens]"""
     tables: list[Any]
-    """Of each group: [chunks, blocks], or a KeptTable."""
+    """Of each group: [chunks, blocks], or a DeviceBlockTable."""
     units: IntArray | None
     """[chunks]: their states."""
     selected_tokens: Tensor | None

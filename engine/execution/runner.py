@@ -37,7 +37,7 @@ from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
 from engine.types import Chunk, RunnerLostError, StepPlan, StepResult, UnitId
-from kernels import Kernels, PagedKV, Ragged, select
+from kernels import Kernels, PagedKV, RaggedBatch, select
 from kernels.interface import FixedPlans
 from kernels.transfer import to_device, to_host
 
@@ -124,7 +124,7 @@ class ModelRunner:
         self._step_thread = ThreadPoolExecutor(1, "step") if overlap and self._fixed_plans is None else None
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
-        self._batch: Ragged | None = None
+        self._batch: RaggedBatch | None = None
         """Of the last step, both."""
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
@@ -269,7 +269,7 @@ class ModelRunner:
             self._batch_state = BatchState.from_chunks(chunks, rows, self.device)
         return self._batch_state, new_rows
 
-    def _continue_previous(self, plan: StepPlan) -> tuple[Items[Chunk], Order, Ragged] | None:
+    def _continue_previous(self, plan: StepPlan) -> tuple[Items[Chunk], Order, RaggedBatch] | None:
         """As `_sort_for_kernels`, where every chunk is the token that the same chunk of the step before draws."""
         previous, chunks = self._batch, plan.chunks
         if previous is None or not plan.continues_previous:
@@ -277,7 +277,7 @@ class ModelRunner:
         count, previous_lens = len(chunks), previous.context_lens
         assert (chunks[0].start, chunks[-1].start) == (previous_lens[0], previous_lens[-1])
         query_starts = previous.query_starts if previous.decode_count == count else np.arange(count + 1)
-        return chunks, range(count), Ragged(query_starts, previous_lens + 1, previous_lens, count)
+        return chunks, range(count), RaggedBatch(query_starts, previous_lens + 1, previous_lens, count)
 
     def _build_token_ids(
         self, chunks: Items[Chunk], token_count: int, batch_state: BatchState, *, all_on_device: bool
@@ -351,7 +351,7 @@ class ModelRunner:
             if hidden is not None:
                 return hidden if step.selected_tokens is None else hidden[step.selected_tokens]
         fixed_plans = self._fixed_plans
-        plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_kept
+        plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_with_device_table
         positions = to_device(batch.positions, self.device)
         layers = Step(
             ops=self._ops,
@@ -434,13 +434,13 @@ class ModelRunner:
         units[target].copy_(units[source])
 
 
-def _sort_for_kernels(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, Ragged]:
+def _sort_for_kernels(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, RaggedBatch]:
     """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     is_prompt = ends - starts > 1
     if not is_prompt.any():
-        return chunks, range(len(chunks)), Ragged(np.arange(len(chunks) + 1), ends, starts, len(chunks))
+        return chunks, range(len(chunks)), RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
     permutation = is_prompt.argsort(kind="stable")
     order = permutation.tolist()
-    return [chunks[i] for i in order], order, Ragged.of(starts[permutation], ends[permutation])
+    return [chunks[i] for i in order], order, RaggedBatch.from_positions(starts[permutation], ends[permutation])

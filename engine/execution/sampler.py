@@ -1,7 +1,7 @@
 """Logits -> tokens: penalties, masks, temperature, top-k, top-p, min-p, and logprobs, for all rows of a step at once.
 
 A random token is drawn by inverting the cumulative distribution at one uniform number per row, which is a hash of the
-request's seed and the output position (splitmix64, Steele et al., 2014). So a seeded request draws the same numbers
+request's seed and the output position (splitmix64, Steele et al., 2014). So a seeded request settings the same numbers
 in whatever company it is computed; its tokens differ only where the logits themselves do.
 
 Order of operations is vLLM's: bias and min_tokens, penalties, what a constraint allows, (greedy rows end here)
@@ -32,7 +32,7 @@ from kernels import Kernels
 from kernels.counts import PenaltyRows
 from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
-from kernels.sampling import Draws, Kinds
+from kernels.sampling import DrawSettings, RandomRows
 from kernels.transfer import to_device
 
 _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -90,7 +90,7 @@ class SamplingBatch:
     """Rows that are not greedy."""
     mixed_seeds: npt.NDArray[np.uint64]
     """Of the random rows, mixed."""
-    draws: Draws
+    settings: DrawSettings
     """But for the numbers in [0, 1), which are each step's own."""
     precomputed_uniforms: tuple[IntArray, Tensor] | None = None
     """(positions, [steps, rows] of these numbers): row i is of the step that is at i more than these positions."""
@@ -135,7 +135,7 @@ class Sampler:
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
         self._batch: SamplingBatch | None = None
-        self._penalties = Penalties(device, ops.penalise, ops.count_drawn)
+        self._penalties = Penalties(device, ops.penalise, ops.count_sampled)
         self._masks = masks
         self._last_ban: tuple[list[int], Tensor | None] = ([], None)
         """The rows that min_tokens banned tokens of last, and the places of these."""
@@ -157,7 +157,7 @@ class Sampler:
             batch = self._batch = self._new_batch(list(sequences), list(rows))
             self._last_ban = ([], None)
         positions = ends - batch.prompt_lens
-        uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.draws.at
+        uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms
         banning_rows = [i for i, (row, min_tokens, _) in enumerate(batch.min_token_bans) if positions[row] < min_tokens]
         if banning_rows != self._last_ban[0]:
             banned_indices = (
@@ -220,21 +220,21 @@ class Sampler:
         """
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.has_adjustments else logits
-        batch_draws = batch.draws
-        draws = Draws(
-            batch_draws.temperature,
-            batch_draws.min_p,
-            batch_draws.top_k,
-            batch_draws.top_p,
+        batch_settings = batch.settings
+        settings = DrawSettings(
+            batch_settings.temperature,
+            batch_settings.min_p,
+            batch_settings.top_k,
+            batch_settings.top_p,
             inputs.uniforms,
-            batch_draws.kinds,
+            batch_settings.random_rows,
             inputs.token_masks is not None,
         )
         cpu_masks = None if inputs.token_masks is None else inputs.token_masks.result().cpu_masks
         tokens = (
-            self._draw(adjusted_logits, draws)
+            self._draw(adjusted_logits, settings)
             if cpu_masks is None or not cpu_masks.short_rows
-            else self._draw_with_short_rows(adjusted_logits, draws, cpu_masks)
+            else self._draw_with_short_rows(adjusted_logits, settings, cpu_masks)
         )
         if batch.penalties is not None:
             assert inputs.penalties is not None
@@ -249,19 +249,19 @@ class Sampler:
             )
         return tokens, token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
 
-    def _draw_with_short_rows(self, logits: Tensor, draws: Draws, masks: CpuMasks) -> Tensor:
+    def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, masks: CpuMasks) -> Tensor:
         """[rows]: of rows in which few tokens may be drawn only these are looked at."""
         short_rows = set(masks.short_rows)
         full_rows = [row for row in range(len(logits)) if row not in short_rows]
         tokens = torch.empty(len(logits), dtype=torch.int64)
         if full_rows:
-            tokens[full_rows] = self._draw(logits[full_rows], draws.of(full_rows))
+            tokens[full_rows] = self._draw(logits[full_rows], settings.select_rows(full_rows))
         short_row_indices, ids = torch.tensor(masks.short_rows), torch.from_numpy(masks.short_row_ids)
         valid_ids = ids.clamp(min=0)
         short_logits = logits.view(-1)[valid_ids + short_row_indices[:, None] * self._vocab_size].masked_fill_(
             ids < 0, float("-inf")
         )
-        positions = self._draw(short_logits, draws.of(short_row_indices))
+        positions = self._draw(short_logits, settings.select_rows(short_row_indices))
         tokens[short_row_indices] = valid_ids.gather(1, positions[:, None])[:, 0]
         return tokens
 
@@ -293,7 +293,7 @@ class Sampler:
             mixed_seeds=_mix(
                 np.array([self._row_seed(sequences[i].request) for i in random_rows], np.uint64) + _GOLDEN
             ),
-            draws=self._build_draws(params),
+            settings=self._build_draw_settings(params),
         )  # fmt: skip
 
     def _row_seed(self, request: Request) -> int:
@@ -320,7 +320,7 @@ class Sampler:
         assert not len(indices) or 0 <= indices.min() <= indices.max() < self._vocab_size, "a token without a logit"
         return indices + row * self._vocab_size
 
-    def _build_draws(self, params: Rows[SamplingParams]) -> Draws:
+    def _build_draw_settings(self, params: Rows[SamplingParams]) -> DrawSettings:
         """Of all rows, with 0 as the number of each."""
         vocab, count = self._vocab_size, len(params)
         # Columns of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
@@ -330,16 +330,16 @@ class Sampler:
         host_values[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = to_device(host_values, self._device)[:, :count].unbind()
         top_k = np.array([self._effective_top_k(p) or vocab for p in params], np.int32)
-        return Draws(
+        return DrawSettings(
             temperature, min_p, to_device(top_k, self._device), top_p,
             torch.zeros(count, dtype=torch.float64, device=self._device), self._group_random_rows(params),
         )  # fmt: skip
 
-    def _group_random_rows(self, params: Rows[SamplingParams]) -> Kinds:
+    def _group_random_rows(self, params: Rows[SamplingParams]) -> RandomRows:
         random_rows = [
             (i, self._effective_top_k(p) or p.top_p < 1.0) for i, p in enumerate(params) if p.temperature > 0.0
         ]
-        return Kinds(
+        return RandomRows(
             [i for i, is_filtered in random_rows if not is_filtered],
             [i for i, is_filtered in random_rows if is_filtered],
         )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import _native
-from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.interface import IntArray, PagedKV, RaggedBatch
 from kernels.reference.backend import ReferenceKernels, ReferencePlan
 
 _BF16 = {torch.bfloat16: True, torch.float32: False}
@@ -27,7 +27,7 @@ class CpuKernels(ReferenceKernels):
     chunked_scans = True
 
     def plan_attention(  # type: ignore[override]
-        self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None
+        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
     ) -> _native.AttentionPlan | ReferencePlan:
         bf16 = _BF16.get(kv.buffer.dtype)
         if bf16 is None or kv.head_dim % 16:
@@ -97,14 +97,14 @@ class CpuKernels(ReferenceKernels):
         _native.silu_and_mul(_BF16[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size)
         return out
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
-        top_k = chosen.shape[1]
-        order = chosen.reshape(-1).argsort(stable=True)
+        top_k = expert_ids.shape[1]
+        order = expert_ids.reshape(-1).argsort(stable=True)
         tokens = order // top_k
         inputs = x[tokens]
         outputs = torch.empty_like(inputs)
-        by_expert = torch.bincount(chosen.reshape(-1), minlength=gate_up.shape[0]).tolist()
+        by_expert = torch.bincount(expert_ids.reshape(-1), minlength=gate_up.shape[0]).tolist()
         end = 0
         for expert, count in enumerate(by_expert):
             if count:
@@ -127,7 +127,7 @@ def _heads_in_rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (dim, 1) else x.contiguous()
 
 
-def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zero: bool) -> None:
+def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zero_centred: bool) -> None:
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):
@@ -136,5 +136,5 @@ def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zer
     weight = weight.contiguous()
     _native.norm(
         _BF16[x.dtype], x.data_ptr(), weight.data_ptr(), residual, out.data_ptr(), x.shape[0], heads, dim, x.stride(0),
-        dim if weight.dim() == 2 else 0, eps, zero,
+        dim if weight.dim() == 2 else 0, eps, zero_centred,
     )  # fmt: skip

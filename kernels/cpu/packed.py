@@ -3,7 +3,7 @@
 Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
 multiplication itself. The native products (kernels/cpu/native/product.hpp) do it where they are the faster ones: with
 older AVX-512 and AVX2, where oneDNN emulates bf16, four times; with AVX512-BF16 and one thread when there are few
-tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its blocked formats, and fp32 for very small
+tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its weight formats, and fp32 for very small
 products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
 """
 
@@ -43,7 +43,7 @@ class NativeMatrix:
 
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
-    blocked: Tensor
+    weight: Tensor
     """[outputs, inputs] in oneDNN's layout."""
     plain: Tensor | None
     """[outputs, inputs] in fp32, of a small matrix."""
@@ -64,20 +64,20 @@ def has_fast_bf16() -> bool:
 @cache
 def _has_amx() -> bool:
     """Whether oneDNN multiplies with tiles, several times faster than with vectors."""
-    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return supported is not None and bool(supported())
+    is_tile_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return is_tile_supported is not None and bool(is_tile_supported())
 
 
-def multiplies_in_hardware(dtype: torch.dtype) -> bool:
+def has_bf16_instructions(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions that multiply bf16, where that is the dtype: several times its fp32 rate."""
     return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
 
 
-def has_native_products() -> bool:
+def should_use_native_products() -> bool:
     """Whether `pack_matrix` packs for the native products now: not where oneDNN has hardware and several threads."""
     if not HAS_NATIVE or not _native.has_products() or _has_amx():
         return False
-    return torch.get_num_threads() == 1 or not multiplies_in_hardware(torch.bfloat16)
+    return torch.get_num_threads() == 1 or not has_bf16_instructions(torch.bfloat16)
 
 
 def pack_matrix(weight: Tensor) -> PackedMatrix | None:
@@ -85,7 +85,7 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
     outputs, inputs = weight.shape
-    if has_native_products() and inputs % 2 == 0:
+    if should_use_native_products() and inputs % 2 == 0:
         weight = weight.contiguous()
         panels = torch.empty(-(-outputs // PANEL), inputs // 2, PANEL, dtype=torch.int32)
         _native.pack_matrix(weight.data_ptr(), outputs, inputs, panels.data_ptr())
@@ -93,37 +93,37 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     if not has_fast_bf16():
         return None
     with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
-        blocked = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
+        blocked_weight = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
         if weight.numel() > SMALL_MATRIX_ELEMS:
-            return BlockedMatrix(blocked, None, 0)
-        return BlockedMatrix(blocked, weight.float(), SMALL_PRODUCTS_MAX // weight.numel())
+            return BlockedMatrix(blocked_weight, None, 0)
+        return BlockedMatrix(blocked_weight, weight.float(), SMALL_PRODUCTS_MAX // weight.numel())
 
 
-def packed_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
-    if isinstance(packed, NativeMatrix):
-        return _native_linear(x, packed, bias)
-    if x.shape[0] <= packed.plain_rows_max:
-        assert packed.plain is not None
-        return F.linear(x.float(), packed.plain, None if bias is None else bias.float()).to(x.dtype)
-    return cast(Tensor, _linear(x, packed.blocked, bias, "none", _NO_SCALARS, ""))
+    if isinstance(matrix, NativeMatrix):
+        return _native_linear(x, matrix, bias)
+    if x.shape[0] <= matrix.plain_rows_max:
+        assert matrix.plain is not None
+        return F.linear(x.float(), matrix.plain, None if bias is None else bias.float()).to(x.dtype)
+    return cast(Tensor, _linear(x, matrix.weight, bias, "none", _NO_SCALARS, ""))
 
 
-def _native_linear(x: Tensor, packed: NativeMatrix, bias: Tensor | None) -> Tensor:
+def _native_linear(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:
     tokens, inputs = x.shape
-    assert inputs == packed.inputs
+    assert inputs == matrix.inputs
     assert x.dtype == torch.bfloat16
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(tokens, packed.outputs, dtype=torch.bfloat16)
+    out = torch.empty(tokens, matrix.outputs, dtype=torch.bfloat16)
     address = 0
     if bias is not None:
-        assert bias.shape == (packed.outputs,)
+        assert bias.shape == (matrix.outputs,)
         assert bias.dtype == torch.bfloat16
         bias = bias.contiguous()
         address = bias.data_ptr()
     _native.product(
-        x.data_ptr(), tokens, x.stride(0), packed.panels.data_ptr(), packed.outputs, inputs, address, out.data_ptr(),
+        x.data_ptr(), tokens, x.stride(0), matrix.panels.data_ptr(), matrix.outputs, inputs, address, out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.counts import count_drawn, penalise
-from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
+from kernels.counts import count_sampled, penalise
+from kernels.interface import IntArray, PagedKV, RaggedBatch, StatePlan, accumulation_dtype
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 from kernels.sampling import draw
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    batch: Ragged
+    batch: RaggedBatch
     block_table: IntArray
     window: int | None
 
@@ -35,7 +35,9 @@ class ReferenceKernels:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> ReferencePlan:
+    def plan_attention(
+        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
+    ) -> ReferencePlan:
         return ReferencePlan(batch, block_table, window)
 
     def attention(
@@ -45,19 +47,21 @@ class ReferenceKernels:
         k_cache, v_cache = kv.layer_views(layer)
         spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
         for i, (start, end) in enumerate(spans):
-            units, subs, offsets = self._places(plan, kv, i, int(batch.context_lens[i]) - (end - start))
+            units, subs, offsets = self._cache_indices(plan, kv, i, int(batch.context_lens[i]) - (end - start))
             k_cache[units, subs, offsets] = k[start:end]
             v_cache[units, subs, offsets] = v[start:end]
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(spans):
             first = 0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
-            units, subs, offsets = self._places(plan, kv, i, first)
+            units, subs, offsets = self._cache_indices(plan, kv, i, first)
             out[start:end] = attend(
                 q[start:end], k_cache[units, subs, offsets], v_cache[units, subs, offsets], plan.window, scale
             )
         return out
 
-    def _places(self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _cache_indices(
+        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Unit, sub-block and offset of the positions [first, context) of a sequence."""
         positions = np.arange(first, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
@@ -66,7 +70,7 @@ class ReferenceKernels:
         return units, subs, offsets
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
-        value = x.to(wide(x.dtype))
+        value = x.to(accumulation_dtype(x.dtype))
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         gain = weight.to(value.dtype)
         return (value * (gain + 1 if zero_centred else gain)).to(x.dtype)
@@ -79,10 +83,10 @@ class ReferenceKernels:
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         width = cos.shape[-1]
-        turned, rest = x[..., :width], x[..., width:]
-        first, second = turned.chunk(2, -1)
-        swapped = torch.cat((second, first), -1)
-        return torch.cat((turned * cos[:, None] + swapped * signed_sin[:, None], rest), -1)
+        rotary_dims, pass_dims = x[..., :width], x[..., width:]
+        first, second = rotary_dims.chunk(2, -1)
+        swapped_halves = torch.cat((second, first), -1)
+        return torch.cat((rotary_dims * cos[:, None] + swapped_halves * signed_sin[:, None], pass_dims), -1)
 
     def norm_and_rotate(
         self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
@@ -97,10 +101,10 @@ class ReferenceKernels:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for token in range(x.shape[0]):
-            for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            for expert, weight in zip(expert_ids[token].tolist(), weights[token], strict=True):
                 out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
         return out
 
@@ -108,21 +112,21 @@ class ReferenceKernels:
         return F.relu(x).square()
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = self.rms_norm(x, weight, eps).to(wide(x.dtype))
-        return (normed * F.silu(gate.to(normed.dtype))).to(x.dtype)
+        normalized_x = self.rms_norm(x, weight, eps).to(accumulation_dtype(x.dtype))
+        return (normalized_x * F.silu(gate.to(normalized_x.dtype))).to(x.dtype)
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        gated = x.to(wide(x.dtype)) * F.silu(gate.to(wide(x.dtype)))
-        parts = gated.reshape(*x.shape[:-1], groups, -1)
+        gated_x = x.to(accumulation_dtype(x.dtype)) * F.silu(gate.to(accumulation_dtype(x.dtype)))
+        parts = gated_x.reshape(*x.shape[:-1], groups, -1)
         return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
 
-    def plan_state(self, batch: Ragged, units: IntArray) -> StatePlan:
-        return StatePlan.of(batch, units, self.device)
+    def plan_state(self, batch: RaggedBatch, units: IntArray) -> StatePlan:
+        return StatePlan.from_units(batch, units, self.device)
 
     causal_conv = staticmethod(causal_conv)
     draw = staticmethod(draw)
     penalise = staticmethod(penalise)
-    count_drawn = staticmethod(count_drawn)
+    count_sampled = staticmethod(count_sampled)
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
@@ -142,14 +146,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) ->
     """
     queries, heads, _ = q.shape
     context, kv_heads, _ = k.shape
-    dtype = wide(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     k = k.to(dtype).repeat_interleave(heads // kv_heads, 1)
     v = v.to(dtype).repeat_interleave(heads // kv_heads, 1)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale
     query_at = torch.arange(context - queries, context, device=q.device)[:, None]
     key_at = torch.arange(context, device=q.device)[None]
-    seen = key_at <= query_at
+    is_visible = key_at <= query_at
     if window is not None:
-        seen &= key_at > query_at - window
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+        is_visible &= key_at > query_at - window
+    weights = torch.softmax(scores.masked_fill(~is_visible, float("-inf")), -1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import StatePlan, wide
+from kernels.interface import StatePlan, accumulation_dtype
 
 CHUNK = 64
 NORM_EPS = 1e-6
@@ -25,7 +25,7 @@ Chunks = Callable[..., tuple[Tensor, Tensor]]
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
     """See `interface.Kernels.causal_conv`. A tail is the `width - 1` inputs before the next token, oldest first."""
-    taps = weight.t().to(wide(x.dtype))  # [width, channels]
+    taps = weight.t().to(accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
     count = plan.batch.decode_count
     if count:
@@ -33,12 +33,12 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, p
         out[:count] = _finish((window * taps).sum(1), bias, silu)
         tails[plan.decode_units] = window[:, 1:]
     for start, end, unit in plan.chunks:
-        padded = torch.cat((tails[unit], x[start:end]))
-        tails[unit] = padded[end - start :]
-        padded = padded.to(taps.dtype)
-        total = padded[: end - start] * taps[0]
+        padded_input = torch.cat((tails[unit], x[start:end]))
+        tails[unit] = padded_input[end - start :]
+        padded_input = padded_input.to(taps.dtype)
+        total = padded_input[: end - start] * taps[0]
         for i in range(1, taps.shape[0]):
-            total.addcmul_(padded[i : i + end - start], taps[i])
+            total.addcmul_(padded_input[i : i + end - start], taps[i])
         out[start:end] = _finish(total, bias, silu)
     return out
 
@@ -76,12 +76,14 @@ def _running_decay(log_decay: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
     Sums are taken in fp64: under fast decay they are large, and their small differences matter.
     """
     total = log_decay.double().cumsum(-1)
-    between = (total[..., :, None] - total[..., None, :]).to(log_decay.dtype).masked_fill(future, float("-inf")).exp()
-    return total.to(log_decay.dtype), between
+    pair_decay = (
+        (total[..., :, None] - total[..., None, :]).to(log_decay.dtype).masked_fill(future, float("-inf")).exp()
+    )
+    return total.to(log_decay.dtype), pair_decay
 
 
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan, chunked: bool
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan, is_chunked: bool
 ) -> Tensor:
     """A linear attention whose state forgets (decay) and corrects itself (delta); `interface.Kernels.gated_delta`.
 
@@ -92,12 +94,12 @@ def gated_delta(
         u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S_0)
     so that a chunk costs matrix products and one triangular solve.
     """
-    dtype = wide(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     groups = v.shape[1] // q.shape[1]
     q, k = (_unit(x.to(dtype)).repeat_interleave(groups, 1) for x in (q, k))
     inputs = (q * q.shape[-1] ** -0.5, k, v.to(dtype), log_decay.to(dtype), rate.to(dtype))
     out = torch.empty_like(v)
-    _recur(inputs, out, states, plan, _delta_step, _delta_chunks if chunked else None)
+    _recur(inputs, out, states, plan, _delta_step, _delta_chunks if is_chunked else None)
     return out
 
 
@@ -108,8 +110,8 @@ def _unit(x: Tensor) -> Tensor:
 def _delta_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
     """q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay, rate: [n, heads]."""
     state.mul_(log_decay.exp()[..., None, None])
-    told = (k[..., None, :] @ state)[..., 0, :]
-    state.add_(k[..., None] * ((v - told) * rate[..., None])[..., None, :])
+    retrieved_value = (k[..., None, :] @ state)[..., 0, :]
+    state.add_(k[..., None] * ((v - retrieved_value) * rate[..., None])[..., None, :])
     return (q[..., None, :] @ state)[..., 0, :]
 
 
@@ -125,21 +127,21 @@ def _delta_chunks(
         part = slice(start, min(start + CHUNK, tokens))
         size = part.stop - start
         keys = k[:, part]
-        total, between = _running_decay(log_decay[:, part], future[:size, :size])
-        since_start = total.exp()[..., None]
-        system = rate[:, part] * (keys @ keys.mT) * between
-        target = rate[:, part] * (v[:, part] - since_start * (keys @ state))
+        total, pair_decay = _running_decay(log_decay[:, part], future[:size, :size])
+        decay_since_start = total.exp()[..., None]
+        system = rate[:, part] * (keys @ keys.mT) * pair_decay
+        target = rate[:, part] * (v[:, part] - decay_since_start * (keys @ state))
         update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
         queries = q[:, part]
-        out.append(since_start * (queries @ state) + ((queries @ keys.mT) * between) @ update)
-        to_end = between[:, -1, :, None]
-        state = state * since_start[:, -1:] + (keys * to_end).mT @ update
+        out.append(decay_since_start * (queries @ state) + ((queries @ keys.mT) * pair_decay) @ update)
+        decay_to_end = pair_decay[:, -1, :, None]
+        state = state * decay_since_start[:, -1:] + (keys * decay_to_end).mT @ update
     return torch.cat(out, 1).transpose(0, 1), state
 
 
 def state_space(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan,
-    chunked: bool,
+    is_chunked: bool,
 ) -> Tensor:  # fmt: skip
     """Mamba-2's state-space recurrence (SSD); see `interface.Kernels.state_space`.
 
@@ -148,11 +150,11 @@ def state_space(
     (Dao and Gu, "Transformers are SSMs", 2024.) B and C are shared by the heads of a group. The chunked form is theirs:
     inside a chunk a masked product like attention, between chunks the state.
     """
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     values, dt = x.to(dtype), dt.to(dtype)
     inputs = (values * dt[..., None], dt * rate.to(dtype), b.to(dtype), c.to(dtype))
     out = torch.empty_like(values)
-    _recur(inputs, out, states, plan, _ssd_step, _ssd_chunks if chunked else None)
+    _recur(inputs, out, states, plan, _ssd_step, _ssd_chunks if is_chunked else None)
     return out.addcmul_(values, skip.to(dtype)[:, None]).to(x.dtype)
 
 
@@ -176,10 +178,10 @@ def _ssd_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tenso
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
         size = part.stop - start
-        values, into, outof = x[:, :, part], b[:, :, part], c[:, :, part]
-        total, between = _running_decay(log_decay[:, :, part], future[:size, :size])
-        inside = ((outof @ into.mT) * between) @ values
-        out.append(inside + total.exp()[..., None] * (outof @ state.mT))
-        to_end = between[..., -1, :, None]
-        state = state * total[..., -1:].exp()[..., None] + (values * to_end).mT @ into
+        values, input_map, output_map = x[:, :, part], b[:, :, part], c[:, :, part]
+        total, pair_decay = _running_decay(log_decay[:, :, part], future[:size, :size])
+        within_chunk = ((output_map @ input_map.mT) * pair_decay) @ values
+        out.append(within_chunk + total.exp()[..., None] * (output_map @ state.mT))
+        decay_to_end = pair_decay[..., -1, :, None]
+        state = state * total[..., -1:].exp()[..., None] + (values * decay_to_end).mT @ input_map
     return torch.cat(out, 2).reshape(heads, tokens, dim).transpose(0, 1), state.reshape(heads, dim, -1)

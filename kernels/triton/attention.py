@@ -60,26 +60,26 @@ def attend_tile(
     if MASKED:
         inside = key_at < end
         entry = tl.load(table_ptr + key_at // BLOCK_SIZE * table_block, mask=inside, other=0)
-        loaded = inside[:, None] & (dim < DIM)[None, :]
+        load_mask = inside[:, None] & (dim < DIM)[None, :]
     else:
         entry = tl.load(table_ptr + key_at // BLOCK_SIZE * table_block)
-        loaded = (dim < DIM)[None, :]
+        load_mask = (dim < DIM)[None, :]
     row = (entry + key_at % BLOCK_SIZE + layer_row).to(tl.int64) * ROW + offset
     source = cache_ptr + row[:, None] + dim[None, :]
-    k = tl.load(source, mask=loaded, other=0.0)
+    k = tl.load(source, mask=load_mask, other=0.0)
     scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     scores = dot(q, tl.trans(k), scores, PRECISION, WIDE) * scale
     if MASKED:
-        seen = (key_at[None, :] <= query_at[:, None]) & inside[None, :]
+        is_visible = (key_at[None, :] <= query_at[:, None]) & inside[None, :]
         if WINDOW > 0:
-            seen = seen & (key_at[None, :] > query_at[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+            is_visible = is_visible & (key_at[None, :] > query_at[:, None] - WINDOW)
+        scores = tl.where(is_visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no key seen yet: everything stays zero
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, 1)
-    v = tl.load(source + BLOCK_SIZE * ROW, mask=loaded, other=0.0)
+    v = tl.load(source + BLOCK_SIZE * ROW, mask=load_mask, other=0.0)
     acc = dot(weights.to(v.dtype), v, acc * fade[:, None], PRECISION, WIDE)
     return acc, total, new_peak
 
@@ -118,8 +118,8 @@ def decode_attention(
             return
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + member
-    used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    q = tl.load(q_ptr + seq * q_token + head[:, None] * q_head + dim[None, :], mask=used, other=0.0)
+    query_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    q = tl.load(q_ptr + seq * q_token + head[:, None] * q_head + dim[None, :], mask=query_mask, other=0.0)
     query_at = tl.zeros((BLOCK_M,), tl.int32) + context - 1
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -133,10 +133,12 @@ def decode_attention(
     acc = acc / total[:, None]
     if SPLIT:
         place = (seq * heads + head) * splits + split
-        tl.store(part_ptr + place[:, None] * DIM + dim[None, :], acc, used)
+        tl.store(part_ptr + place[:, None] * DIM + dim[None, :], acc, query_mask)
         tl.store(part_scale_ptr + place, peak + tl.log2(total), member < GROUP)
     else:
-        tl.store(out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), used)
+        tl.store(
+            out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), query_mask
+        )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -150,12 +152,12 @@ def join_splits(
     scale = tl.load(part_scale_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     peak = tl.max(scale, 0)
     weight = tl.exp2(scale - tl.where(peak == float("-inf"), 0.0, peak))
-    used = dim < DIM
-    here = used[None, :] & (weight > 0.0)[:, None]
-    part = tl.load(part_ptr + (row * splits + split[:, None]) * DIM + dim[None, :], mask=here, other=0.0)
+    dim_mask = dim < DIM
+    part_mask = dim_mask[None, :] & (weight > 0.0)[:, None]
+    part = tl.load(part_ptr + (row * splits + split[:, None]) * DIM + dim[None, :], mask=part_mask, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), used)
+    tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), dim_mask)
 
 
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
@@ -177,27 +179,27 @@ def prefill_attention(
     query = tl.load(tile_query_ptr + tile)
     begin = tl.load(starts_ptr + seq)
     count = tl.load(starts_ptr + seq + 1) - begin
-    before = tl.load(lens_ptr + seq) - count  # position of the sequence's first query
+    context_before = tl.load(lens_ptr + seq) - count  # position of the sequence's first query
 
     member = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     index = query + member // GROUP
     head = kv_head * GROUP + member % GROUP
-    used = ((member < BLOCK_Q * GROUP) & (index < count))[:, None] & (dim < DIM)[None, :]
+    query_mask = ((member < BLOCK_Q * GROUP) & (index < count))[:, None] & (dim < DIM)[None, :]
     token = (begin + index).to(tl.int64)
-    q = tl.load(q_ptr + token[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=used, other=0.0)
-    query_at = before + index
+    q = tl.load(q_ptr + token[:, None] * q_token + head[:, None] * q_head + dim[None, :], mask=query_mask, other=0.0)
+    query_at = context_before + index
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
 
     table_ptr += seq
-    end = before + tl.minimum(query + BLOCK_Q, count)
+    end = context_before + tl.minimum(query + BLOCK_Q, count)
     masked_from = 0
     if WINDOW > 0:
-        masked_from = tl.maximum(before + query - WINDOW + 1, 0)
+        masked_from = tl.maximum(context_before + query - WINDOW + 1, 0)
     else:
-        masked_from = (before + query + 1) // BLOCK_N * BLOCK_N
+        masked_from = (context_before + query + 1) // BLOCK_N * BLOCK_N
         for at in range(0, masked_from, BLOCK_N):
             acc, total, peak = attend_tile(
                 acc, total, peak, q, cache_ptr, table_ptr, table_block, at, end, query_at, kv_head * DIM, layer_row,
@@ -210,4 +212,4 @@ def prefill_attention(
         )  # fmt: skip
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = out_ptr + (token[:, None] * heads + head[:, None]) * DIM + dim[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), used)
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), query_mask)

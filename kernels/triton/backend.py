@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 
 from kernels.counts import PenaltyRows, TokenCounts
-from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
-from kernels.sampling import Draws
+from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
+from kernels.sampling import DrawSettings
 from kernels.triton import attention as attention_kernels
 from kernels.triton import counts as count_kernels
 from kernels.triton import experts as expert_kernels
@@ -27,12 +27,12 @@ from kernels.triton.plan import (
     INTERPRETED,
     AttentionPlan,
     RecurrentPlan,
+    dot_precision,
     fixed_decode_plan,
     fixed_recurrent_plan,
+    next_power_of_two,
     plan_attention,
     plan_recurrent,
-    power_of_two,
-    precision,
     refill_decode_plan,
     refill_recurrent_plan,
 )
@@ -65,10 +65,16 @@ class TritonKernels:
 
     # attention
 
-    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> AttentionPlan:
-        return self.plan_kept(batch, KeptTable.of(block_table, kv, self.device), kv, window)
+    def plan_attention(
+        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
+    ) -> AttentionPlan:
+        return self.plan_with_device_table(
+            batch, DeviceBlockTable.from_block_table(block_table, kv, self.device), kv, window
+        )
 
-    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
+    def plan_with_device_table(
+        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
+    ) -> AttentionPlan:
         splits = self._splits(batch.decode_count, kv)
         return plan_attention(batch, table, kv, window, self.device, splits)
 
@@ -79,8 +85,8 @@ class TritonKernels:
 
     def _splits(self, sequences: int, kv: PagedKV) -> int:
         """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
-        wanted = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
-        return 1 << (max(1, min(wanted, SPLITS_MAX)).bit_length() - 1)
+        program_count = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
+        return 1 << (max(1, min(program_count, SPLITS_MAX)).bit_length() - 1)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
@@ -101,7 +107,7 @@ class TritonKernels:
         store = attention_kernels.store_kv
         store[(tokens,)](
             k, v, kv.buffer, plan.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
-            DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, BLOCK=power_of_two(kv.row_elems),
+            DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, BLOCK=next_power_of_two(kv.row_elems),
         )  # fmt: skip
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         if plan.decode_count:
@@ -111,7 +117,7 @@ class TritonKernels:
     def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         count, (_, heads, dim) = plan.decode_count, q.shape
         group = heads // kv.num_kv_heads
-        block_d = power_of_two(dim, 16)
+        block_d = next_power_of_two(dim, 16)
         block_n, warps, stages = decode_tile(block_d, q.element_size())
         part = part_scale = out
         if plan.splits > 1:
@@ -121,8 +127,8 @@ class TritonKernels:
             q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=plan.splits > 1, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
-            PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            SPLIT=plan.splits > 1, BLOCK_M=next_power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
+            PRECISION=dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
@@ -132,15 +138,15 @@ class TritonKernels:
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         _, heads, dim = q.shape
         group = heads // kv.num_kv_heads
-        block_m, block_n, warps, stages = prefill_tile(power_of_two(dim, 16), q.element_size())
-        block_m = max(block_m, power_of_two(group, 16))
+        block_m, block_n, warps, stages = prefill_tile(next_power_of_two(dim, 16), q.element_size())
+        block_m = max(block_m, next_power_of_two(group, 16))
         tile_seq, tile_query = plan.tiles(block_m // group)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.table, plan.starts, plan.lens, tile_seq, tile_query, q.stride(0), q.stride(1),
             plan.table.shape[1], layer_row, scale * LOG2_E, heads,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16),
-            PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=next_power_of_two(dim, 16),
+            PRECISION=dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     # row by row
@@ -159,22 +165,22 @@ class TritonKernels:
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
         parts = (*x.shape[:-1], groups, x.shape[-1] // groups)
-        normed = self._norm(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
-        return normed.view(x.shape)
+        output = self._norm(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
+        return output.view(x.shape)
 
     def _norm(
         self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
     ) -> Tensor:
         rows = row_view(x)
-        others = rows if other is None else row_view(other)
-        assert others.shape == rows.shape
+        other_rows = rows if other is None else row_view(other)
+        assert other_rows.shape == rows.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outer, inner, dim = rows.shape
-        block = power_of_two(dim, 16)
+        block = next_power_of_two(dim, 16)
         per_program = self._rows_per_program(outer * inner, block)
         row_kernels.norm_rows[(triton.cdiv(outer * inner, per_program),)](
-            rows, others, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), others.stride(0),
-            others.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
+            rows, other_rows, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), other_rows.stride(0),
+            other_rows.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
             DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
@@ -182,8 +188,8 @@ class TritonKernels:
 
     def _rows_per_program(self, rows: int, block: int) -> int:
         """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
-        most = max(1, (1 << 15 if INTERPRETED else 2048) // block)
-        return most if rows >= most * self._processors else 1
+        rows_max = max(1, (1 << 15 if INTERPRETED else 2048) // block)
+        return rows_max if rows >= rows_max * self._processors else 1
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         return self._rotate(x, None, 0.0, False, cos, signed_sin)
@@ -199,7 +205,7 @@ class TritonKernels:
         rows = row_view(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
-        block, rest = power_of_two(half, 8), dim - 2 * half
+        block, tail_dims = next_power_of_two(half, 8), dim - 2 * half
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         per_program = self._rows_per_program(tokens * heads, 2 * block)
         row_kernels.rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
@@ -207,7 +213,7 @@ class TritonKernels:
             rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
             signed_sin.stride(0), eps,
             DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
-            BLOCK_REST=power_of_two(rest, 8) if rest else 0,
+            BLOCK_REST=next_power_of_two(tail_dims, 8) if tail_dims else 0,
         )  # fmt: skip
         return out
 
@@ -223,7 +229,7 @@ class TritonKernels:
     def _activate(self, x: Tensor, size: int, kind: str) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
-        block = min(power_of_two(size, 16), 2048)
+        block = min(next_power_of_two(size, 16), 2048)
         row_kernels.activate_rows[(rows.shape[0], triton.cdiv(size, block))](
             rows, out, rows.stride(0), SIZE=size, KIND=kind, BLOCK=block
         )
@@ -231,20 +237,20 @@ class TritonKernels:
 
     # experts
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Sorting by expert is torch's (argsort, searchsorted: no wait for the device); the products are ours."""
         tokens, hidden = x.shape
-        top_k, (count, _, size) = chosen.shape[1], down.shape
+        top_k, (num_experts, _, size) = expert_ids.shape[1], down.shape
         rows = tokens * top_k
-        block_m = power_of_two(min(max(2 * rows // count, 16), 16 if x.element_size() > 2 else 64))
-        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(chosen, count, block_m)
+        block_m = next_power_of_two(min(max(2 * rows // num_experts, 16), 16 if x.element_size() > 2 else 64))
+        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
         inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
         outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
         tile = {
             "BLOCK_M": block_m,
             "BLOCK_N": 64,
             "BLOCK_K": 32 if x.element_size() > 2 else 64,
-            "PRECISION": precision(x),
+            "PRECISION": dot_precision(x),
             "WIDE": INTERPRETED,
             "num_warps": 4,
             "num_stages": 3,
@@ -260,7 +266,7 @@ class TritonKernels:
 
     # recurrent
 
-    def plan_state(self, batch: Ragged, units: IntArray) -> RecurrentPlan:
+    def plan_state(self, batch: RaggedBatch, units: IntArray) -> RecurrentPlan:
         return plan_recurrent(batch, units, self.device)
 
     def fixed_state_plan(self, sequences: int) -> RecurrentPlan:
@@ -273,29 +279,31 @@ class TritonKernels:
 
     # sampling
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
         shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
         sampling_kernels.draw_rows[(rows,)](
-            logits, draws.temperature, draws.min_p, draws.top_k, draws.top_p, draws.at, out, logits.stride(0), vocab,
-            SHIFT=shift, BLOCK=min(power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
+            logits, settings.temperature, settings.min_p, settings.top_k, settings.top_p, settings.uniforms, out,
+            logits.stride(0), vocab,
+            SHIFT=shift, BLOCK=min(next_power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
         )  # fmt: skip
         return out
 
     def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        at = batch.rows if batch.at is None else batch.at
-        count_kernels.penalise_rows[(len(batch.rows),)](
-            logits, counts.tokens, counts.values, counts.used, at, batch.rows, batch.repetition, batch.presence,
-            batch.frequency, logits.stride(0), counts.tokens.stride(0), ALL=batch.at is None, BLOCK=COUNT_BLOCK,
+        logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
+        count_kernels.penalise_rows[(len(batch.count_rows),)](
+            logits, counts.tokens, counts.values, counts.lengths, logits_rows, batch.count_rows, batch.repetition,
+            batch.presence, batch.frequency, logits.stride(0), counts.tokens.stride(0), ALL=batch.logits_rows is None,
+            BLOCK=COUNT_BLOCK,
         )  # fmt: skip
 
-    def count_drawn(self, drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        at = batch.rows if batch.at is None else batch.at
-        count_kernels.count_rows[(len(batch.rows),)](
-            drawn, counts.tokens, counts.values, counts.used, at, batch.rows, counts.tokens.stride(0),
-            ALL=batch.at is None, BLOCK=COUNT_BLOCK,
+    def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
+        logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
+        count_kernels.count_rows[(len(batch.count_rows),)](
+            sampled_tokens, counts.tokens, counts.values, counts.lengths, logits_rows, batch.count_rows,
+            counts.tokens.stride(0), ALL=batch.logits_rows is None, BLOCK=COUNT_BLOCK,
         )  # fmt: skip
 
 

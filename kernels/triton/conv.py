@@ -36,10 +36,12 @@ def conv_step(
     x = tl.load(x_ptr + token * x_token + channel, mask=mask, other=0.0)
     total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(WIDTH - 1):  # each thread reads its channel's row i before it overwrites row i - 1
-        old = tl.load(tail + i * tails_row, mask=mask, other=0.0)
-        total += old.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+        old_tail = tl.load(tail + i * tails_row, mask=mask, other=0.0)
+        total += old_tail.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(
+            tl.float32
+        )
         if i > 0:
-            tl.store(tail + (i - 1) * tails_row, old, mask=mask)
+            tl.store(tail + (i - 1) * tails_row, old_tail, mask=mask)
     tl.store(tail + (WIDTH - 2) * tails_row, x, mask=mask)
     total = finish(total, bias_ptr, channel, mask, BIAS, SILU)
     tl.store(out_ptr + token * channels + channel, total.to(out_ptr.dtype.element_ty), mask=channel < channels)
@@ -63,15 +65,15 @@ def conv_tile(
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         source = token - (WIDTH - 1) + i
-        here = (source >= begin)[:, None]
+        is_current = (source >= begin)[:, None]
         row = source.to(tl.int64)[:, None]
-        x = tl.load(x_ptr + row * x_token + channel[None, :], mask=mask & here, other=0.0)
-        old = tl.load(
+        x = tl.load(x_ptr + row * x_token + channel[None, :], mask=mask & is_current, other=0.0)
+        old_tail = tl.load(
             tail + (row - begin + WIDTH - 1) * tails_row + channel[None, :],
             mask=mask & (source < begin)[:, None], other=0.0,
         )  # fmt: skip
-        tap = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
-        total += tl.where(here, x, old).to(tl.float32) * tap[None, :]
+        weight = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
+        total += tl.where(is_current, x, old_tail).to(tl.float32) * weight[None, :]
     total = finish(total, bias_ptr, channel[None, :], (channel < channels)[None, :], BIAS, SILU)
     target = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -91,8 +93,8 @@ def conv_tails(
     tail = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit + channel
     for i in tl.static_range(WIDTH - 1):  # row i + count is read before any of the rows after i is written
         source = count + i
-        kept = channel < tl.where(source < WIDTH - 1, channels, 0)  # all channels or none
-        old = tl.load(tail + source * tails_row, mask=kept, other=0.0)
+        is_old = channel < tl.where(source < WIDTH - 1, channels, 0)  # all channels or none
+        old_tail = tl.load(tail + source * tails_row, mask=is_old, other=0.0)
         row = (begin + source - (WIDTH - 1)).to(tl.int64)
-        x = tl.load(x_ptr + row * x_token + channel, mask=mask & (kept == 0), other=0.0)
-        tl.store(tail + i * tails_row, tl.where(kept, old, x), mask=mask)
+        x = tl.load(x_ptr + row * x_token + channel, mask=mask & (is_old == 0), other=0.0)
+        tl.store(tail + i * tails_row, tl.where(is_old, old_tail, x), mask=mask)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["room"])
 def penalise_rows(
-    logits_ptr, tokens_ptr, values_ptr, used_ptr, at_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
+    logits_ptr, tokens_ptr, values_ptr, lengths_ptr, at_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     logits_row, room, ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """ALL: row i of the logits is the i-th; else the at_ptr[i]-th."""
@@ -19,43 +19,45 @@ def penalise_rows(
     if not ALL:
         at = tl.load(at_ptr + i)
     row = tl.load(rows_ptr + i)
-    used = tl.load(used_ptr + row).to(tl.int32)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
     repetition = tl.load(repetition_ptr + i)
     presence = tl.load(presence_ptr + i)
     frequency = tl.load(frequency_ptr + i)
-    for start in range(0, used, BLOCK):
+    for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        inside = place < used
+        inside = place < length
         token = tl.load(tokens_ptr + row * room + place, mask=inside, other=0)
         value = tl.load(values_ptr + row * room + place, mask=inside, other=0)
         logit = logits_ptr + at * logits_row + token
-        old = tl.load(logit, mask=inside, other=0.0)
-        new = tl.where(value > 0, tl.where(old > 0, old / repetition, old * repetition), old)
+        old_logit = tl.load(logit, mask=inside, other=0.0)
+        new_logit = tl.where(
+            value > 0, tl.where(old_logit > 0, old_logit / repetition, old_logit * repetition), old_logit
+        )
         count = (value >> 1).to(tl.float32)
-        tl.store(logit, new - (frequency * count + tl.where(count > 0, presence, 0.0)), mask=inside)
+        tl.store(logit, new_logit - (frequency * count + tl.where(count > 0, presence, 0.0)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["room"])
 def count_rows(
-    drawn_ptr, tokens_ptr, values_ptr, used_ptr, at_ptr, rows_ptr, room, ALL: tl.constexpr, BLOCK: tl.constexpr
+    sampled_ptr, tokens_ptr, values_ptr, lengths_ptr, at_ptr, rows_ptr, room, ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     at = i
     if not ALL:
         at = tl.load(at_ptr + i)
     row = tl.load(rows_ptr + i)
-    used = tl.load(used_ptr + row).to(tl.int32)
-    drawn = tl.load(drawn_ptr + at)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    sampled_token = tl.load(sampled_ptr + at)
     hits = 0
-    for start in range(0, used, BLOCK):
+    for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        inside = place < used
+        inside = place < length
         token = tl.load(tokens_ptr + row * room + place, mask=inside, other=0)
         value = tl.load(values_ptr + row * room + place, mask=inside, other=0)
-        same = inside & (token == drawn)
-        tl.store(values_ptr + row * room + place, value + 2, mask=same)
-        hits += tl.sum(same.to(tl.int32), 0)
-    new = hits == 0
-    tl.store(tokens_ptr + row * room + used, drawn, mask=new)
-    tl.store(values_ptr + row * room + used, 2, mask=new)
-    tl.store(used_ptr + row, (used + 1).to(tl.int64), mask=new)
+        is_match = inside & (token == sampled_token)
+        tl.store(values_ptr + row * room + place, value + 2, mask=is_match)
+        hits += tl.sum(is_match.to(tl.int32), 0)
+    is_new = hits == 0
+    tl.store(tokens_ptr + row * room + length, sampled_token, mask=is_new)
+    tl.store(values_ptr + row * room + length, 2, mask=is_new)
+    tl.store(lengths_ptr + row, (length + 1).to(tl.int64), mask=is_new)

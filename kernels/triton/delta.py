@@ -41,8 +41,8 @@ def delta_step(
     place = states_ptr + unit * states_unit + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
     mask = in_k[:, None] & in_v[None, :]
     state = tl.load(place, mask=mask, other=0.0).to(tl.float32) * tl.exp(decay)
-    told = tl.sum(state * k[:, None], 0)
-    state += k[:, None] * ((v - told) * rate)[None, :]
+    retrieved_value = tl.sum(state * k[:, None], 0)
+    state += k[:, None] * ((v - retrieved_value) * rate)[None, :]
     tl.store(place, state.to(states_ptr.dtype.element_ty), mask=mask)
     out = tl.sum(state * q[:, None], 0)
     tl.store(out_ptr + (token * heads + head) * VALUE + dim_v, out.to(out_ptr.dtype.element_ty), mask=dim_v < VALUE)
@@ -62,7 +62,7 @@ def prepare_chunks(
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
     at = tl.arange(0, CHUNK)
     token = (tl.load(tile_token_ptr + tile) + at).to(tl.int64)
-    real = token < end
+    is_valid = token < end
     q_at = (q_ptr + token * q_token + head // GROUP * q_head)[:, None]
     k_at = (k_ptr + token * k_token + head // GROUP * k_head)[:, None]
     v_at = (v_ptr + token * v_token + head * v_head)[:, None]
@@ -73,7 +73,7 @@ def prepare_chunks(
     k_square = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, KEY, BLOCK):
         dim = first + tl.arange(0, BLOCK)
-        mask = real[:, None] & (dim < KEY)[None, :]
+        mask = is_valid[:, None] & (dim < KEY)[None, :]
         q = tl.load(q_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
         k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
         system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
@@ -82,37 +82,37 @@ def prepare_chunks(
         k_square += tl.sum(k * k, 1)
     q_unit = scale / tl.sqrt(q_square + 1e-6)
     k_unit = 1.0 / tl.sqrt(k_square + 1e-6)
-    rate = tl.load(rate_ptr + token * heads + head, mask=real, other=0.0).to(tl.float32)
-    total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64), 0)
+    rate = tl.load(rate_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
     row = at[:, None]
     column = at[None, :]
-    between = tl.exp(tl.where(row >= column, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
-    between = between * k_unit[None, :]
+    pair_decay = tl.exp(tl.where(row >= column, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
+    pair_decay = pair_decay * k_unit[None, :]
     place = token * heads + head
-    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner * between * q_unit[:, None], mask=real[:, None])
+    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner * pair_decay * q_unit[:, None], mask=is_valid[:, None])
 
-    system = system * between * (rate * k_unit)[:, None]
+    system = system * pair_decay * (rate * k_unit)[:, None]
     inverse = tl.where(row == column, 1.0, 0.0)
     for level in tl.static_range(LEVELS):
-        same = row // (2 << level) == column // (2 << level)
-        joins = same & (row // (1 << level) % 2 == 1) & (column // (1 << level) % 2 == 0)
-        below = tl.where(joins, system, 0.0)
+        same_block = row // (2 << level) == column // (2 << level)
+        joins = same_block & (row // (1 << level) % 2 == 1) & (column // (1 << level) % 2 == 0)
+        lower = tl.where(joins, system, 0.0)
         if level == 0:  # the blocks are single ones
-            inverse = inverse - below
+            inverse = inverse - lower
         else:
-            below = tl.dot(inverse, below, input_precision=PRECISION)
-            inverse = inverse - tl.dot(below, inverse, input_precision=PRECISION)
+            lower = tl.dot(inverse, lower, input_precision=PRECISION)
+            inverse = inverse - tl.dot(lower, inverse, input_precision=PRECISION)
 
-    faded = rate * tl.exp(total.to(tl.float32)) * k_unit
+    key_decay = rate * tl.exp(total.to(tl.float32)) * k_unit
     for first in range(0, KEY, BLOCK):
         dim = first + tl.arange(0, BLOCK)
-        mask = real[:, None] & (dim < KEY)[None, :]
-        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * faded[:, None]
+        mask = is_valid[:, None] & (dim < KEY)[None, :]
+        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * key_decay[:, None]
         new_k = tl.dot(inverse, k, input_precision=PRECISION)
         tl.store(new_k_ptr + place[:, None] * KEY + dim[None, :], new_k, mask=mask)
     for first in range(0, VALUE, BLOCK):
         dim = first + tl.arange(0, BLOCK)
-        mask = real[:, None] & (dim < VALUE)[None, :]
+        mask = is_valid[:, None] & (dim < VALUE)[None, :]
         v = tl.load(v_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * rate[:, None]
         new_v = tl.dot(inverse, v, input_precision=PRECISION)
         tl.store(new_v_ptr + place[:, None] * VALUE + dim[None, :], new_v, mask=mask)
@@ -140,11 +140,11 @@ def scan_chunks(
     end = tl.load(starts_ptr + seq + 1)
     for first in range(tl.load(starts_ptr + seq), end, CHUNK):
         token = (first + at).to(tl.int64)
-        real = token < end
-        mask_k = real[:, None] & in_k[None, :]
-        mask_v = real[:, None] & in_v[None, :]
+        is_valid = token < end
+        mask_k = is_valid[:, None] & in_k[None, :]
+        mask_v = is_valid[:, None] & in_v[None, :]
         place = (token * heads + head)[:, None]
-        total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64), 0)
+        total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float64), 0)
         last = tl.min(total, 0)  # decays are not positive, so the sum only falls
         new_k = tl.load(new_k_ptr + place * KEY + dim_k[None, :], mask=mask_k, other=0.0)
         update = tl.load(new_v_ptr + place * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
@@ -152,7 +152,7 @@ def scan_chunks(
         q = tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
         out = tl.dot(q, state, input_precision=PRECISION)
         out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(total.to(tl.float32)))[:, None]
-        inner = tl.load(inner_ptr + place * CHUNK + at[None, :], mask=real[:, None], other=0.0)
+        inner = tl.load(inner_ptr + place * CHUNK + at[None, :], mask=is_valid[:, None], other=0.0)
         out = tl.dot(inner, update, out, input_precision=PRECISION)
         tl.store(out_ptr + place * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
         k = tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)

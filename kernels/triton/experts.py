@@ -17,19 +17,21 @@ from torch import Tensor
 from kernels.triton.attention import dot
 
 
-def sort_by_expert(chosen: Tensor, count: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order, starts, tile_expert, tile_row), all on the device, as the kernels want them.
 
     order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
     those that are not needed beginning past the last row.
     """
-    experts, order = chosen.reshape(-1).sort(stable=True)
-    rows = experts.shape[0]
-    starts = torch.searchsorted(experts, torch.arange(count + 1, device=chosen.device, dtype=experts.dtype))
+    sorted_experts, order = expert_ids.reshape(-1).sort(stable=True)
+    rows = sorted_experts.shape[0]
+    starts = torch.searchsorted(
+        sorted_experts, torch.arange(num_experts + 1, device=expert_ids.device, dtype=sorted_experts.dtype)
+    )
     tiles = (starts.diff() + block_m - 1) // block_m
     ends = tiles.cumsum(0)
-    tile = torch.arange(rows // block_m + min(rows, count), device=chosen.device)
-    tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
+    tile = torch.arange(rows // block_m + min(rows, num_experts), device=expert_ids.device)
+    tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=num_experts - 1)
     tile_row = starts[tile_expert] + (tile - (ends - tiles)[tile_expert]) * block_m
     return order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
+from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,12 +23,12 @@ STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
 
-def power_of_two(size: int, least: int = 1) -> int:
+def next_power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
-def precision(x: Tensor) -> str:
+def dot_precision(x: Tensor) -> str:
     """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
     return "ieee" if x.element_size() > 2 else "tf32"
 
@@ -43,17 +43,17 @@ class AttentionPlan:
     """[sequences]: context lengths."""
     table: Tensor
     """[width, sequences]: row of the first token of each block, K of layer 0."""
-    batch: Ragged | None
+    batch: RaggedBatch | None
     """None in a fixed plan, which has no prefill."""
     decode_count: int
     splits: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    refilled: Tensor | None = None
+    refill_buffer: Tensor | None = None
     """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
-    borrowed: Any = None
-    """What `kernels.optional` wants to know besides, where others attend to the prompts."""
+    prompts: Any = None
+    """What `kernels.flash_attention` wants to know besides, where others attend to the prompts."""
 
     def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
@@ -62,12 +62,12 @@ class AttentionPlan:
         """
         if queries not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload([tiles[::-1] for tiles in tiles_of(self.batch, queries)], self.slots.device)
+            seq, first = upload([tiles[::-1] for tiles in query_tiles(self.batch, queries)], self.slots.device)
             self.tiles_by_size[queries] = (seq, first)
         return self.tiles_by_size[queries]
 
 
-def tiles_of(batch: Ragged, size: int) -> tuple[IntArray, IntArray]:
+def query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
     """(sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
     counts = np.diff(batch.query_starts)[batch.decode_count :]
     tiles = -(-counts // size)
@@ -77,13 +77,13 @@ def tiles_of(batch: Ragged, size: int) -> tuple[IntArray, IntArray]:
 
 
 def plan_attention(
-    batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
+    batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """The plan of any batch."""
     arrays = [table.slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.rows]
     slots, starts, lens, rows = upload(arrays, device)
-    chosen = table.there[: table.width(batch, kv)].index_select(1, rows)
-    return AttentionPlan(slots, starts, lens, chosen, batch, batch.decode_count, splits, window)
+    batch_table = table.block_start_rows[: table.width(batch, kv)].index_select(1, rows)
+    return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, splits, window)
 
 
 def fixed_decode_plan(
@@ -91,34 +91,34 @@ def fixed_decode_plan(
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
     step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
-    whole = torch.zeros(3, step, dtype=torch.int32, device=device)
-    whole[0] = -1
+    buffer = torch.zeros(3, step, dtype=torch.int32, device=device)
+    buffer[0] = -1
     return AttentionPlan(
-        slots=whole[0, :sequences],
+        slots=buffer[0, :sequences],
         starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        lens=whole[1, :sequences],
+        lens=buffer[1, :sequences],
         table=torch.zeros(width, sequences, dtype=torch.int32, device=device),
         batch=None,
         decode_count=sequences,
         splits=splits,
         window=window,
-        refilled=whole,
+        refill_buffer=buffer,
     )
 
 
-def refill_decode_plan(plan: AttentionPlan, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
+def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
     """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
     size, count, width = plan.decode_count, batch.decode_count, table.width(batch, kv)
     assert count == len(batch.context_lens) <= size, "only decoding sequences fit a fixed plan"
     assert width <= plan.table.shape[0], f"{width} blocks in a table of {plan.table.shape[0]}"
-    assert plan.refilled is not None, "not a fixed plan"
-    new = np.zeros(plan.refilled.shape, np.int32)
-    new[0] = -1
-    new[0, :count] = table.slot_rows(batch, kv)
-    new[1, :count] = batch.context_lens
-    new[2, :count] = table.rows
-    overwrite(plan.refilled.view(-1), new)
-    torch.index_select(table.there[:width], 1, plan.refilled[2, :size], out=plan.table[:width])
+    assert plan.refill_buffer is not None, "not a fixed plan"
+    host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
+    host_buffer[0] = -1
+    host_buffer[0, :count] = table.slot_rows(batch, kv)
+    host_buffer[1, :count] = batch.context_lens
+    host_buffer[2, :count] = table.rows
+    overwrite(plan.refill_buffer.view(-1), host_buffer)
+    torch.index_select(table.block_start_rows[:width], 1, plan.refill_buffer[2, :size], out=plan.table[:width])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +134,22 @@ class RecurrentPlan:
     sequences: int
 
 
-def plan_recurrent(batch: Ragged, units: IntArray, device: torch.device) -> RecurrentPlan:
-    seq, first = tiles_of(batch, STATE_CHUNK)
+def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) -> RecurrentPlan:
+    seq, first = query_tiles(batch, STATE_CHUNK)
     arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
-    starts, units_there, tile_seq, tile_token = upload(arrays, device)
-    return RecurrentPlan(starts, units_there, tile_seq, tile_token, batch.decode_count, len(units))
+    starts, device_units, tile_seq, tile_token = upload(arrays, device)
+    return RecurrentPlan(starts, device_units, tile_seq, tile_token, batch.decode_count, len(units))
 
 
 def fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
     """A plan of decoding sequences only, all of them padding until it is refilled."""
-    none = torch.zeros(0, dtype=torch.int32, device=device)
+    no_tiles = torch.zeros(0, dtype=torch.int32, device=device)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     units = torch.full((sequences,), -1, dtype=torch.int32, device=device)
-    return RecurrentPlan(starts, units, none, none, sequences, sequences)
+    return RecurrentPlan(starts, units, no_tiles, no_tiles, sequences, sequences)
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
-    padded = np.full(plan.sequences, -1, np.int32)
-    padded[: len(units)] = units
-    overwrite(plan.units, padded)
+    padded_units = np.full(plan.sequences, -1, np.int32)
+    padded_units[: len(units)] = units
+    overwrite(plan.units, padded_units)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
 from kernels.triton import ssm as triton_ssm
-from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, power_of_two, precision
+from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, dot_precision, next_power_of_two
 
 
 def causal_conv(
@@ -28,7 +28,7 @@ def causal_conv(
     at = (x.stride(0), tails.stride(0), tails.stride(1), channels)
     some_bias = weight if bias is None else bias
     kind = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
-    block = min(power_of_two(channels, 16), 256)
+    block = min(next_power_of_two(channels, 16), 256)
     parts = triton.cdiv(channels, block)
     if plan.decode_count:
         triton_conv.conv_step[(plan.decode_count, parts)](
@@ -57,9 +57,9 @@ def gated_delta(
     log_decay, rate, scale = log_decay.contiguous(), rate.contiguous(), key**-0.5
     qk_at = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_at = (v.stride(0), v.stride(1))
-    whole_v = power_of_two(value, 16)
+    whole_v = next_power_of_two(value, 16)
     block_v = whole_v if INTERPRETED else min(whole_v, 32)
-    whole_k = power_of_two(key, 16)
+    whole_k = next_power_of_two(key, 16)
     sizes = {"GROUP": heads // q.shape[1], "KEY": key, "VALUE": value, "BLOCK_K": whole_k}
     parts = triton.cdiv(value, block_v)
     if plan.decode_count:
@@ -73,7 +73,7 @@ def gated_delta(
             torch.empty((tokens, heads, size), dtype=torch.float32, device=v.device)
             for size in (value, key, STATE_CHUNK)
         )
-        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": precision(v)}
+        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": dot_precision(v)}
         triton_delta.prepare_chunks[(plan.tile_seq.shape[0], heads)](
             q, k, v, log_decay, rate, plan.starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
             *qk_at, *v_at, heads, scale, GROUP=heads // q.shape[1], KEY=key, VALUE=value,
@@ -96,16 +96,16 @@ def state_space(
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
     at = (x.stride(0), x.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1), states.stride(0), heads)
-    whole = power_of_two(dim, 16)
-    block = whole if INTERPRETED else min(whole, 32)
+    padded_dim = next_power_of_two(dim, 16)
+    block = padded_dim if INTERPRETED else min(padded_dim, 32)
     sizes = {"PER_GROUP": heads // b.shape[1], "DIM": dim, "STATE": state}
-    sizes |= {"BLOCK_P": block, "BLOCK_S": power_of_two(state, 16)}
+    sizes |= {"BLOCK_P": block, "BLOCK_S": next_power_of_two(state, 16)}
     parts = triton.cdiv(dim, block)
     if plan.decode_count:
         triton_ssm.ssm_step[(plan.decode_count, heads, parts)](*inputs, plan.units, out, *at, **sizes)
     prompts = plan.sequences - plan.decode_count
     if prompts:
-        groups, chunks = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": precision(x)}
+        groups, chunks = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": dot_precision(x)}
         scores = torch.empty((tokens, groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
         triton_ssm.ssm_scores[(plan.tile_seq.shape[0], groups)](
             b, c, plan.starts, plan.tile_seq, plan.tile_token, scores, *at[2:6], groups,

@@ -64,19 +64,19 @@ def rotate_rows(
     second = tl.load(source + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     if BLOCK_REST > 0:
         last = 2 * HALF + tl.arange(0, BLOCK_REST)
-        mask_rest = (row < rows)[:, None] & (last < DIM)[None, :]
-        rest = tl.load(source + last[None, :], mask=mask_rest, other=0.0).to(tl.float32)
+        tail_mask = (row < rows)[:, None] & (last < DIM)[None, :]
+        tail = tl.load(source + last[None, :], mask=tail_mask, other=0.0).to(tl.float32)
     if NORM:
         gains = weight_ptr + head[:, None] * weight_head
         offset = 1.0 if ZERO_CENTRED else 0.0
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if BLOCK_REST > 0:
-            squares += tl.sum(rest * rest, 1)
+            squares += tl.sum(tail * tail, 1)
         scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
         first = first * scale * (tl.load(gains + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
         second = second * scale * (tl.load(gains + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
         if BLOCK_REST > 0:
-            rest = rest * scale * (tl.load(gains + last[None, :], mask_rest, other=0.0).to(tl.float32) + offset)
+            tail = tail * scale * (tl.load(gains + last[None, :], tail_mask, other=0.0).to(tl.float32) + offset)
     cos_at = cos_ptr + token[:, None] * cos_token + dim[None, :]
     sin_at = sin_ptr + token[:, None] * sin_token + dim[None, :]
     low = first * tl.load(cos_at, mask=mask, other=0.0) + second * tl.load(sin_at, mask=mask, other=0.0)
@@ -84,7 +84,7 @@ def rotate_rows(
     tl.store(target + dim[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(target + HALF + dim[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
-        tl.store(target + last[None, :], rest.to(out_ptr.dtype.element_ty), mask=mask_rest)
+        tl.store(target + last[None, :], tail.to(out_ptr.dtype.element_ty), mask=tail_mask)
 
 
 @triton.jit

@@ -54,16 +54,16 @@ def pivots(low, high):
 
 
 @triton.jit
-def narrowed(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, needed):
+def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
     """(low, high, what is at or above each) after a pass: `needed` or more is at or above low, less at high."""
-    new_low = tl.where(at_third >= needed, third, tl.where(at_second >= needed, second,
-                       tl.where(at_first >= needed, first, low)))  # fmt: skip
-    new_high = tl.where(at_third >= needed, high, tl.where(at_second >= needed, third,
-                        tl.where(at_first >= needed, second, first)))  # fmt: skip
-    new_at_low = tl.where(at_third >= needed, at_third, tl.where(at_second >= needed, at_second,
-                          tl.where(at_first >= needed, at_first, at_low)))  # fmt: skip
-    new_at_high = tl.where(at_third >= needed, at_high, tl.where(at_second >= needed, at_third,
-                           tl.where(at_first >= needed, at_second, at_first)))  # fmt: skip
+    new_low = tl.where(at_third >= target, third, tl.where(at_second >= target, second,
+                       tl.where(at_first >= target, first, low)))  # fmt: skip
+    new_high = tl.where(at_third >= target, high, tl.where(at_second >= target, third,
+                        tl.where(at_first >= target, second, first)))  # fmt: skip
+    new_at_low = tl.where(at_third >= target, at_third, tl.where(at_second >= target, at_second,
+                          tl.where(at_first >= target, at_first, at_low)))  # fmt: skip
+    new_at_high = tl.where(at_third >= target, at_high, tl.where(at_second >= target, at_third,
+                           tl.where(at_first >= target, at_second, at_first)))  # fmt: skip
     return new_low, new_high, new_at_low, new_at_high
 
 
@@ -72,23 +72,23 @@ def count_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.conste
     """Tokens whose key is at least `key`."""
     lane = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(0, vocab, BLOCK, num_stages=3):
-        keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
-        count += ((keys >= key) & (first + lane < vocab)).to(tl.int32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=3):
+        keys = order_key(logit_tile(row_ptr, start + lane, vocab, floor), SHIFT)
+        count += ((keys >= key) & (start + lane < vocab)).to(tl.int32)
     return tl.sum(count, 0)
 
 
 @triton.jit
-def edge_of_count(row_ptr, vocab, floor, needed, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def edge_of_count(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """(edge, quota): the `needed` first tokens are those above the edge and the first `quota` of those on it.
 
     low, high (int64): `at_low` tokens, at least `needed`, have the key low or more, and none has high or more.
     """
     lane = tl.arange(0, BLOCK)
     at_high = tl.full((), 0, tl.int32)
-    while (high - low > 1) & (at_low != needed):
-        one, two, three = pivots(low, high)
-        key_1, key_2, key_3 = one.to(tl.int32), two.to(tl.int32), three.to(tl.int32)
+    while (high - low > 1) & (at_low != target_count):
+        pivot_1, pivot_2, pivot_3 = pivots(low, high)
+        key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
         count_1 = tl.zeros((BLOCK,), tl.int32)
         count_2 = tl.zeros((BLOCK,), tl.int32)
         count_3 = tl.zeros((BLOCK,), tl.int32)
@@ -97,22 +97,22 @@ def edge_of_count(row_ptr, vocab, floor, needed, low, high, at_low, SHIFT: tl.co
             count_1 += (keys >= key_1).to(tl.int32)
             count_2 += (keys >= key_2).to(tl.int32)
             count_3 += (keys >= key_3).to(tl.int32)
-        low, high, at_low, at_high = narrowed(
-            low, high, one, two, three, tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0), at_low, at_high,
-            needed,
+        low, high, at_low, at_high = narrow_bounds(
+            low, high, pivot_1, pivot_2, pivot_3, tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0), at_low,
+            at_high, target_count,
         )  # fmt: skip
-    return low, tl.where(at_low == needed, ALL, needed - at_high)
+    return low, tl.where(at_low == target_count, ALL, target_count - at_high)
 
 
 @triton.jit
-def edge_of_mass(row_ptr, vocab, floor, peak, scale, needed, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def edge_of_mass(row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """(edge, weights above it): the largest edge such that those on and above it weigh at least `needed`."""
     lane = tl.arange(0, BLOCK)
-    at_low = needed
-    at_high = needed * 0.0
+    at_low = target_mass
+    at_high = target_mass * 0.0
     while high - low > 1:
-        one, two, three = pivots(low, high)
-        key_1, key_2, key_3 = one.to(tl.int32), two.to(tl.int32), three.to(tl.int32)
+        pivot_1, pivot_2, pivot_3 = pivots(low, high)
+        key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
         mass_1 = tl.zeros((BLOCK,), tl.float32)
         mass_2 = tl.zeros((BLOCK,), tl.float32)
         mass_3 = tl.zeros((BLOCK,), tl.float32)
@@ -123,9 +123,9 @@ def edge_of_mass(row_ptr, vocab, floor, peak, scale, needed, low, high, SHIFT: t
             mass_1 += tl.where(keys >= key_1, weight, 0.0)
             mass_2 += tl.where(keys >= key_2, weight, 0.0)
             mass_3 += tl.where(keys >= key_3, weight, 0.0)
-        low, high, at_low, at_high = narrowed(
-            low, high, one, two, three, tl.sum(mass_1.to(tl.float64), 0), tl.sum(mass_2.to(tl.float64), 0),
-            tl.sum(mass_3.to(tl.float64), 0), at_low, at_high, needed,
+        low, high, at_low, at_high = narrow_bounds(
+            low, high, pivot_1, pivot_2, pivot_3, tl.sum(mass_1.to(tl.float64), 0), tl.sum(mass_2.to(tl.float64), 0),
+            tl.sum(mass_3.to(tl.float64), 0), at_low, at_high, target_mass,
         )  # fmt: skip
     return low, at_high
 
@@ -157,14 +157,14 @@ def token_at(
         x = logit_tile(row_ptr, first + lane, vocab, floor)
         keys = order_key(x, SHIFT)
         weight = tl.exp2((x - peak) * scale)
-        tied = (keys == edge).to(tl.int32)
-        ties = tl.sum(tied, 0)
-        kept = keys > edge
+        is_tie = (keys == edge).to(tl.int32)
+        ties = tl.sum(is_tie, 0)
+        is_kept = keys > edge
         if ties_seen + ties <= quota:
-            kept = keys >= edge
+            is_kept = keys >= edge
         else:
-            kept = kept | ((tied > 0) & (tl.cumsum(tied, 0) <= quota - ties_seen))
-        weight = tl.where(kept, weight, 0.0)
+            is_kept = is_kept | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= quota - ties_seen))
+        weight = tl.where(is_kept, weight, 0.0)
         mass = tl.sum(weight, 0).to(tl.float64)
         if running + mass > target:
             sums = running + tl.cumsum(weight, 0).to(tl.float64)
@@ -187,15 +187,15 @@ def draw_rows(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row
     lane = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_at = tl.zeros((BLOCK,), tl.int32)
+    lane_best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    lane_best_id = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(0, vocab, BLOCK, num_stages=3):
         x = logit_tile(row_ptr, first + lane, vocab, float("-inf"))
-        better = x > best
-        best = tl.where(better, x, best)
-        best_at = tl.where(better, first + lane, best_at)
-    highest = tl.max(best, 0)
-    token = tl.min(tl.where(best == highest, best_at, vocab), 0)
+        better = x > lane_best
+        lane_best = tl.where(better, x, lane_best)
+        lane_best_id = tl.where(better, first + lane, lane_best_id)
+    highest = tl.max(lane_best, 0)
+    token = tl.min(tl.where(lane_best == highest, lane_best_id, vocab), 0)
     temperature = tl.load(temperature_ptr + row)
     if (temperature > 0.0) & (highest > float("-inf")):
         top_k = tl.load(top_k_ptr + row)
@@ -211,29 +211,29 @@ def draw_rows(
         quota = tl.full((), ALL, tl.int32)
         if top_k < vocab:
             # Every lane of the first pass has a token as large as its best: BLOCK tokens are as large as their least.
-            low_value = tl.where(top_k <= BLOCK, tl.maximum(tl.min(best, 0), floor), floor)
+            low_value = tl.where(top_k <= BLOCK, tl.maximum(tl.min(lane_best, 0), floor), floor)
             low = order_key(low_value, SHIFT)
             count = count_from(row_ptr, vocab, floor, low, SHIFT, BLOCK)
             if count >= top_k:
                 edge, quota = edge_of_count(row_ptr, vocab, floor, top_k, low.to(tl.int64), end, count, SHIFT, BLOCK)
-        above, ties = mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
+        mass_over_edge, ties = mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
         on_edge = tl.exp2((key_value(edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
-        total = above + tl.minimum(ties, quota).to(tl.float64) * on_edge
+        total = mass_over_edge + tl.minimum(ties, quota).to(tl.float64) * on_edge
         if top_p < 1.0:
-            needed = top_p * total
+            target_mass = top_p * total
             # All tokens lighter than this together weigh less than what may be left out.
-            least = (1.0 - top_p) * total / (2.0 * vocab)
-            low_value = highest + temperature * tl.log2(least.to(tl.float32)) * LN_2
+            negligible_mass = (1.0 - top_p) * total / (2.0 * vocab)
+            low_value = highest + temperature * tl.log2(negligible_mass.to(tl.float32)) * LN_2
             low = tl.maximum(edge, tl.minimum(order_key(low_value, SHIFT).to(tl.int64), end - 1))
-            new_edge, above = edge_of_mass(
-                row_ptr, vocab, floor, highest, scale, needed, low, end, SHIFT, BLOCK
+            new_edge, mass_over_edge = edge_of_mass(
+                row_ptr, vocab, floor, highest, scale, target_mass, low, end, SHIFT, BLOCK
             )  # fmt: skip
             on_edge = tl.exp2((key_value(new_edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
-            wanted = tl.maximum(tl.ceil((needed - above) / on_edge), 1.0)
-            wanted = tl.minimum(wanted, 2147483647.0).to(tl.int32)
-            quota = tl.where(new_edge == edge, tl.minimum(quota, wanted), wanted)
+            new_quota = tl.maximum(tl.ceil((target_mass - mass_over_edge) / on_edge), 1.0)
+            new_quota = tl.minimum(new_quota, 2147483647.0).to(tl.int32)
+            quota = tl.where(new_edge == edge, tl.minimum(quota, new_quota), new_quota)
             edge = new_edge
-            total = above + quota.to(tl.float64) * on_edge
+            total = mass_over_edge + quota.to(tl.float64) * on_edge
         target = tl.load(at_ptr + row).to(tl.float64) * total
         token = token_at(
             row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), quota, target, token, SHIFT, BLOCK

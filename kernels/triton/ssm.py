@@ -63,16 +63,16 @@ def ssm_scores(
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
     step = tl.arange(0, CHUNK)
     token = (tl.load(tile_token_ptr + tile) + step).to(tl.int64)
-    real = token < end
+    is_valid = token < end
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     for first in range(0, STATE, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        mask = real[:, None] & (at < STATE)[None, :]
+        mask = is_valid[:, None] & (at < STATE)[None, :]
         b = tl.load(b_ptr + token[:, None] * b_token + group * b_group + at[None, :], mask=mask, other=0.0)
         c = tl.load(c_ptr + token[:, None] * c_token + group * c_group + at[None, :], mask=mask, other=0.0)
         scores = tl.dot(c.to(tl.float32), tl.trans(b.to(tl.float32)), scores, input_precision=PRECISION)
     target = scores_ptr + (token * groups + group)[:, None] * CHUNK + step[None, :]
-    tl.store(target, scores, mask=real[:, None])
+    tl.store(target, scores, mask=is_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["first_seq"])
@@ -96,14 +96,14 @@ def ssm_chunks(
     state_at = states_ptr + unit * states_unit + head * (DIM * STATE) + dim[:, None] * STATE + at[None, :]
     state = tl.load(state_at, mask=in_dim[:, None] & in_state[None, :], other=0.0).to(tl.float32)
     step = tl.arange(0, CHUNK)
-    past = step[:, None] >= step[None, :]
+    is_causal = step[:, None] >= step[None, :]
     end = tl.load(starts_ptr + seq + 1)
     for first in range(tl.load(starts_ptr + seq), end, CHUNK):
         token = (first + step).to(tl.int64)
-        real = token < end
-        mask_x = real[:, None] & in_dim[None, :]
-        mask_s = real[:, None] & in_state[None, :]
-        dt = tl.load(dt_ptr + token * heads + head, mask=real, other=0.0).to(tl.float32)
+        is_valid = token < end
+        mask_x = is_valid[:, None] & in_dim[None, :]
+        mask_s = is_valid[:, None] & in_state[None, :]
+        dt = tl.load(dt_ptr + token * heads + head, mask=is_valid, other=0.0).to(tl.float32)
         total = tl.cumsum((dt * rate).to(tl.float64), 0)
         last = tl.min(total, 0)  # decays are not positive, so the sum only falls
         c = tl.load(c_ptr + token[:, None] * c_token + group * c_group + at[None, :], mask=mask_s, other=0.0)
@@ -111,15 +111,15 @@ def ssm_chunks(
         out = out * tl.exp(total.to(tl.float32))[:, None]
         x = tl.load(x_ptr + token[:, None] * x_token + head * x_head + dim[None, :], mask=mask_x, other=0.0)
         x = x.to(tl.float32)
-        weighted = x * dt[:, None]
-        between = tl.exp(tl.where(past, differences(total), float("-inf")))
+        scaled_x = x * dt[:, None]
+        pair_decay = tl.exp(tl.where(is_causal, differences(total), float("-inf")))
         place = (token * (heads // PER_GROUP) + group)[:, None] * CHUNK + step[None, :]
-        inside = tl.load(scores_ptr + place, mask=real[:, None], other=0.0) * between
-        out = tl.dot(inside, weighted, out, input_precision=PRECISION) + x * skip
+        chunk_scores = tl.load(scores_ptr + place, mask=is_valid[:, None], other=0.0) * pair_decay
+        out = tl.dot(chunk_scores, scaled_x, out, input_precision=PRECISION) + x * skip
         target = out_ptr + (token * heads + head)[:, None] * DIM + dim[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_x)
-        faded = weighted * tl.exp((last - total).to(tl.float32))[:, None]
+        decayed_x = scaled_x * tl.exp((last - total).to(tl.float32))[:, None]
         b = tl.load(b_ptr + token[:, None] * b_token + group * b_group + at[None, :], mask=mask_s, other=0.0)
         state = state * tl.exp(last.to(tl.float32))
-        state = tl.dot(tl.trans(faded), b.to(tl.float32), state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(decayed_x), b.to(tl.float32), state, input_precision=PRECISION)
     tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])

@@ -72,7 +72,7 @@ def test_tables_are_those_of_this_step() -> None:
                 width = -(-chunk.end // 4)
                 table = chunk.seq.block_tables[group][:width]
                 assert row_table[:width].tolist() == table
-                assert kept_tables.there[:width, row].tolist() == [POOL.block_rows(block) for block in table]
+                assert kept_tables.block_start_rows[:width, row].tolist() == [POOL.block_rows(block) for block in table]
 
 
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:

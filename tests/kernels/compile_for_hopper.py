@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels import PagedKV, Ragged
+from kernels import PagedKV, RaggedBatch
 from kernels.counts import PenaltyRows, TokenCounts
-from kernels.sampling import Draws
+from kernels.sampling import DrawSettings
 from kernels.triton.backend import TritonKernels
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -101,7 +101,9 @@ def attention(ops: TritonKernels, dtype: torch.dtype, heads: int, kv_heads: int,
     for starts, ends in (([4095, 20], [4096, 21]), ([4095, 0], [4096, 100])):
         qkv = torch.empty(sum(ends) - sum(starts), heads + 2 * kv_heads, dim, dtype=dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        ops.attention(q, k, v, kv, 0, ops.plan_attention(Ragged.of(starts, ends), table, kv, window), 0.1)
+        ops.attention(
+            q, k, v, kv, 0, ops.plan_attention(RaggedBatch.from_positions(starts, ends), table, kv, window), 0.1
+        )
     fixed = ops.fixed_decode_plan(256, 256, kv, window)  # no split
     ops.attention(*(torch.empty(256, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)), kv, 0, fixed, 0.1)
 
@@ -128,7 +130,7 @@ def experts(ops: TritonKernels, dtype: torch.dtype, tokens: int) -> None:
 
 
 def recurrent(ops: TritonKernels, dtype: torch.dtype) -> None:
-    plan = ops.plan_state(Ragged.of([5, 0], [6, 100]), np.array([1, 0]))
+    plan = ops.plan_state(RaggedBatch.from_positions([5, 0], [6, 100]), np.array([1, 0]))
     n = 101
     tails = torch.empty(2, 3, 8192, dtype=dtype)
     for silu, bias in ((True, None), (False, torch.empty(8192, dtype=dtype))):
@@ -143,14 +145,14 @@ def recurrent(ops: TritonKernels, dtype: torch.dtype) -> None:
 
 def sampling(ops: TritonKernels, dtype: torch.dtype) -> None:
     numbers = torch.empty(4)
-    draws = Draws(numbers, numbers, numbers.int(), numbers, numbers.double())
-    ops.draw(torch.empty(4, 151936, dtype=dtype), draws)
+    settings = DrawSettings(numbers, numbers, numbers.int(), numbers, numbers.double())
+    ops.draw(torch.empty(4, 151936, dtype=dtype), settings)
     counts = TokenCounts(torch.empty(8, 256, dtype=torch.int64), torch.empty(8, 256, dtype=torch.int32), numbers.long())
     column = numbers[:, None]
     for at in (None, numbers.long()):
         batch = PenaltyRows(at, numbers.long(), column, column, column)
         ops.penalise(torch.empty(4, 151936), counts, batch, 200)
-        ops.count_drawn(numbers.long(), counts, batch, 200)
+        ops.count_sampled(numbers.long(), counts, batch, 200)
 
 
 def main(dtypes: list[str], quick: bool) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/kernel_signatures.json: how what `kernels.optional` borrows can be called.
+"""Writes tests/golden/kernel_signatures.json: how what `kernels.flash_attention` borrows can be called.
 
     pip download --no-deps --no-binary :all: flash-attn==VERSION      # FlashAttention-3 is in its folder `hopper`
     tests/kernels/record_signatures.py FOLDER                         # unpacked

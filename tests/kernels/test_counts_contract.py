@@ -44,11 +44,11 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
         for place, token in enumerate(known):
             known[token] = rng.choice((1, 2, 3, 8, 9))
             counts.tokens[row, place], counts.values[row, place] = token, known[token]
-        counts.used[row] = len(known)
+        counts.lengths[row] = len(known)
         if not known:  # as they are entered: a token that another sequence left there, and nothing
             counts.tokens[row, 0], counts.values[row, 0] = left, 0
     untouched = [row for row in range(9) if row not in rows]
-    before = [part[untouched].clone() for part in (counts.tokens, counts.values, counts.used)]
+    before = [part[untouched].clone() for part in (counts.tokens, counts.values, counts.lengths)]
     at = list(range(count)) if all_rows else rng.sample(range(8), count)
     kinds = torch.rand(3, count, 1) + 0.5
     kinds[0, 1], kinds[1, 2], kinds[2, 3] = 1.0, 0.0, -0.3
@@ -73,11 +73,11 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
                 drawn[at[i]] = rng.choice(list(known))
             token = int(drawn[at[i]])
             known[token] = known.get(token, 0) + 2
-        ops.count_drawn(drawn, counts, batch, width)
+        ops.count_sampled(drawn, counts, batch, width)
         for row, known in zip(rows, held, strict=True):
-            used = int(counts.used[row])
+            used = int(counts.lengths[row])
             found = dict(zip(counts.tokens[row, :used].tolist(), counts.values[row, :used].tolist(), strict=True))
             assert used == len(found)
             assert found == known
-    for part, old in zip((counts.tokens, counts.values, counts.used), before, strict=True):
+    for part, old in zip((counts.tokens, counts.values, counts.lengths), before, strict=True):
         assert torch.equal(part[untouched], old)

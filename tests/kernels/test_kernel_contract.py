@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import Kernels, PagedKV, Ragged, select
+from kernels import Kernels, PagedKV, RaggedBatch, select
 from kernels.cpu import packed
-from kernels.cpu.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
+from kernels.cpu.packed import BlockedMatrix, NativeMatrix, pack_matrix, packed_linear, should_use_native_products
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -87,7 +87,7 @@ def test_attention(ops, dtype, rng, window, block_size, per_unit):
     exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
 
     def run(firsts: list[int], ends: list[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = Ragged.of(firsts, ends)
+        batch = RaggedBatch.from_positions(firsts, ends)
         # q, k and v are views into one wider tensor, as after a fused projection
         qkv = torch.randn(batch.token_count, heads + 2 * kv_heads, dim).to(dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -120,7 +120,7 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
     table = random_tables(rng, lens, kv)
     kv.buffer.normal_()
     exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
-    batch = Ragged.of([n - 1 for n in lens], lens)
+    batch = RaggedBatch.from_positions([n - 1 for n in lens], lens)
     q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
     found = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
     plan = exact.plan_attention(batch, table, exact_kv, None)
@@ -157,7 +157,7 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     for row, i in enumerate(order):
         table[row, : len(tables[i])] = tables[i]
     batch, exact, exact_kv = (
-        Ragged.of([starts[i] for i in order], [lens[i] for i in order]),
+        RaggedBatch.from_positions([starts[i] for i in order], [lens[i] for i in order]),
         ReferenceKernels(CPU),
         twin(kv),
     )
@@ -239,11 +239,11 @@ def test_unknown_backends_are_refused():
         select("cpu", "nope")
 
 
-def state_batch(rng: random.Random) -> tuple[Ragged, np.ndarray, list[int]]:
+def state_batch(rng: random.Random) -> tuple[RaggedBatch, np.ndarray, list[int]]:
     """A ragged batch with its state units: some single tokens, some chunks of awkward lengths."""
     lens = [1] * rng.randrange(3) + [rng.choice((2, 3, 63, 64, 65, 130)) for _ in range(rng.randrange(1, 3))]
     units = np.array(rng.sample(range(9), len(lens)))
-    return Ragged.of([5] * len(lens), [5 + n for n in lens]), units, lens
+    return RaggedBatch.from_positions([5] * len(lens), [5 + n for n in lens]), units, lens
 
 
 def strided_states(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -358,7 +358,7 @@ def test_gated_norms(ops, dtype, rng):
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The layout of packed matrices."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(packed, "has_native_products", lambda: False)
+        monkeypatch.setattr(packed, "should_use_native_products", lambda: False)
         yield BlockedMatrix
         return
     chosen = "avx2" if request.param == "2 threads" else request.param
@@ -367,7 +367,7 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "2 threads" else 1)
     packed._native.use(chosen)
-    yield NativeMatrix if has_native_products() else BlockedMatrix
+    yield NativeMatrix if should_use_native_products() else BlockedMatrix
     torch.set_num_threads(threads)
     packed._native.use(INSTRUCTION_SETS[0])
 

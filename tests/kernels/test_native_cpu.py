@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PagedKV, Ragged
+from kernels import PagedKV, RaggedBatch
 from kernels.cpu import _native
 from kernels.cpu.backend import CpuKernels
 from kernels.reference.backend import ReferenceKernels
@@ -61,7 +61,7 @@ def twin(kv):
 
 def compare(ops, kv, table, starts, ends, heads, layer, window, scale):
     """Relative error of one step; also that it stored what it was given and wrote nothing else."""
-    batch, exact, exact_kv = Ragged.of(starts, ends), ReferenceKernels(CPU), twin(kv)
+    batch, exact, exact_kv = RaggedBatch.from_positions(starts, ends), ReferenceKernels(CPU), twin(kv)
     qkv = torch.randn(batch.token_count, heads + 2 * kv.num_kv_heads, kv.head_dim).to(kv.buffer.dtype)
     q, k, v = qkv.split([heads, kv.num_kv_heads, kv.num_kv_heads], 1)
     plan = ops.plan_attention(batch, table, kv, window)
@@ -149,9 +149,9 @@ def test_blocks_outside_the_pool_are_refused(rng):
     for bad in (-1, 10**6):
         table[0, 1] = bad
         with pytest.raises(ValueError, match=f"block {bad}: expected one inside the pool"):
-            ops.plan_attention(Ragged.of([39], [40]), table, kv, None)
+            ops.plan_attention(RaggedBatch.from_positions([39], [40]), table, kv, None)
     with pytest.raises(ValueError, match=r"sequence 0 of 90 tokens: expected .* all its blocks"):
-        ops.plan_attention(Ragged.of([89], [90]), table, kv, None)
+        ops.plan_attention(RaggedBatch.from_positions([89], [90]), table, kv, None)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 33, 96])
@@ -191,7 +191,7 @@ def test_long_contexts_lose_nothing(ops, rng):
     kv, table = filled_pool(rng, torch.float32, lens, 16, 1, 1, 1, 16)
     kv.layer_views(0)[1].fill_(0.75)
     q, k = torch.randn(1, 2, 16), torch.randn(1, 1, 16)
-    plan = ops.plan_attention(Ragged.of([19_999], lens), table, kv, None)
+    plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), table, kv, None)
     found = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)
     assert relative_error(found, torch.full_like(found, 0.75)) < 1e-5
 
@@ -201,7 +201,7 @@ def plan_of(tables: list[list[int]], lens: list[int], window: int | None = None)
     kv = PagedKV(torch.zeros(2000 * 512), 512, 1, 16, 1, 1, 16)
     width = max(map(len, tables))
     table = np.array([[*row, *[0] * (width - len(row))] for row in tables])
-    return CpuKernels(CPU).plan_attention(Ragged.of([n - 1 for n in lens], lens), table, kv, window)
+    return CpuKernels(CPU).plan_attention(RaggedBatch.from_positions([n - 1 for n in lens], lens), table, kv, window)
 
 
 def test_which_prefixes_are_attended_once():

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kernels import sampling, select
-from kernels.sampling import SPAN, Draws, Kinds, _passed
+from kernels.sampling import SPAN, DrawSettings, RandomRows, _find_crossing
 from kernels.triton import backend as triton_ops
 
-Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
+Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
 
 
 @pytest.fixture(
@@ -36,30 +36,30 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return select("cpu", "triton").draw
 
 
-def draws_of(rows: int, vocab: int, **given: float) -> Draws:
+def draws_of(rows: int, vocab: int, **given: float) -> DrawSettings:
     """The same for all rows, each with a number of its own."""
     kinds = {"temperature": 1.0, "min_p": 0.0, "top_k": vocab, "top_p": 1.0} | given
     tensors = {name: torch.full((rows,), float(value)) for name, value in kinds.items()}
-    return Draws(
+    return DrawSettings(
         tensors["temperature"], tensors["min_p"], tensors["top_k"].int(), tensors["top_p"],
         torch.rand(rows, dtype=torch.float64),
     )  # fmt: skip
 
 
-def kept_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def kept_weights(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     """[rows, vocab] fp64, by a sort of all tokens: each weight relative to the greatest; 0 for what is not kept."""
     values = logits.double().nan_to_num(nan=float("-inf"), posinf=sampling.LOGIT_MAX, neginf=float("-inf"))
     values, order = values.clamp(max=sampling.LOGIT_MAX).sort(descending=True, stable=True)
     peak = values[:, :1].nan_to_num(neginf=0.0)
-    temperature = draws.temperature.double()[:, None]
+    temperature = settings.temperature.double()[:, None]
     cold = temperature == 0.0
     weights = ((values - peak) / temperature.masked_fill(cold, 1.0)).exp()
-    weights = weights * (weights >= draws.min_p.double()[:, None])
+    weights = weights * (weights >= settings.min_p.double()[:, None])
     rank = torch.arange(values.shape[1], device=values.device)
-    weights = weights * (rank < draws.top_k[:, None])
+    weights = weights * (rank < settings.top_k[:, None])
     below = weights.cumsum(-1) - weights
-    needed = draws.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
-    weights = weights * ((below < needed) | (draws.top_p[:, None] >= 1.0) | (rank == 0))
+    needed = settings.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
+    weights = weights * ((below < needed) | (settings.top_p[:, None] >= 1.0) | (rank == 0))
     weights = torch.where(cold, (rank == 0).double(), weights)
     return torch.zeros_like(weights).scatter_(1, order, weights)
 
@@ -82,33 +82,39 @@ def naive_weights(logits: list[float], temperature: float, min_p: float, top_k: 
     return [w if i in kept else 0.0 for i, w in enumerate(weights)]
 
 
-def check(draw: Draw, logits: torch.Tensor, draws: Draws, tolerance: float = 1e-5) -> None:
+def check(draw: Draw, logits: torch.Tensor, settings: DrawSettings, tolerance: float = 1e-5) -> None:
     """Every row's token is where the exact running sum passes its number, up to `tolerance` of the sum."""
     before = logits.clone()
-    tokens = draw(logits, draws)
+    tokens = draw(logits, settings)
     kinds = [
         0 if not t else 2 if k < logits.shape[1] or p < 1.0 else 1
-        for t, k, p in zip(draws.temperature.tolist(), draws.top_k.tolist(), draws.top_p.tolist(), strict=True)
+        for t, k, p in zip(settings.temperature.tolist(), settings.top_k.tolist(), settings.top_p.tolist(), strict=True)
     ]
-    known = Kinds([i for i, kind in enumerate(kinds) if kind == 1], [i for i, kind in enumerate(kinds) if kind == 2])
-    assert torch.equal(draw(logits, replace(draws, kinds=known)), tokens)
+    known = RandomRows(
+        [i for i, kind in enumerate(kinds) if kind == 1], [i for i, kind in enumerate(kinds) if kind == 2]
+    )
+    assert torch.equal(draw(logits, replace(settings, random_rows=known)), tokens)
     assert tokens.dtype == torch.int64
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
-    weights = kept_weights(logits, draws)
+    weights = kept_weights(logits, settings)
     ends = weights.cumsum(-1)
     assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
     places = tokens[:, None]
     weight, end, total = weights.gather(1, places)[:, 0], ends.gather(1, places)[:, 0], ends[:, -1]
-    inside = (end - weight <= (draws.at + tolerance) * total) & (end >= (draws.at - tolerance) * total) & (weight > 0)
+    inside = (
+        (end - weight <= (settings.uniforms + tolerance) * total)
+        & (end >= (settings.uniforms - tolerance) * total)
+        & (weight > 0)
+    )
     dead = total == 0
     assert (tokens[dead] == 0).all()
     wrong = (~inside & ~dead).nonzero()[:, 0].tolist()
-    assert not wrong, [(tokens[i], draws.of([i])) for i in wrong]
+    assert not wrong, [(tokens[i], settings.select_rows([i])) for i in wrong]
 
 
-def random_draws(rng: random.Random, rows: int, vocab: int) -> Draws:
+def random_draws(rng: random.Random, rows: int, vocab: int) -> DrawSettings:
     """Of which no two rows need be alike."""
-    return Draws(
+    return DrawSettings(
         torch.tensor([rng.choice((0.0, 0.3, 1.0, 1.7, 1e-5)) for _ in range(rows)]),
         torch.tensor([rng.choice((0.0, 0.0, 0.1, 0.9, 1.0)) for _ in range(rows)]),
         torch.tensor([rng.choice((1, 2, 7, 50, 400, vocab, vocab + 5)) for _ in range(rows)], dtype=torch.int32),
@@ -132,9 +138,9 @@ def test_kept_weights_are_the_naive_ones(rng):
         vocab = rng.choice((1, 5, 60))
         logits = torch.randn(6, vocab) * 3
         logits = logits.round() if rng.random() < 0.5 else logits
-        draws = random_draws(rng, 6, vocab)
-        for i, row in enumerate(kept_weights(logits, draws).tolist()):
-            kinds = [getattr(draws, name)[i].item() for name in ("temperature", "min_p", "top_k", "top_p")]
+        settings = random_draws(rng, 6, vocab)
+        for i, row in enumerate(kept_weights(logits, settings).tolist()):
+            kinds = [getattr(settings, name)[i].item() for name in ("temperature", "min_p", "top_k", "top_p")]
             naive = naive_weights(logits[i].double().tolist(), *kinds)
             exact = [w / sum(naive) for w in naive]
             assert [w / sum(row) for w in row] == pytest.approx(exact, abs=1e-9), kinds
@@ -153,9 +159,9 @@ def test_frequencies(draw, rng, given):
     rows, vocab = (3000, 60) if draw is sampling.draw else (100, 8)  # an interpreted row takes milliseconds
     torch.manual_seed(7)
     logits = (torch.randn(1, vocab) * 1.5).bfloat16().expand(rows, -1)
-    draws = draws_of(rows, vocab, **given)
-    found = torch.bincount(draw(logits, draws), minlength=vocab).double()
-    weights = kept_weights(logits[:1], draws.of([0]))[0]
+    settings = draws_of(rows, vocab, **given)
+    found = torch.bincount(draw(logits, settings), minlength=vocab).double()
+    weights = kept_weights(logits[:1], settings.select_rows([0]))[0]
     expected = weights / weights.sum() * rows
     assert found[expected == 0].sum() == 0
     # Tokens expected less than five times make one class.
@@ -172,8 +178,8 @@ def test_exactly_top_k_of_equal_logits(draw, rng):
     """All equal: the first k ids, each as likely as the others."""
     logits = torch.zeros(12, 300, dtype=torch.bfloat16)
     for given, kept in (({"top_k": 4}, 4), ({"top_p": 0.01}, 3)):
-        draws = replace(draws_of(12, 300, **given), at=(torch.arange(12, dtype=torch.float64) + 0.5) / 12)
-        assert draw(logits, draws).tolist() == [i * kept // 12 for i in range(12)]
+        settings = replace(draws_of(12, 300, **given), uniforms=(torch.arange(12, dtype=torch.float64) + 0.5) / 12)
+        assert draw(logits, settings).tolist() == [i * kept // 12 for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +225,10 @@ def test_a_real_vocabulary(draw, rng, dtype):
 
 def test_rows_do_not_depend_on_their_company(draw, rng):
     logits = torch.randn(9, 500) * 2
-    draws = random_draws(rng, 9, 500)
-    together = draw(logits, draws)
+    settings = random_draws(rng, 9, 500)
+    together = draw(logits, settings)
     order = torch.randperm(9)[:4]
-    assert torch.equal(draw(logits[order], draws.of(order)), together[order])
+    assert torch.equal(draw(logits[order], settings.select_rows(order)), together[order])
 
 
 def test_spans_draw_what_one_running_sum_draws() -> None:
@@ -237,4 +243,4 @@ def test_spans_draw_what_one_running_sum_draws() -> None:
         at[:8], at[8:16] = 0.0, 1.0 - 2.0**-53
         running = weights.double().cumsum(-1)
         wanted = torch.searchsorted(running, at[:, None] * running[:, -1:], right=True)[:, 0]
-        assert torch.equal(_passed(weights, at), wanted)
+        assert torch.equal(_find_crossing(weights, at), wanted)

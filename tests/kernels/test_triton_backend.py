@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PagedKV, Ragged, select
-from kernels.interface import KeptTable
+from kernels import PagedKV, RaggedBatch, select
+from kernels.interface import DeviceBlockTable
 from kernels.reference.backend import ReferenceKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -65,7 +65,7 @@ def test_decode_over_split_contexts(rng, window):
     lens = [1, 17, rng.randrange(513, 1200)]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    batch, exact, exact_kv = Ragged.of([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
+    batch, exact, exact_kv = RaggedBatch.from_positions([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
     plan = ops.plan_attention(batch, table, kv, window)
     assert plan.splits > 1
     found = ops.attention(q, k, v, kv, 1, plan, 0.3)
@@ -83,7 +83,10 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
     for members in ([0, 1, 2], [2], [1, 0]):
         before = kv.buffer.clone()
         some = [lens[i] for i in members]
-        batch, kept = Ragged.of([n - 1 for n in some], some), KeptTable.of(table, kv, DEVICE)
+        batch, kept = (
+            RaggedBatch.from_positions([n - 1 for n in some], some),
+            DeviceBlockTable.from_block_table(table, kv, DEVICE),
+        )
         kept = replace(kept, rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
@@ -124,7 +127,7 @@ def test_a_prompt_that_repeats_one_key(rng):
     decay, rate = torch.zeros(tokens, 2), torch.ones(tokens, 2)
     states = torch.randn(3, 2, 16, 16)
     exact_states = states.double()
-    batch, units = Ragged.of([0], [tokens]), np.array([1])
+    batch, units = RaggedBatch.from_positions([0], [tokens]), np.array([1])
     found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
     args = (x.double() for x in (q, k, v, decay, rate))
     expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
@@ -136,7 +139,7 @@ def test_sequences_without_queries_change_nothing(rng):
     ops = select(DEVICE, "triton")
     lens = [7, 20]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
-    batch = Ragged.of([6, 20], lens)  # the second computes nothing in this step
+    batch = RaggedBatch.from_positions([6, 20], lens)  # the second computes nothing in this step
     q, k, v = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
     out = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
     assert out.isfinite().all()
@@ -203,7 +206,7 @@ def test_keys_and_values_far_into_a_large_pool(rng):
     buffer = reserved(FAR + 8 * unit, torch.bfloat16)
     buffer[FAR:] = near.buffer
     far, table = PagedKV(buffer, unit, 1, 16, 1, 2, 16), np.array([[5, 3, 0], [1, 6, 7]])
-    batch = Ragged.of([40, 20], [41, 48])  # one decodes, one is a prompt
+    batch = RaggedBatch.from_positions([40, 20], [41, 48])  # one decodes, one is a prompt
     q, k, v = torch.randn(29, 4, 16), torch.randn(29, 2, 16), torch.randn(29, 2, 16)
     plan = exact.plan_attention(batch, table, twin(near), None)
     expected = exact.attention(q.double(), k.double(), v.double(), twin(near), 0, plan, 0.25)
@@ -217,7 +220,7 @@ def test_keys_and_values_far_into_a_large_pool(rng):
 
 def test_states_far_into_a_large_pool(rng):
     ops = select(DEVICE, "triton")
-    batch, units = Ragged.of([5, 0], [6, 70]), np.array([1, 2])
+    batch, units = RaggedBatch.from_positions([5, 0], [6, 70]), np.array([1, 2])
     tokens, stride = 71, 2**29
     inputs = {
         "x": torch.randn(tokens, 20), "weight": torch.randn(20, 4), "heads": torch.randn(tokens, 2, 16),

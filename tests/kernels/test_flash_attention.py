@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PagedKV, Ragged, backends, select
-from kernels.optional import pages
+from kernels import PagedKV, RaggedBatch, backends, select
+from kernels.flash_attention import pages
 from kernels.reference.backend import ReferenceKernels, attend
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -142,7 +142,7 @@ def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, versio
     ops, exact = select(CPU, "flash-attn"), ReferenceKernels(CPU)
     lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
     kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
-    batch, exact_kv = Ragged.of(starts, lens), replace(kv, buffer=kv.buffer.double())
+    batch, exact_kv = RaggedBatch.from_positions(starts, lens), replace(kv, buffer=kv.buffer.double())
     count = batch.token_count
     for window in (None, 11, None):
         plan = ops.plan_attention(batch, table, kv, window)
@@ -174,7 +174,7 @@ def test_what_a_package_does_not_take_is_computed_here(lent, rng, monkeypatch, b
     ops, lens = select(CPU, "flash-attn"), [40]
     kv, table = pool(lens, block_size, 1, dim, dtype)
     q, k, v = (torch.randn(40, heads, dim).to(dtype) for heads in (4, 2, 2))
-    batch = Ragged.of([0], lens)
+    batch = RaggedBatch.from_positions([0], lens)
     assert ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, None), 0.25).isfinite().all()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import KeptTable, PagedKV, Ragged
+from kernels.interface import DeviceBlockTable, PagedKV, RaggedBatch
 from kernels.transfer import to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan
@@ -42,8 +42,8 @@ class Prompts:
     """[prompts, width] int32: the row where each block begins, K of layer 0."""
     query_len_max: int
     window: int | None
-    batch: Ragged
-    table: KeptTable
+    batch: RaggedBatch
+    table: DeviceBlockTable
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -61,10 +61,10 @@ class PromptAttention(Protocol):
 
 def pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
     """K and V of a layer: [rows, block_size, kv_heads, dim] each, where page r begins at row r of layer 0."""
-    row, ahead = kv.row_elems, layer * kv.layer_rows
-    count = kv.buffer.numel() // row - ahead - 2 * kv.block_size + 1
+    row, layer_offset = kv.row_elems, layer * kv.layer_rows
+    count = kv.buffer.numel() // row - layer_offset - 2 * kv.block_size + 1
     shape = (count, kv.block_size, kv.num_kv_heads, kv.head_dim)
-    start = kv.buffer.storage_offset() + ahead * row
+    start = kv.buffer.storage_offset() + layer_offset * row
     k, v = (kv.buffer.as_strided(shape, (row, row, kv.head_dim, 1), start + i * kv.block_size * row) for i in (0, 1))
     return k, v
 
@@ -73,7 +73,7 @@ class FlashAttention3:
     """Raises ValueError where it is not installed."""
 
     def __init__(self) -> None:
-        self._attend = _function("flash_attn_interface", "flash_attn_with_kvcache")
+        self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
         k, v = pages(kv, layer)
@@ -93,7 +93,7 @@ class FlashAttention3:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredContext:
     """The contexts of prompts, one behind the other."""
 
     prompts: Prompts
@@ -108,42 +108,46 @@ class FlashAttention2:
     """Raises ValueError where it is not installed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._attend = _function("flash_attn", "flash_attn_varlen_func")
+        self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
-        self._gathered: dict[int, Gathered] = {}
+        self._context_by_group: dict[int, GatheredContext] = {}
         """By group: of the last step."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
-        known = self._gathered.get(id(kv))
-        if known is None or known.prompts is not prompts:
-            known = self._gathered[id(kv)] = self._gather(prompts, kv)
+        context = self._context_by_group.get(id(kv))
+        if context is None or context.prompts is not prompts:
+            context = self._context_by_group[id(kv)] = self._gather(prompts, kv)
         rows = kv.rows()[layer * kv.layer_rows :]
         shape = (-1, kv.num_kv_heads, kv.head_dim)
         out: Tensor = self._attend(
             q,
-            rows.index_select(0, known.rows).view(shape),
-            rows[kv.block_size :].index_select(0, known.rows).view(shape),
+            rows.index_select(0, context.rows).view(shape),
+            rows[kv.block_size :].index_select(0, context.rows).view(shape),
             cu_seqlens_q=prompts.query_starts,
-            cu_seqlens_k=known.starts,
+            cu_seqlens_k=context.starts,
             max_seqlen_q=prompts.query_len_max,
-            max_seqlen_k=known.len_max,
+            max_seqlen_k=context.len_max,
             softmax_scale=scale,
             causal=True,
             window_size=prompts.window_size,
         )
         return out
 
-    def _gather(self, prompts: Prompts, kv: PagedKV) -> Gathered:
-        batch, table, first = prompts.batch, prompts.table, prompts.batch.decode_count
-        lens = batch.context_lens[first:]
-        heads = kv.block_rows(table.here[table.rows[first:], : -(-int(lens.max()) // kv.block_size)])
-        rows = [(row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(heads, lens.tolist())]
+    def _gather(self, prompts: Prompts, kv: PagedKV) -> GatheredContext:
+        batch, table, first_prompt = prompts.batch, prompts.table, prompts.batch.decode_count
+        lens = batch.context_lens[first_prompt:]
+        block_start_rows = kv.block_rows(
+            table.host_blocks[table.rows[first_prompt:], : -(-int(lens.max()) // kv.block_size)]
+        )
+        rows = [
+            (row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(block_start_rows, lens.tolist())
+        ]
         starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
-        rows_there, starts_there = (to_device(x, self._device) for x in (np.concatenate(rows), starts))
-        return Gathered(prompts, rows_there, starts_there, int(lens.max()))
+        device_rows, device_starts = (to_device(x, self._device) for x in (np.concatenate(rows), starts))
+        return GatheredContext(prompts, device_rows, device_starts, int(lens.max()))
 
 
-def flash_attention(device: torch.device) -> PromptAttention:
+def prompt_attention(device: torch.device) -> PromptAttention:
     """FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
     try:
         return FlashAttention3()
@@ -151,7 +155,7 @@ def flash_attention(device: torch.device) -> PromptAttention:
         return FlashAttention2(device)
 
 
-class BorrowingKernels(TritonKernels):
+class FlashAttentionKernels(TritonKernels):
     """The Triton backend with prompts' attention from elsewhere."""
 
     name = "flash-attn"
@@ -160,10 +164,12 @@ class BorrowingKernels(TritonKernels):
         super().__init__(device)
         self._attend = attend
 
-    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
-        plan = super().plan_kept(batch, table, kv, window)
+    def plan_with_device_table(
+        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
+    ) -> AttentionPlan:
+        plan = super().plan_with_device_table(batch, table, kv, window)
         first = batch.decode_count
-        if first == len(batch.context_lens) or not _takes(kv):
+        if first == len(batch.context_lens) or not _supports(kv):
             return plan
         prompts = Prompts(
             first_token=int(batch.query_starts[first]),
@@ -175,12 +181,12 @@ class BorrowingKernels(TritonKernels):
             batch=batch,
             table=table,
         )
-        return replace(plan, borrowed=prompts)
+        return replace(plan, prompts=prompts)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        prompts: Prompts | None = plan.borrowed
+        prompts: Prompts | None = plan.prompts
         if prompts is None:
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
@@ -189,7 +195,7 @@ class BorrowingKernels(TritonKernels):
         return out
 
 
-def _takes(kv: PagedKV) -> bool:
+def _supports(kv: PagedKV) -> bool:
     """Whether FlashAttention takes such a pool."""
     return (
         kv.buffer.dtype in (torch.bfloat16, torch.float16)
@@ -199,10 +205,10 @@ def _takes(kv: PagedKV) -> bool:
     )
 
 
-def _function(module: str, name: str) -> Callable[..., Any]:
+def _import_function(module: str, name: str) -> Callable[..., Any]:
     """Raises ValueError where it is not installed."""
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"attention backend 'flash-attn': {name} of {module} is not installed ({error})") from error
-    return found
+    return function
