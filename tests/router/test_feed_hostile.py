@@ -38,10 +38,10 @@ from router.index import make_index
 from router.index.protocol import HolderId, PrefixIndex, Scope
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], description: str, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        assert time.monotonic() < end, f"not within {seconds} s: {description}"
         time.sleep(0.01)
 
 
@@ -49,21 +49,23 @@ class Recorder:
     """A handler that notes what it is told, and raises or hands back work as the test says."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Instruction]] = []
-        self.does: Callable[[str, Instruction], Callable[[], bool] | None] = lambda stream_id, instruction: None
+        self.instructions: list[tuple[str, Instruction]] = []
+        self.reply: Callable[[str, Instruction], Callable[[], bool] | None] = lambda stream_id, instruction: None
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
-        self.told.append((stream_id, instruction))
-        return self.does(stream_id, instruction)
+        self.instructions.append((stream_id, instruction))
+        return self.reply(stream_id, instruction)
 
     def connection_changed(self, stream_id: str, up: bool) -> None:
         pass
 
-    def applied(self, stream_id: str) -> int:
-        return sum(name == stream_id and isinstance(what, Apply) for name, what in list(self.told))
+    def count_applied(self, stream_id: str) -> int:
+        return sum(
+            name == stream_id and isinstance(instruction, Apply) for name, instruction in list(self.instructions)
+        )
 
     def kinds(self, stream_id: str) -> set[type]:
-        return {type(what) for name, what in list(self.told) if name == stream_id}
+        return {type(instruction) for name, instruction in list(self.instructions) if name == stream_id}
 
 
 class Pub:
@@ -84,26 +86,26 @@ class Pub:
         return StreamSource(name, f"tcp://127.0.0.1:{self.port}", config=StreamConfig(start_mode=StartMode.LIVE))
 
 
-KEPT: list[zmq.Socket[bytes]] = []
+OPEN_SOCKETS: list[zmq.Socket[bytes]] = []
 """Closed after the test."""
 
 
 def pub_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    KEPT.append(context.socket(zmq.PUB))
-    return KEPT[-1]
+    OPEN_SOCKETS.append(context.socket(zmq.PUB))
+    return OPEN_SOCKETS[-1]
 
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
     context: zmq.Context[Any] = zmq.Context()
     yield context
-    while KEPT:
-        KEPT.pop().close(0)
+    while OPEN_SOCKETS:
+        OPEN_SOCKETS.pop().close(0)
     context.term()
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[Any], EventFeed]]:
+def start_feed() -> Iterator[Callable[[Any], EventFeed]]:
     feeds: list[EventFeed] = []
 
     def start(handler: Any) -> EventFeed:
@@ -116,43 +118,43 @@ def started() -> Iterator[Callable[[Any], EventFeed]]:
         feed.close()
 
 
-def keep_sending(pub: Pub, condition: Callable[[], object], what: str) -> None:
-    def once() -> object:
+def keep_sending(pub: Pub, condition: Callable[[], object], description: str) -> None:
+    def send_and_check() -> object:
         pub.send()
         return condition()
 
-    until(once, what)
+    wait_until(send_and_check, description)
 
 
 def test_a_stream_that_raises_begins_anew_and_the_others_go_on(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     handler, good, bad = Recorder(), Pub(context), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
-    keep_sending(bad, lambda: handler.applied("bad"), "both are followed")
+    keep_sending(bad, lambda: handler.count_applied("bad"), "both are followed")
 
-    def poisoned(stream_id: str, instruction: Instruction) -> None:
+    def raise_for_bad(stream_id: str, instruction: Instruction) -> None:
         if stream_id == "bad" and isinstance(instruction, Apply):
             raise ValueError("planted")
 
-    handler.does = poisoned
+    handler.reply = raise_for_bad
     keep_sending(bad, lambda: feed.faults, "it raises")
     keep_sending(bad, lambda: {Clear, MalformedMessage} <= handler.kinds("bad"), "what it held is forgotten")
-    keep_sending(good, lambda: handler.applied("good") > 3, "the other is followed")
+    keep_sending(good, lambda: handler.count_applied("good") > 3, "the other is followed")
     assert feed.fault() is None
-    handler.does = lambda stream_id, instruction: None
-    before = handler.applied("bad")
-    keep_sending(bad, lambda: handler.applied("bad") > before, "it is followed again")
+    handler.reply = lambda stream_id, instruction: None
+    before = handler.count_applied("bad")
+    keep_sending(bad, lambda: handler.count_applied("bad") > before, "it is followed again")
 
 
 def test_whatever_line_raises_is_behind_the_guard(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     """Every method that the thread calls is made to raise once: the thread lives, and the fault is counted."""
     handler, pub = Recorder(), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(pub.source("a"))
     for name in (
         "_poll_once",
@@ -173,129 +175,135 @@ def test_whatever_line_raises_is_behind_the_guard(
         setattr(feed, name, fails)
         keep_sending(pub, lambda faults=faults: feed.faults > faults, f"{name} raises")
         setattr(feed, name, original)
-        before = handler.applied("a")
-        keep_sending(pub, lambda before=before: handler.applied("a") > before, f"after {name} the stream is followed")
+        before = handler.count_applied("a")
+        keep_sending(
+            pub, lambda before=before: handler.count_applied("a") > before, f"after {name} the stream is followed"
+        )
         with contextlib.suppress(KeyError):
             feed._streams["a"].faults = 0
     assert feed.fault() is None
 
 
 def test_a_thread_that_ended_shows_and_is_started_again(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     handler, pub = Recorder(), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(pub.source("a"))
-    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    keep_sending(pub, lambda: handler.count_applied("a"), "followed")
     assert not feed.restart_thread()
 
     def ends(stream_id: str, instruction: Instruction) -> None:
-        handler.does = lambda stream_id, instruction: None
+        handler.reply = lambda stream_id, instruction: None
         raise SystemExit
 
-    handler.does = ends
+    handler.reply = ends
     keep_sending(pub, feed.fault, "the end shows")
     assert "ended" in str(feed.fault())
     assert feed.restart_thread()
-    before = handler.applied("a")
-    keep_sending(pub, lambda: handler.applied("a") > before, "followed again")
+    before = handler.count_applied("a")
+    keep_sending(pub, lambda: handler.count_applied("a") > before, "followed again")
     assert feed.fault() is None
     assert Clear in handler.kinds("a")
 
 
 def test_a_stream_with_long_work_waits_for_the_others(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     """Between two slices of one stream's message the other's messages are applied."""
     handler, long, short = Recorder(), Pub(context), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(long.source("long"))
     feed.add(short.source("short"))
-    keep_sending(long, lambda: handler.applied("long"), "followed")
-    keep_sending(short, lambda: handler.applied("short"), "followed")
+    keep_sending(long, lambda: handler.count_applied("long"), "followed")
+    keep_sending(short, lambda: handler.count_applied("short"), "followed")
     slices: list[int] = []
 
-    def sliced(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
+    def work_in_slices(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
         if stream_id == "short":
             return None
 
-        def more() -> bool:
-            slices.append(handler.applied("short"))
+        def run_slice() -> bool:
+            slices.append(handler.count_applied("short"))
             short.send()
             time.sleep(0.01)
             return len(slices) < 40
 
-        return more
+        return run_slice
 
-    handler.does = sliced
+    handler.reply = work_in_slices
     long.send()
     long.send()
-    until(lambda: len(slices) >= 40, "all slices")
+    wait_until(lambda: len(slices) >= 40, "all slices")
     assert slices[-1] - slices[0] >= 15, "the short stream had its turns in between"
 
 
 def test_many_bytes_of_one_stream_are_applied_over_many_turns(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     handler, pub = Recorder(), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(pub.source("a"))
-    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    keep_sending(pub, lambda: handler.count_applied("a"), "followed")
     turns: list[int] = []
-    handler.does = lambda stream_id, instruction: turns.append(feed._thread.iteration)
+    handler.reply = lambda stream_id, instruction: turns.append(feed._thread.iteration)
     for _ in range(40):
         pub.send(bytes(100_000))
-    until(lambda: len(turns) >= 40, "applied")
+    wait_until(lambda: len(turns) >= 40, "applied")
     assert max(turns.count(turn) for turn in turns) <= 4  # one byte of before, and three of 100 kB
 
 
 def test_a_message_beyond_the_bound_ends_its_connection_alone(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("events.feed.REOPEN_S", 0.5)
     handler, good, bad = Recorder(), Pub(context), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
-    keep_sending(bad, lambda: handler.applied("bad"), "followed")
+    keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
     bad.send(bytes(MESSAGE_BYTES_MAX + 1))
-    keep_sending(good, lambda: handler.applied("good") > 5, "the other is followed")
-    assert all(len(what.payload) <= MESSAGE_BYTES_MAX for _, what in handler.told if isinstance(what, Apply))
-    before = handler.applied("bad")
-    keep_sending(bad, lambda: handler.applied("bad") > before, "it may come back")
+    keep_sending(good, lambda: handler.count_applied("good") > 5, "the other is followed")
+    assert all(
+        len(instruction.payload) <= MESSAGE_BYTES_MAX
+        for _, instruction in handler.instructions
+        if isinstance(instruction, Apply)
+    )
+    before = handler.count_applied("bad")
+    keep_sending(bad, lambda: handler.count_applied("bad") > before, "it may come back")
 
 
-def test_a_stream_that_could_not_be_opened_is_tried_again(started: Callable[[Any], EventFeed]) -> None:
+def test_a_stream_that_could_not_be_opened_is_tried_again(start_feed: Callable[[Any], EventFeed]) -> None:
     handler = Recorder()
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(StreamSource("a", "tcp://no port"))
-    until(lambda: MalformedMessage in handler.kinds("a"), "the failure is told")
-    first = len(handler.told)
-    until(lambda: len(handler.told) > first, "tried again")
+    wait_until(lambda: MalformedMessage in handler.kinds("a"), "the failure is told")
+    first = len(handler.instructions)
+    wait_until(lambda: len(handler.instructions) > first, "tried again")
     feed.remove("a")
-    until(lambda: not feed._unopened_sources, "forgotten")
+    wait_until(lambda: not feed._unopened_sources, "forgotten")
 
 
-def test_more_streams_than_zeromq_has_sockets_by_default(started: Callable[[Any], EventFeed]) -> None:
+def test_more_streams_than_zeromq_has_sockets_by_default(start_feed: Callable[[Any], EventFeed]) -> None:
     """341 were the end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4_000 if hard == resource.RLIM_INFINITY else min(4_000, hard)
-    if wanted < 3_000:
+    file_limit = 4_000 if hard == resource.RLIM_INFINITY else min(4_000, hard)
+    if file_limit < 3_000:
         pytest.skip(f"this machine allows {hard} open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, file_limit), hard))
     handler = Recorder()
-    feed = started(handler)
+    feed = start_feed(handler)
     for number in range(600):
         feed.add(StreamSource(f"w{number}", f"tcp://127.0.0.1:{1 + number % 1000}"))
-    until(lambda: len(feed._streams) + len(feed._unopened_sources) == 600, "all are added", 60.0)
+    wait_until(lambda: len(feed._streams) + len(feed._unopened_sources) == 600, "all are added", 60.0)
     assert len(feed._streams) == 600
 
 
 # -- publishers that connect to us -------------------------------------------------------------------------------------
 
 
-def stored(first: int, count: int) -> list[Event]:
+def block_events(first: int, count: int) -> list[Event]:
     names: list[Any] = list(range(first + 1, first + count + 1))
     tokens = [token for name in names for token in [name] * 4]
     return [BlockStored(names, first or None, tokens, 4, None, "GPU", None)]
@@ -314,13 +322,13 @@ def index_feed(index: PrefixIndex) -> Iterator[IndexFeed]:
     feed.close()
 
 
-def cached(index: PrefixIndex, holder: HolderId) -> int:
+def count_cached_tokens(index: PrefixIndex, holder: HolderId) -> int:
     prompt = [token for name in range(1, 100) for token in [name] * 4]
     return next((match.tokens for match in index.match(prompt, Scope("m")) if match.holder == holder), 0)
 
 
 def bound(feed: IndexFeed) -> Any:
-    until(lambda: feed.events._subscriptions, "the socket is bound")
+    wait_until(lambda: feed.events._subscriptions, "the socket is bound")
     return next(iter(feed.events._subscriptions.values()))
 
 
@@ -335,15 +343,15 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
     subscription = bound(index_feed)
 
     def spoke() -> bool:
-        pub.publish(stored(0, 2))
+        pub.publish(block_events(0, 2))
         return bool(subscription.unclaimed_topics)
 
-    until(spoke, "it is heard, and nobody knows it")
+    wait_until(spoke, "it is heard, and nobody knows it")
     holder = index.add_holder("h:8000", "m")
-    asked = resolve_endpoint(str(pub.source().replay_endpoint), "127.0.0.1")
-    source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=asked, topic="kv@h:8000@m")
+    replay_endpoint = resolve_endpoint(str(pub.source().replay_endpoint), "127.0.0.1")
+    source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=replay_endpoint, topic="kv@h:8000@m")
     index_feed.follow("h:8000", [source], [holder])
-    until(lambda: cached(index, holder) == 8, "what it holds is known without another word")
+    wait_until(lambda: count_cached_tokens(index, holder) == 8, "what it holds is known without another word")
     assert not subscription.unclaimed_topics
     pub.close()
 
@@ -355,7 +363,7 @@ def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: Ind
     subscription = bound(index_feed)
     number = 0
 
-    def more() -> bool:
+    def send_unclaimed() -> bool:
         nonlocal number
         for _ in range(500):
             number += 1
@@ -363,16 +371,16 @@ def test_unclaimed_topics_are_bounded(context: zmq.Context[Any], index_feed: Ind
             socket.send_multipart([b"%d" % number * TOPIC_BYTES_MAX, pack_seq(0), b"x"])
         return index_feed.events.ignored_messages > 3 * TOPICS_MAX
 
-    until(more, "they are heard")
+    wait_until(send_unclaimed, "they are heard")
     assert 0 < len(subscription.unclaimed_topics) <= TOPICS_MAX
     assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.unclaimed_topics)
     assert not subscription.streams_by_topic
     assert not subscription.topic_connections
 
 
-def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started: Callable[[Any], EventFeed]) -> None:
+def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]) -> None:
     handler = Recorder()
-    feed = started(handler)
+    feed = start_feed(handler)
     address = feed.bind(
         "tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(start_mode=StartMode.LIVE))
     )
@@ -383,22 +391,22 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started:
     def holds(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
         return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
 
-    handler.does = holds
+    handler.reply = holds
     for seq in range(3 * WAITING_MAX):
         socket.send_multipart([b"a", pack_seq(seq), b"x"])
         time.sleep(0.0001)
-    until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
+    wait_until(lambda: "a" in feed._streams and feed._streams["a"].state.stats.dropped_messages, "it overflows")
     assert len(feed._streams["a"].pending) <= WAITING_MAX
-    until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
+    wait_until(lambda: DroppedMessages in handler.kinds("a"), "it is told")
     release.set()
 
 
 def test_the_bytes_that_wait_for_one_topic_are_bounded(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_sockets, "WAITING_BYTES_MAX", 10_000)
     handler = Recorder()
-    feed = started(handler)
+    feed = start_feed(handler)
     address = feed.bind(
         "tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(start_mode=StartMode.LIVE))
     )
@@ -412,60 +420,60 @@ def test_the_bytes_that_wait_for_one_topic_are_bounded(
     def send() -> None:
         socket.send_multipart([b"a", pack_seq(next(seq)), b"x" * 1000])
 
-    handler.does = holds
+    handler.reply = holds
 
     def overflows() -> bool:
         send()
         return DroppedMessages in handler.kinds("a")
 
-    until(overflows, "it overflows")
+    wait_until(overflows, "it overflows")
     assert feed._streams["a"].pending_bytes <= 11_000
     release.set()
-    before = handler.applied("a")
-    until(lambda: [send(), handler.applied("a") > before + 20][1], "it is followed again")
-    until(lambda: feed._streams["a"].pending_bytes == 0, "nothing waits")
+    before = handler.count_applied("a")
+    wait_until(lambda: [send(), handler.count_applied("a") > before + 20][1], "it is followed again")
+    wait_until(lambda: feed._streams["a"].pending_bytes == 0, "nothing waits")
 
 
 def test_no_socket_keeps_more_bytes_than_told(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ counts messages: of every socket that others send to, how many it keeps times how long one may be."""
-    opened: list[zmq.Socket[bytes]] = []
+    sockets: list[zmq.Socket[bytes]] = []
     original = zmq.Context.socket
 
-    def noted(self: zmq.Context[Any], *args: Any, **more: Any) -> Any:
-        opened.append(original(self, *args, **more))
-        return opened[-1]
+    def open_socket(self: zmq.Context[Any], *args: Any, **kwargs: Any) -> Any:
+        sockets.append(original(self, *args, **kwargs))
+        return sockets[-1]
 
-    monkeypatch.setattr(zmq.Context, "socket", noted)
-    feed, pub = started(Recorder()), Pub(context)
+    monkeypatch.setattr(zmq.Context, "socket", open_socket)
+    feed, pub = start_feed(Recorder()), Pub(context)
     feed.bind("tcp://127.0.0.1:*", lambda topic: None)
     feed.add(dataclasses.replace(pub.source("a"), replay_endpoint="tcp://127.0.0.1:9", config=StreamConfig()))
     kinds = (zmq.SUB, zmq.DEALER)
-    until(lambda: sum(socket.type in kinds for socket in list(opened)) >= 3, "all are opened")
-    for socket in list(opened):
+    wait_until(lambda: sum(socket.type in kinds for socket in list(sockets)) >= 3, "all are opened")
+    for socket in list(sockets):
         if socket.type in kinds:
             assert socket.rcvhwm * socket.getsockopt(zmq.MAXMSGSIZE) == 256 << 20
 
 
 def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     handler, pub = Recorder(), Pub(context, keeps=100_000)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(pub.source("a"))
-    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    keep_sending(pub, lambda: handler.count_applied("a"), "followed")
     release = threading.Event()
 
     def holds(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
         return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
 
-    handler.does = holds
+    handler.reply = holds
     for _ in range(5_000):
         pub.send(b"x" * 200)
     release.set()
-    handler.does = lambda stream_id, instruction: None
-    until(lambda: (feed._streams["a"].state.position or (0, 0))[0] == pub.seq - 1, "all of it")
+    handler.reply = lambda stream_id, instruction: None
+    wait_until(lambda: (feed._streams["a"].state.position or (0, 0))[0] == pub.seq - 1, "all of it")
     assert not {DroppedMessages, Gap} & handler.kinds("a")
 
 
@@ -475,28 +483,28 @@ class Replier:
     def __init__(self, context: zmq.Context[Any], replies: list[list[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.asked = 0
-        self._replies, self._ended = replies, threading.Event()
+        self.request_count = 0
+        self._replies, self._stop = replies, threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.is_set():
+        while not self._stop.is_set():
             if self.socket.poll(20):
                 identity, *_ = self.socket.recv_multipart()
-                self.asked += 1
+                self.request_count += 1
                 for frames in self._replies:
                     self.socket.send_multipart([identity, b"", *frames])
 
     def close(self) -> None:
-        self._ended.set()
+        self._stop.set()
         self._thread.join()
         self.socket.close(0)
 
 
 @pytest.mark.parametrize("bytes_max", [256 << 20, 50_000])
 def test_replies_wait_here_and_not_in_zeromq(
-    bytes_max: int, context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    bytes_max: int, context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow handler loses no reply of a ROUTER with its usual bounds; beyond our bytes they are asked for anew."""
     monkeypatch.setattr(feed_sockets, "REPLIES_BYTES_MAX", bytes_max)
@@ -504,11 +512,11 @@ def test_replies_wait_here_and_not_in_zeromq(
     replier = Replier(context, [*ring, [pack_seq(END_SEQ), b""]])
     handler, pub = Recorder(), Pub(context)
     pub.seq = 800
-    handler.does = lambda stream_id, instruction: (
+    handler.reply = lambda stream_id, instruction: (
         time.sleep(0.001) or (lambda: False) if isinstance(instruction, Apply) else None
     )
     try:
-        feed = started(handler)
+        feed = start_feed(handler)
         source = dataclasses.replace(
             pub.source("a"),
             replay_endpoint=f"tcp://127.0.0.1:{replier.port}",
@@ -516,13 +524,13 @@ def test_replies_wait_here_and_not_in_zeromq(
         )
         feed.add(source)
         if bytes_max > 10**6:
-            keep_sending(pub, lambda: handler.applied("a") >= 800, "the ring is replayed")
-            applied = [what.seq for _, what in list(handler.told) if isinstance(what, Apply)]
-            assert applied[:800] == list(range(800))
+            keep_sending(pub, lambda: handler.count_applied("a") >= 800, "the ring is replayed")
+            applied_seqs = [apply.seq for _, apply in list(handler.instructions) if isinstance(apply, Apply)]
+            assert applied_seqs[:800] == list(range(800))
             assert DroppedMessages not in handler.kinds("a")
         else:
             keep_sending(pub, lambda: DroppedMessages in handler.kinds("a"), "the replies are too many")
-            keep_sending(pub, lambda: replier.asked >= 2, "it asks again")
+            keep_sending(pub, lambda: replier.request_count >= 2, "it asks again")
             assert feed._streams["a"].reply_bytes <= bytes_max + 300
             assert feed.fault() is None
             assert not feed.faults
@@ -539,36 +547,36 @@ def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIn
     payload = msgspec.msgpack.encode([0.0, [["x"]] * 1_000_000, 0])
     from events.stream_types import Origin
 
-    more = index_feed.handle(large, Apply(0, payload, Origin.LIVE), b"")
+    run_slice = index_feed.handle(large, Apply(0, payload, Origin.LIVE), b"")
     slices = 1
-    while more is not None and more():
+    while run_slice is not None and run_slice():
         slices += 1
         if slices == 3:
-            batch = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(event) for event in stored(0, 2)], 0])
+            batch = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(event) for event in block_events(0, 2)], 0])
             assert index_feed.handle(small, Apply(0, batch, Origin.LIVE), b"") is None
-            assert cached(index, holders[1]) == 8
+            assert count_cached_tokens(index, holders[1]) == 8
     assert 10 < slices < 200
     assert index_feed.totals()["a"]["unknown_events"] == 1_000_000
 
 
 def test_what_is_done_about_an_error_may_raise_too(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler raises for whatever it is told, for ever, and the thread lives; pauses do not grow without bound."""
     handler, good, bad = Recorder(), Pub(context), Pub(context)
-    feed = started(handler)
+    feed = start_feed(handler)
     feed.add(good.source("good"))
     feed.add(bad.source("bad"))
-    keep_sending(bad, lambda: handler.applied("bad"), "followed")
+    keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
     feed._streams["bad"].faults = 5_000
 
     def raises(stream_id: str, instruction: Instruction) -> None:
         if stream_id == "bad":
             raise MemoryError
 
-    handler.does = raises
+    handler.reply = raises
     keep_sending(bad, lambda: feed.faults >= 3, "the error, and the two notices about it")
-    keep_sending(good, lambda: handler.applied("good") > 3, "the other is followed")
+    keep_sending(good, lambda: handler.count_applied("good") > 3, "the other is followed")
     assert feed.fault() is None
     again_at = feed._streams["bad"].retry_at
     assert again_at is not None
@@ -576,33 +584,33 @@ def test_what_is_done_about_an_error_may_raise_too(
 
 
 def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
-    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
 ) -> None:
     """Neither with what is no message nor by claiming a worker that is there under another topic."""
     handler = Recorder()
-    feed = started(handler)
+    feed = start_feed(handler)
     config = StreamConfig(start_mode=StartMode.LIVE)
     address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic.split("@")[0], "", config=config))
-    own, stranger = pub_socket(context), pub_socket(context)
-    for socket in (own, stranger):
+    worker_socket, stranger_socket = pub_socket(context), pub_socket(context)
+    for socket in (worker_socket, stranger_socket):
         socket.connect(address)
     seq = 0
 
     def says() -> bool:
         nonlocal seq
-        own.send_multipart([b"w@1", pack_seq(seq), b"x"])
+        worker_socket.send_multipart([b"w@1", pack_seq(seq), b"x"])
         seq += 1
-        return handler.applied("w") > 3
+        return handler.count_applied("w") > 3
 
-    until(says, "followed")
+    wait_until(says, "followed")
     before = feed._streams["w"]
 
     def disturbs() -> bool:
         says()
-        stranger.send_multipart([b"w@2", pack_seq(0), b"y"])
-        stranger.send_multipart([b"junk"])
+        stranger_socket.send_multipart([b"w@2", pack_seq(0), b"y"])
+        stranger_socket.send_multipart([b"junk"])
         return feed.ignored_messages > 20
 
-    until(disturbs, "heard")
+    wait_until(disturbs, "heard")
     assert feed._streams["w"] is before
     assert handler.kinds("w") == {Apply}

@@ -67,13 +67,13 @@ def test_what_can_be_one_is_taken(url: str, normal: str) -> None:
 
 
 def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
-    nothing = cast(Any, None)
+    unused = cast(Any, None)
     core = cast(Any, type("Core", (), {"workers": {}}))
-    return Fleet(core, prober, nothing, nothing, nothing, config or FleetConfig(), now=lambda: 0.0)
+    return Fleet(core, prober, unused, unused, unused, config or FleetConfig(), now=lambda: 0.0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "error_text"),
     [
         ({}, "url= is missing"),
         ({"url": "http://a b"}, "http://a b"),
@@ -85,31 +85,31 @@ def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
         ({"url": "http://a:1", "cache_tokens": 0}, "cache_tokens"),
     ],
 )
-def test_what_is_posted_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+def test_what_is_posted_is_refused_by_name(settings: dict[str, Any], error_text: str) -> None:
     async def run() -> None:
         fleet = fleet_of(None)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=error_text):
             await fleet.add(settings)
         assert fleet.starting_reasons() == {}
 
     asyncio.run(run())
 
 
-class Silent:
+class DeadWorkerProber:
     """A prober that finds nobody, for the reasons given."""
 
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
         return WorkerFacts(False, self._reasons.pop(0))
 
 
 def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
     async def run() -> None:
-        refused = [f"ConnectError: attempt {n}" for n in range(6)]
+        connect_errors = [f"ConnectError: attempt {n}" for n in range(6)]
         fleet = fleet_of(
-            Silent(*refused, "/v1/models answers 503", "/v1/models answers 503"),
+            DeadWorkerProber(*connect_errors, "/v1/models answers 503", "/v1/models answers 503"),
             FleetConfig(starting_s=0.5, starting_s_max=5.0),
         )
         member = _Member(parse_worker_flag("http://h:1"), "operator")
@@ -125,13 +125,13 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
     asyncio.run(run())
 
 
-class Asked:
+class RecordingProber:
     """A prober that finds nobody and tells when it is asked."""
 
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
 
-    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
         return WorkerFacts(False, "refused")
 
@@ -142,35 +142,35 @@ RARELY = FleetConfig(starting_s=3600.0, starting_s_max=3600.0)
 
 def test_a_worker_is_left_also_in_the_moment_in_which_traffic_fails() -> None:
     async def run() -> None:
-        asked = Asked()
-        fleet = fleet_of(asked, RARELY)
+        prober = RecordingProber()
+        fleet = fleet_of(prober, RARELY)
         await fleet.add({"url": "http://h:1"})
-        await asked.workers.get()
+        await prober.workers.get()
         for _ in range(5):
             await asyncio.sleep(0)  # it waits now
         fleet.check_soon("h:1")
         await asyncio.wait_for(fleet.close(), 30)
-        assert asked.workers.empty()
+        assert prober.workers.empty()
 
     asyncio.run(run())
 
 
 def test_one_that_is_named_again_is_asked_at_once() -> None:
     async def run() -> None:
-        asked = Asked()
-        fleet = fleet_of(asked, RARELY)
+        prober = RecordingProber()
+        fleet = fleet_of(prober, RARELY)
         for _ in range(3):
             assert await fleet.add({"url": "http://h:1"}) == "h:1"
-            assert await asyncio.wait_for(asked.workers.get(), 30) == "h:1"
+            assert await asyncio.wait_for(prober.workers.get(), 30) == "h:1"
         await fleet.close()
 
     asyncio.run(run())
 
 
-class Odd:
+class FailingProber:
     """A prober whose answers the router cannot bear."""
 
-    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
         raise OverflowError("a number of the worker's")
 
 
@@ -179,7 +179,7 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
     monkeypatch.setattr("router.fleet.members.RESTART_S_MAX", 0.004)
 
     async def run() -> None:
-        fleet = fleet_of(Odd())
+        fleet = fleet_of(FailingProber())
         await fleet.add({"url": "http://h:1"})
         while fleet.failed_checks["h:1"] < 5:
             await asyncio.sleep(0.001)
@@ -195,12 +195,12 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
 
 def test_a_worker_that_is_added_later_gets_the_key_only_where_that_is_said() -> None:
     async def run() -> None:
-        fleet = fleet_of(Asked(), RARELY)
+        fleet = fleet_of(RecordingProber(), RARELY)
         fleet.watch(parse_worker_flag("http://a:1"), origin="operator")
         await fleet.add({"url": "http://b:1"})
         await fleet.add({"url": "http://c:1", "send_key": 1})
-        keyed = {name: fleet.may_receive_api_key(name) for name in ("a:1", "b:1", "c:1", "unknown")}
-        assert keyed == {"a:1": True, "b:1": False, "c:1": True, "unknown": False}
+        may_receive_key = {name: fleet.may_receive_api_key(name) for name in ("a:1", "b:1", "c:1", "unknown")}
+        assert may_receive_key == {"a:1": True, "b:1": False, "c:1": True, "unknown": False}
         await fleet.close()
 
     asyncio.run(run())
@@ -209,50 +209,50 @@ def test_a_worker_that_is_added_later_gets_the_key_only_where_that_is_said() -> 
 def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_it_says_nothing() -> None:
     """Health is looked at while an answer about the load is out; what came is handed to the core."""
 
-    class Slow:
+    class SlowProber:
         def __init__(self) -> None:
-            self.looks, self.asked, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
+            self.health_checks, self.load_polls, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
 
-        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
             return WorkerFacts(True, models=(ServedModel("m", "m"),))
 
         async def check_health(self, flag: WorkerFlag) -> None:
-            self.looks += 1
+            self.health_checks += 1
 
         async def models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
             return (ServedModel("m", "m"),), {}
 
         async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
-            self.asked += 1
+            self.load_polls += 1
             return await self.answers.get()
 
     async def run() -> None:
-        prober: Any = Slow()
+        prober: Any = SlowProber()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = feed_of()
         prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 
-        async def looks(more: int) -> None:
-            until = prober.looks + more
-            while prober.looks < until:
+        async def wait_for_health_checks(count: int) -> None:
+            target_count = prober.health_checks + count
+            while prober.health_checks < target_count:
                 await asyncio.sleep(0.001)
 
         await fleet.add({"url": "http://h:1", "events": "none"})
-        await looks(5)
-        assert prober.asked == 1, "it has not answered yet"
+        await wait_for_health_checks(5)
+        assert prober.load_polls == 1, "it has not answered yet"
         prober.answers.put_nowait([EngineLoad(3, 1, 0.5)])
-        await looks(3)
-        assert prober.asked == 1
+        await wait_for_health_checks(3)
+        assert prober.load_polls == 1
         assert core.snapshot(0.0).workers[0].engine_load == EngineLoad(3, 1, 0.5)
         times = []
         for second in range(1, 40):
             now[0] = float(second)
             prober.answers.put_nowait([None])
-            before = prober.asked
-            await looks(3)
-            times += [second] * (prober.asked - before)
+            before = prober.load_polls
+            await wait_for_health_checks(3)
+            times += [second] * (prober.load_polls - before)
         assert times == [4, 8, 16, 32]
         await fleet.close()
 
@@ -269,11 +269,11 @@ class Page:
     def __init__(self) -> None:
         self.names = ["base"]
         self.metrics = ""
-        self.asked: Counter[str] = Counter()
+        self.request_counts: Counter[str] = Counter()
         self.status = 200
 
     async def answer(self, request: web.Request) -> web.Response:
-        self.asked[request.path] += 1
+        self.request_counts[request.path] += 1
         if request.path == "/v1/models":
             cards = [{"id": name, "owned_by": "vllm", "parent": "base" if name != "base" else None}
                      for name in self.names]  # fmt: skip
@@ -298,38 +298,39 @@ async def watching(page: Page, config: FleetConfig, feed: Any) -> AsyncIterator[
         now = asyncio.get_running_loop().time
         fleet = Fleet(core, Prober(session), feed, prompts, lambda _: None, config, now=now)
         name = await fleet.add({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "events": "none"})
-        await until(lambda: name in core.workers)
+        await wait_until(lambda: name in core.workers)
         yield fleet, core, name
         await fleet.close()
     await runner.cleanup()
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def wait_until(holds: Callable[[], object]) -> None:
     while not holds():
         await asyncio.sleep(0.002)
 
 
-def feed_of(**more: Any) -> Any:
-    nothing = {"follow": lambda *_, **__: None, "incomplete_ranks": lambda _: {}, "forget": lambda _: None,
+def feed_of(**methods: Any) -> Any:
+    default_methods = {"follow": lambda *_, **__: None, "incomplete_ranks": lambda _: {}, "forget": lambda _: None,
                "clear_worker": lambda _: None, "room_for": lambda _: 100}  # fmt: skip
-    return SimpleNamespace(**{**nothing, **more})
+    return SimpleNamespace(**{**default_methods, **methods})
 
 
 def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(caplog: Any) -> None:
-    class Many:
+    class ManyStreamsProber:
         streams = 3
 
-        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
             sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
             return WorkerFacts(True, models=(ServedModel("m", "m"),), sources=sources, cache_tokens=160)
 
     async def run() -> None:
-        followed: list[tuple[int, int]] = []
-        prober = Many()
+        follow_calls: list[tuple[int, int]] = []
+        prober = ManyStreamsProber()
         core = RouterCore(make_index(seed=1), CoreConfig())
         prompts: Any = SimpleNamespace(discover_tokenizer=no_tokenizer, forget_worker=lambda _: None)
         feed = feed_of(
-            room_for=lambda _: 2, follow=lambda _, sources, *__, blocks_max: followed.append((len(sources), blocks_max))
+            room_for=lambda _: 2,
+            follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
         )
         now = asyncio.get_running_loop().time
         fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
@@ -339,8 +340,8 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         for streams in (3, 3, 2):
             prober.streams = streams
             assert await fleet._join(member)
-        assert [count for count, _ in followed] == [0, 0, 2]
-        assert followed[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
+        assert [count for count, _ in follow_calls] == [0, 0, 2]
+        assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
         assert sum("room for 2" in record.message for record in caplog.records) == 1
         await fleet.close()
@@ -349,13 +350,17 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
 
 
 def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
-    def most(**told: Any) -> int:
-        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **told)) - BLOCKS_MIN
+    def extra_blocks_max(**spec_fields: Any) -> int:
+        return blocks_max(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **spec_fields)) - BLOCKS_MIN
 
-    assert most() == BLOCKS_MAX_DEFAULT - BLOCKS_MIN
-    assert most(cache_tokens=1600) == most(cache_tokens=1600, block_size=528) == 100 * BLOCKS_FACTOR
-    assert most(cache_tokens=1600, block_size=1) == 1600 * BLOCKS_FACTOR
-    assert most(cache_tokens=1600, host_tokens=3200, ranks=3) == 100 * BLOCKS_FACTOR
+    assert extra_blocks_max() == BLOCKS_MAX_DEFAULT - BLOCKS_MIN
+    assert (
+        extra_blocks_max(cache_tokens=1600)
+        == extra_blocks_max(cache_tokens=1600, block_size=528)
+        == 100 * BLOCKS_FACTOR
+    )
+    assert extra_blocks_max(cache_tokens=1600, block_size=1) == 1600 * BLOCKS_FACTOR
+    assert extra_blocks_max(cache_tokens=1600, host_tokens=3200, ranks=3) == 100 * BLOCKS_FACTOR
     assert event_streams_max(20_000) < 20_000 // 4
     assert event_streams_max(1) == 1
 
@@ -368,15 +373,15 @@ def test_models_are_looked_at_with_the_health_check() -> None:
         async with watching(page, FleetConfig(health_s=0.001), feed_of()) as (_, core, name):
             for names in (["base", "tuned"], ["base"], ["other"], ["other", "other-2"]):
                 page.names = names
-                await until(lambda names=names: sorted(core.workers[name].models) == names)
+                await wait_until(lambda names=names: sorted(core.workers[name].models) == names)
             page.names = ["base"]
             page.status = 503
-            asked = page.asked["/v1/models"]
-            await until(lambda: page.asked["/v1/models"] > asked + 3)
+            request_count = page.request_counts["/v1/models"]
+            await wait_until(lambda: page.request_counts["/v1/models"] > request_count + 3)
             assert sorted(core.workers[name].models) == ["other", "other-2"], "it does not say: as before"
             page.names, page.status = [], 200
-            asked = page.asked["/v1/models"]
-            await until(lambda: page.asked["/v1/models"] > asked + 3)
+            request_count = page.request_counts["/v1/models"]
+            await wait_until(lambda: page.request_counts["/v1/models"] > request_count + 3)
             assert sorted(core.workers[name].models) == ["other", "other-2"]
 
     asyncio.run(run())
@@ -389,12 +394,12 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
             page.names = ["base", "tuned"]
             await asyncio.gather(*(fleet.discover_model("tuned") for _ in range(100)))
             assert core.resolve_model("tuned") == ServedModel("tuned", "base", lora="tuned")
-            looks = page.asked["/v1/models"]
-            assert looks <= 4, "joined, looked for, joined again"
+            request_count = page.request_counts["/v1/models"]
+            assert request_count <= 4, "joined, looked for, joined again"
             page.names.append("later")
             for _ in range(100):
                 await fleet.discover_model("later")
-            assert page.asked["/v1/models"] == looks
+            assert page.request_counts["/v1/models"] == request_count
             fleet._discovered_s = -1e9  # a while later
             await fleet.discover_model("nonsense")
             assert core.resolve_model("later") is not None
@@ -436,29 +441,29 @@ def sleep_state(awake: int, engine: int = 0) -> str:
 
 def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
     async def run() -> None:
-        page, emptied = Page(), list[str]()
+        page, cleared_workers = Page(), list[str]()
         page.metrics = sleep_state(1)
         config = FleetConfig(health_s=0.001, loads_s=0.001)
-        async with watching(page, config, feed_of(clear_worker=emptied.append)) as (fleet, core, name):
+        async with watching(page, config, feed_of(clear_worker=cleared_workers.append)) as (fleet, core, name):
             worker = core.workers[name]
-            await until(lambda: core.snapshot(0.0).workers[0].engine_load)
-            assert (worker.state, emptied) == (WorkerState.UP, [])
+            await wait_until(lambda: core.snapshot(0.0).workers[0].engine_load)
+            assert (worker.state, cleared_workers) == (WorkerState.UP, [])
             page.metrics = sleep_state(0)
-            await until(lambda: worker.state is WorkerState.SLEEPING)
-            assert emptied == [name]
-            refused = core.route(request("r", [1, 2, 3], model="base"), 0.0)
-            assert isinstance(refused, Refuse)
-            assert (refused.status, refused.message) == (503, "No worker of model 'base' is up: 1 sleeping.")
+            await wait_until(lambda: worker.state is WorkerState.SLEEPING)
+            assert cleared_workers == [name]
+            refusal = core.route(request("r", [1, 2, 3], model="base"), 0.0)
+            assert isinstance(refusal, Refuse)
+            assert (refusal.status, refusal.message) == (503, "No worker of model 'base' is up: 1 sleeping.")
             page.metrics = ""  # it does not answer: as before
-            asked = page.asked["/metrics"]
-            await until(lambda: page.asked["/metrics"] > asked + 3)
+            request_count = page.request_counts["/metrics"]
+            await wait_until(lambda: page.request_counts["/metrics"] > request_count + 3)
             assert worker.state is WorkerState.SLEEPING
             page.metrics = sleep_state(1)
-            await until(lambda: worker.state is WorkerState.UP)
-            assert emptied == [name, name], "what came meanwhile is not believed either"
+            await wait_until(lambda: worker.state is WorkerState.UP)
+            assert cleared_workers == [name, name], "what came meanwhile is not believed either"
             await fleet.drain(name, on=True)
             page.metrics = sleep_state(0)
-            await until(lambda: worker.is_asleep)
+            await wait_until(lambda: worker.is_asleep)
             assert worker.state is WorkerState.DRAINING
             await fleet.drain(name, on=False)
             assert worker.state is WorkerState.SLEEPING

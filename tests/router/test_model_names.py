@@ -12,14 +12,14 @@ from router.tenancy.model_names import ModelNames
 SERVED = {"llama", "qwen", "claude-local"}
 
 
-def resolve(asked: str, *aliases: str, served: set[str] = SERVED) -> str:
+def resolve(requested_name: str, *aliases: str, served_models: set[str] = SERVED) -> str:
     names = ModelNames(TenancyConfig(model_aliases=aliases))
     assert names.has_renames
-    return names.resolve(asked, lambda: "conversation", served.__contains__)
+    return names.resolve(requested_name, lambda: "conversation", served_models.__contains__)
 
 
 @pytest.mark.parametrize(
-    ("asked", "model"),
+    ("requested_name", "model"),
     [
         ("claude-opus-4-8", "llama"),
         ("claude-", "llama"),
@@ -33,10 +33,10 @@ def resolve(asked: str, *aliases: str, served: set[str] = SERVED) -> str:
         ("", ""),
     ],
 )
-def test_the_exact_name_then_whoever_serves_it_then_the_longest_pattern(asked: str, model: str) -> None:
+def test_the_exact_name_then_whoever_serves_it_then_the_longest_pattern(requested_name: str, model: str) -> None:
     aliases = "claude-*=llama", "claude-haiku-*=qwen", "claude-exact=qwen", "gpt-*-mini=qwen"
-    assert resolve(asked, *aliases) == model
-    assert resolve(asked, *reversed(aliases)) == model
+    assert resolve(requested_name, *aliases) == model
+    assert resolve(requested_name, *reversed(aliases)) == model
 
 
 def test_a_star_alone_takes_every_name_that_nobody_serves() -> None:

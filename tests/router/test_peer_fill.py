@@ -26,12 +26,12 @@ SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snaps
 SILENT = EventSource(endpoint="tcp://a:1")
 
 
-def told(since: int, version: int = SNAPSHOT_VERSION) -> PeerSnapshot:
-    return PeerSnapshot(version, seq=9, digest=5, complete_from=since, chunks=[])
+def make_snapshot(complete_from: int, version: int = SNAPSHOT_VERSION) -> PeerSnapshot:
+    return PeerSnapshot(version, seq=9, digest=5, complete_from=complete_from, chunks=[])
 
 
-def ask(
-    answers: list[PeerSnapshot], sources: list[EventSource], below: Mapping[int, int] | None
+def fetch_snapshots(
+    answers: list[PeerSnapshot], sources: list[EventSource], only_before: Mapping[int, int] | None
 ) -> dict[int, PeerSnapshot]:
     """What a client finds at as many peers as there are answers."""
 
@@ -51,10 +51,10 @@ def ask(
             runners.append(runner)
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         async with aiohttp.ClientSession() as session:
-            found = await PeerClient(session, urls).fetch_snapshots("h:1", sources, below)
+            snapshots = await PeerClient(session, urls).fetch_snapshots("h:1", sources, only_before)
         for runner in runners:
             await runner.cleanup()
-        return found
+        return snapshots
 
     return asyncio.run(run())
 
@@ -63,8 +63,8 @@ def ask(
     ("body", "outcome"),
     [
         (b"x" * 5_001, "snapshot_unanswered"), (b"\xc1", "snapshot_malformed"), (b"\x91" * 3_000, "snapshot_malformed"),
-        (msgspec.msgpack.encode(told(3, version=99)), "snapshot_older"),
-        (msgspec.msgpack.encode(told(3)), "snapshot_taken"),
+        (msgspec.msgpack.encode(make_snapshot(3, version=99)), "snapshot_older"),
+        (msgspec.msgpack.encode(make_snapshot(3)), "snapshot_taken"),
         (None, "snapshot_unanswered"),
     ],
 )  # fmt: skip
@@ -96,11 +96,11 @@ def test_what_becomes_of_an_answer_is_counted(
 )
 def test_what_is_asked_of_us_is_counted(size: int | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_snapshots, "SNAPSHOT_BYTES_MAX", 4_096 + 1_000)
-    found = None if size is None else msgspec.structs.replace(told(3), chunks=[b"x" * size])
+    snapshot = None if size is None else msgspec.structs.replace(make_snapshot(3), chunks=[b"x" * size])
     outcomes: Counter[str] = Counter()
 
     async def run() -> None:
-        await PeerRoutes(1, lambda worker, rank: found, outcomes).get_snapshot(cast(Any, None), "h:1#0")
+        await PeerRoutes(1, lambda worker, rank: snapshot, outcomes).get_snapshot(cast(Any, None), "h:1#0")
 
     with pytest.raises(RequestError) if outcome == "snapshot_refused" else contextlib.nullcontext():
         asyncio.run(run())
@@ -108,19 +108,19 @@ def test_what_is_asked_of_us_is_counted(size: int | None, outcome: str, monkeypa
 
 
 def test_only_what_goes_back_further_is_taken() -> None:
-    assert ask([told(3)], [REPLAYS], None) == {0: told(3)}
-    assert ask([told(3)], [REPLAYS], {0: 4}) == {0: told(3)}
-    assert ask([told(3)], [REPLAYS], {0: 3}) == {}
-    assert ask([told(3), told(0)], [REPLAYS], {0: 3}) == {0: told(0)}
-    assert ask([told(3, version=1), told(2)], [REPLAYS], {0: 9}) == {0: told(2)}
+    assert fetch_snapshots([make_snapshot(3)], [REPLAYS], None) == {0: make_snapshot(3)}
+    assert fetch_snapshots([make_snapshot(3)], [REPLAYS], {0: 4}) == {0: make_snapshot(3)}
+    assert fetch_snapshots([make_snapshot(3)], [REPLAYS], {0: 3}) == {}
+    assert fetch_snapshots([make_snapshot(3), make_snapshot(0)], [REPLAYS], {0: 3}) == {0: make_snapshot(0)}
+    assert fetch_snapshots([make_snapshot(3, version=1), make_snapshot(2)], [REPLAYS], {0: 9}) == {0: make_snapshot(2)}
 
 
 def test_only_the_ranks_that_lack_something_and_can_confirm_it_are_asked_for() -> None:
-    assert ask([told(0)], [REPLAYS, REPLAYS], {1: 4}) == {1: told(0)}
-    assert ask([told(0)], [SNAPSHOTS, SILENT], {0: 4, 1: 4}) == {}
+    assert fetch_snapshots([make_snapshot(0)], [REPLAYS, REPLAYS], {1: 4}) == {1: make_snapshot(0)}
+    assert fetch_snapshots([make_snapshot(0)], [SNAPSHOTS, SILENT], {0: 4, 1: 4}) == {}
 
 
-class RequestIntent:
+class IncompleteFeed:
     """A feed that lacks something until it is given a snapshot, and peers that count how often they are asked."""
 
     has_peers = True
@@ -128,14 +128,14 @@ class RequestIntent:
     def __init__(self, answer: PeerSnapshot | None) -> None:
         self.answer = answer
         self.lacking = {0: 7}
-        self.asked = 0
-        self.resumed: list[tuple[str, int, PeerSnapshot]] = []
+        self.fetch_count = 0
+        self.resume_calls: list[tuple[str, int, PeerSnapshot]] = []
 
     def incomplete_ranks(self, worker_id: str) -> dict[int, int]:
         return self.lacking
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
-        self.resumed.append((worker_id, rank, snapshot))
+        self.resume_calls.append((worker_id, rank, snapshot))
         self.lacking = {}
         return True
 
@@ -143,32 +143,39 @@ class RequestIntent:
         self, worker_id: str, sources: Any, only_before: Mapping[int, int]
     ) -> dict[int, PeerSnapshot]:
         assert only_before == {0: 7}
-        self.asked += 1
+        self.fetch_count += 1
         return {} if self.answer is None else {0: self.answer}
 
 
-@pytest.mark.parametrize("answer", [told(0), None])
+@pytest.mark.parametrize("answer", [make_snapshot(0), None])
 def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) -> None:
     async def run() -> None:
         now = [0.0]
-        parts = RequestIntent(answer)
+        incomplete_feed = IncompleteFeed(answer)
         config = FleetConfig(peers_s=10.0, peers_s_max=40.0)
-        nothing = cast(Any, None)
+        unused = cast(Any, None)
         fleet = Fleet(
-            nothing, nothing, cast(Any, parts), nothing, nothing, config, now=lambda: now[0], peers=cast(Any, parts)
+            unused,
+            unused,
+            cast(Any, incomplete_feed),
+            unused,
+            unused,
+            config,
+            now=lambda: now[0],
+            peers=cast(Any, incomplete_feed),
         )
         member = _Member(parse_worker_flag("http://h:1"), "operator", facts=WorkerFacts(True, sources=(REPLAYS,)))
-        asked_at = []
+        fetch_seconds = []
         for second in range(200):
             now[0] = float(second)
-            before = parts.asked
+            before = incomplete_feed.fetch_count
             await fleet._fetch_missing_snapshots(member)
-            if parts.asked > before:
-                asked_at.append(second)
+            if incomplete_feed.fetch_count > before:
+                fetch_seconds.append(second)
         if answer is None:
-            assert asked_at == [0, 10, 30, 70, 110, 150, 190]
+            assert fetch_seconds == [0, 10, 30, 70, 110, 150, 190]
         else:
-            assert asked_at == [0]
-            assert parts.resumed == [("h:1", 0, answer)]
+            assert fetch_seconds == [0]
+            assert incomplete_feed.resume_calls == [("h:1", 0, answer)]
 
     asyncio.run(run())

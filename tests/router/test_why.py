@@ -66,19 +66,21 @@ class Fleet:
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
         self.analyzer = BothAnalyzers(MissReasonsConfig(), self.core.index.shared)
-        self.emptied: dict[str, float] = {}
-        self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
+        self.emptied_at_s: dict[str, float] = {}
+        self.block_names_by_worker: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0
 
-    def ask(
+    def make_request(
         self, body: dict[str, Any], session: str | None = None, **changes: Any
     ) -> tuple[RouteRequest, RoutingRequest]:
-        parsed = parse_routing("/v1/chat/completions", json.dumps(body).encode())
-        ids = array("I", self.tokenizer.encode(self.tokenizer.render_chat_text(parsed), False))
+        routing_request = parse_routing("/v1/chat/completions", json.dumps(body).encode())
+        ids = array("I", self.tokenizer.encode(self.tokenizer.render_chat_text(routing_request), False))
         self.count += 1
-        scope = Scope("m", parsed.cache_salt, "tuned" if parsed.model == "tuned" else None)
-        route = RouteRequest(f"r{self.count}", parsed.model or "m", scope, ids, len(ids), session=session, **changes)
-        return route, parsed
+        scope = Scope("m", routing_request.cache_salt, "tuned" if routing_request.model == "tuned" else None)
+        route = RouteRequest(
+            f"r{self.count}", routing_request.model or "m", scope, ids, len(ids), session=session, **changes
+        )
+        return route, routing_request
 
     def send(
         self,
@@ -86,38 +88,41 @@ class Fleet:
         session: str | None = None,
         answer: str = "",
         *,
-        sampled: list[int] | None = None,
+        sampled_ids: list[int] | None = None,
         announce: bool = True,
         gap: float = 10.0,
-        reported: Callable[[int], int] = lambda cached: cached,
+        report_cached: Callable[[int], int] = lambda cached_tokens: cached_tokens,
         compare: bool = True,
         **changes: Any,
     ) -> MissExplanation:
         """One request, answered with `answer`, of which `sampled` are the ids unless the encoder's are meant."""
         self.now += gap
         self.core.tick(self.now)
-        route, parsed = self.ask(body, session, **changes)
-        placed = self.core.route(route, self.now)
-        assert isinstance(placed, Forward)
-        decision = placed.decision
-        prompt, facts = self.prompt(route, parsed), KnownFacts(self.core, self.emptied, lambda _: self.tokenizer)
-        found = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
-        gone = None if found is None else RemovedPrefix(found[0], self.holders[found[1]], found[2])
+        route, routing_request = self.make_request(body, session, **changes)
+        placement = self.core.route(route, self.now)
+        assert isinstance(placement, Forward)
+        decision = placement.decision
+        prompt, facts = (
+            self.prompt(route, routing_request),
+            KnownFacts(self.core, self.emptied_at_s, lambda _: self.tokenizer),
+        )
+        removed = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
+        removed_prefix = None if removed is None else RemovedPrefix(removed[0], self.holders[removed[1]], removed[2])
         if compare:
-            explained = self.analyzer.explain(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
-            begun = self.analyzer.record_compared(prompt, decision, BLOCK, gone, facts, self.now, 0.0)
-            assert explained == self.analyzer.why(begun)
+            explanation = self.analyzer.explain(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
+            record = self.analyzer.record_compared(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
+            assert explanation == self.analyzer.why(record)
         else:
-            begun = self.analyzer.record_placed(prompt, decision, gone, self.now, 0.0)
+            record = self.analyzer.record_placed(prompt, decision, removed_prefix, self.now, 0.0)
         ids = list(route.token_ids or ())
-        said = self.tokenizer.encode(answer, False) if sampled is None else sampled
+        answer_ids = self.tokenizer.encode(answer, False) if sampled_ids is None else sampled_ids
         if announce:
-            self.store(decision.worker, [*ids, *said][:-1], route.scope)
-        usage = ReportedUsage(len(ids), reported(decision.predicted_cached_tokens), len(said))
+            self.store(decision.worker, [*ids, *answer_ids][:-1], route.scope)
+        usage = ReportedUsage(len(ids), report_cached(decision.predicted_cached_tokens), len(answer_ids))
         self.core.finish_request(route.request_id, usage, self.now + 0.5)
-        self.analyzer.record_end(begun, usage, len(said), self.now + 0.5)
+        self.analyzer.record_end(record, usage, len(answer_ids), self.now + 0.5)
         self.now += 0.5
-        why = self.analyzer.why(begun)
+        why = self.analyzer.why(record)
         check_adds_up(why)
         return why
 
@@ -125,40 +130,43 @@ class Fleet:
     def holders(self) -> dict[int, str]:
         return {worker.holders[0]: name for name, worker in self.core.workers.items()}
 
-    def prompt(self, route: RouteRequest, parsed: RoutingRequest) -> Prompt:
+    def prompt(self, route: RouteRequest, routing_request: RoutingRequest) -> Prompt:
         ids: Any = route.token_ids
         keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         short = route.session is None and self.analyzer.needs_short_keys(keys)
         return Prompt(
-            route.request_id, ids, route.scope, outline_chat(parsed), route.session, route.parent, keys,
+            route.request_id, ids, route.scope, outline_chat(routing_request), route.session, route.parent, keys,
             compute_short_keys(self.core.index, ids, route.scope, CHUNK) if short else (),
-            digest_first_user_message(parsed) if route.session is None else None, route.is_final,
+            digest_first_user_message(routing_request) if route.session is None else None, route.is_final,
         )  # fmt: skip
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
         names, parent = [], None
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             key = (hash(scope), *ids[:end])
-            if key not in self.held[worker]:
+            if key not in self.block_names_by_worker[worker]:
                 self.names += 1
-                self.held[worker][key] = self.names
-                names.append((self.held[worker][key], parent, ids[end - BLOCK : end]))
-            parent = self.held[worker][key]
+                self.block_names_by_worker[worker][key] = self.names
+                names.append((self.block_names_by_worker[worker][key], parent, ids[end - BLOCK : end]))
+            parent = self.block_names_by_worker[worker][key]
         events = [BlockStored([n], p, t, BLOCK, None, "GPU", scope.lora, cache_salt=scope.salt) for n, p, t in names]
-        self.tell(worker, *events)
+        self.publish(worker, *events)
 
     def resident(self, ids: list[int], scope: Scope) -> int:
         """Of the prompt, at the worker that holds most of it."""
         ends = range(BLOCK, len(ids), BLOCK)
-        held = [[(hash(scope), *ids[:end]) in known for end in ends] + [False] for known in self.held.values()]
-        return BLOCK * max(known.index(False) for known in held)
+        are_resident = [
+            [(hash(scope), *ids[:end]) in block_names for end in ends] + [False]
+            for block_names in self.block_names_by_worker.values()
+        ]
+        return BLOCK * max(block_names.index(False) for block_names in are_resident)
 
     def remove(self, worker: str, ids: list[int], scope: Scope, keep: int) -> None:
         ends = range(len(ids) // BLOCK * BLOCK, keep, -BLOCK)
-        known = [self.held[worker].pop((hash(scope), *ids[:end]), None) for end in ends]
-        self.tell(worker, BlockRemoved([name for name in known if name is not None], "GPU"))
+        removed_names = [self.block_names_by_worker[worker].pop((hash(scope), *ids[:end]), None) for end in ends]
+        self.publish(worker, BlockRemoved([name for name in removed_names if name is not None], "GPU"))
 
-    def tell(self, worker: str, *events: Any) -> None:
+    def publish(self, worker: str, *events: Any) -> None:
         holder = self.core.workers[worker].holders[0]
         report = self.core.index.ingest(holder, encode_batch(EventBatch(0.0, list(events))), self.now)
         assert not report.malformed
@@ -174,7 +182,7 @@ class Conversation:
         if tools:
             self.body["tools"] = fleet.rng.sample(TOOLS, 3)
         self.user()
-        self.shared = fleet.resident(self.ids(), Scope("m"))
+        self.shared_tokens = fleet.resident(self.ids(), Scope("m"))
         self.opening = self.turn(self.words(40))
         self.user()
         if loop:
@@ -196,15 +204,15 @@ class Conversation:
     def user(self) -> None:
         self.messages.append({"role": "user", "content": self.words(self.rng.randrange(20, 60))})
 
-    def turn(self, answer: str, *, thought: str = "", calls: Any = None, **changes: Any) -> MissExplanation:
+    def turn(self, answer: str, *, thinking: str = "", calls: Any = None, **changes: Any) -> MissExplanation:
         """Send it, and append the answer to its messages as a client does."""
-        text = f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
+        text = f"<think>\n{thinking}\n</think>\n\n{answer}" if thinking else answer
         for call in calls or ():
             arguments = json.dumps(json.loads(call["function"]["arguments"]))
             text += f'\n<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {arguments}}}\n</tool_call>'
         why = self.send(text + "<|im_end|>", **changes)
         message = {"role": "assistant", "content": answer}
-        self.messages.append({**message, **({"reasoning_content": thought} if thought else {}),
+        self.messages.append({**message, **({"reasoning_content": thinking} if thinking else {}),
                               **({"tool_calls": calls} if calls else {})})  # fmt: skip
         return why
 
@@ -215,175 +223,181 @@ class Conversation:
     def call(self, number: int) -> None:
         arguments = json.dumps({"path": self.words(5), "limit": self.rng.randrange(99), "deep": {"x": 1, "a": [2]}})
         calls = [{"id": f"c{number}", "type": "function", "function": {"name": "run", "arguments": arguments}}]
-        self.turn("Let me look.", thought=self.words(20), calls=calls)
+        self.turn("Let me look.", thinking=self.words(20), calls=calls)
         self.messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": self.words(30)})
 
     def ids(self) -> list[int]:
-        return list(self.fleet.ask(self.body)[0].token_ids or ())
+        return list(self.fleet.make_request(self.body)[0].token_ids or ())
 
     def under(self, reason: str) -> Planted:
         """The next turn, under another key: another conversation may have left its first words there."""
-        route, _ = self.fleet.ask(self.body)
+        route, _ = self.fleet.make_request(self.body)
         position = self.fleet.resident(list(route.token_ids or ()), route.scope)
         return self.send(), reason, position, None
 
 
-def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+def common_prefix_length(ids: list[int], other_ids: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(ids, other_ids)) if x != y), min(len(ids), len(other_ids)))
 
 
 def after(conversation: Conversation, reason: str, message: int | None = None) -> Planted:
     """The next turn, which the client changed: its ids leave those of the last prompt."""
-    position = common(conversation.last, conversation.ids())
+    position = common_prefix_length(conversation.last, conversation.ids())
     return conversation.send(), reason, position, message
 
 
 def new_session(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    return one.opening, "new_session", one.shared, None
+    conversation = Conversation(fleet)
+    return conversation.opening, "new_session", conversation.shared_tokens, None
 
 
 def new_text(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    said = len(fleet.tokenizer.encode(one.messages[-1]["content"] + "<|im_end|>", False))
-    position = len(one.last) + said - 1
-    one.user()
-    return one.send(), "new_text", position, None
+    conversation = Conversation(fleet)
+    answer_tokens = len(fleet.tokenizer.encode(conversation.messages[-1]["content"] + "<|im_end|>", False))
+    position = len(conversation.last) + answer_tokens - 1
+    conversation.user()
+    return conversation.send(), "new_text", position, None
 
 
 def billing_line(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    before, _, after_it = one.messages[0]["content"].partition("cch=")
-    one.messages[0]["content"] = f"{before}cch={one.words(3)}\n" + after_it.partition("\n")[2]
-    one.user()
-    return after(one, "billing_line", 0)
+    conversation = Conversation(fleet)
+    before, _, after_it = conversation.messages[0]["content"].partition("cch=")
+    conversation.messages[0]["content"] = f"{before}cch={conversation.words(3)}\n" + after_it.partition("\n")[2]
+    conversation.user()
+    return after(conversation, "billing_line", 0)
 
 
 def thinking_of_earlier_turns(fleet: Fleet) -> Planted:
-    one = Conversation(fleet, loop=True)
-    one.turn(one.words(30), thought=one.words(20))
-    one.user()
-    return after(one, "thinking_dropped", 4)
+    conversation = Conversation(fleet, loop=True)
+    conversation.turn(conversation.words(30), thinking=conversation.words(20))
+    conversation.user()
+    return after(conversation, "thinking_dropped", 4)
 
 
 def thinking_that_the_client_drops(fleet: Fleet) -> Planted:
-    one = Conversation(fleet, loop=True)
-    del one.messages[4]["reasoning_content"]
-    return after(one, "thinking_dropped", 4)
+    conversation = Conversation(fleet, loop=True)
+    del conversation.messages[4]["reasoning_content"]
+    return after(conversation, "thinking_dropped", 4)
 
 
 def tool_arguments(fleet: Fleet) -> Planted:
-    one = Conversation(fleet, loop=True)
-    function = one.messages[4]["tool_calls"][0]["function"]
+    conversation = Conversation(fleet, loop=True)
+    function = conversation.messages[4]["tool_calls"][0]["function"]
     arguments = json.loads(function["arguments"])
-    one.messages[4]["tool_calls"][0]["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
-    return after(one, "tool_arguments", 4)
+    conversation.messages[4]["tool_calls"][0]["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
+    return after(conversation, "tool_arguments", 4)
 
 
 def tools_in_another_order(fleet: Fleet) -> Planted:
-    one = Conversation(fleet, tools=True)
-    one.body["tools"] = one.body["tools"][1:] + one.body["tools"][:1]
-    one.user()
-    return after(one, "tools")
+    conversation = Conversation(fleet, tools=True)
+    conversation.body["tools"] = conversation.body["tools"][1:] + conversation.body["tools"][:1]
+    conversation.user()
+    return after(conversation, "tools")
 
 
 def another_tool(fleet: Fleet) -> Planted:
-    one = Conversation(fleet, tools=True)
-    one.body["tools"] = one.body["tools"][:2]
-    one.user()
-    return after(one, "tools")
+    conversation = Conversation(fleet, tools=True)
+    conversation.body["tools"] = conversation.body["tools"][:2]
+    conversation.user()
+    return after(conversation, "tools")
 
 
 def system_prompt(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.messages[0]["content"] += one.words(3)
-    one.user()
-    return after(one, "system_prompt", 0)
+    conversation = Conversation(fleet)
+    conversation.messages[0]["content"] += conversation.words(3)
+    conversation.user()
+    return after(conversation, "system_prompt", 0)
 
 
 def template_flag(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.body["chat_template_kwargs"] = {"effort": "high"}
-    one.user()
-    return after(one, "template_flag")
+    conversation = Conversation(fleet)
+    conversation.body["chat_template_kwargs"] = {"effort": "high"}
+    conversation.user()
+    return after(conversation, "template_flag")
 
 
-def truncated(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    del one.messages[1 : fleet.rng.choice([2, 3])]
-    one.user()
-    return after(one, "truncated", 1)
+def truncated_conversation(fleet: Fleet) -> Planted:
+    conversation = Conversation(fleet)
+    del conversation.messages[1 : fleet.rng.choice([2, 3])]
+    conversation.user()
+    return after(conversation, "truncated", 1)
 
 
-def edited(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.messages[3]["content"] = one.words(25)
-    one.user()
-    return after(one, "edited", 3)
+def edited_message(fleet: Fleet) -> Planted:
+    conversation = Conversation(fleet)
+    conversation.messages[3]["content"] = conversation.words(25)
+    conversation.user()
+    return after(conversation, "edited", 3)
 
 
 def an_answer_encoded_otherwise(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
-    encode, answer, cut = fleet.tokenizer.encode, one.words(60), fleet.rng.randrange(10, 60)
-    sampled = [*encode(answer[:cut], False), *(i for c in answer[cut:] for i in encode(c, False))]
-    one.turn(answer, sampled=[*sampled, *encode("<|im_end|>", False)])
-    one.user()
-    prompt = len(one.last)
-    position = prompt + common(sampled, one.ids()[prompt:])
-    return one.send(), "re_encoded", max(position // BLOCK * BLOCK, prompt), len(one.messages) - 2
+    conversation = Conversation(fleet)
+    conversation.user()
+    encode, answer, cut = fleet.tokenizer.encode, conversation.words(60), fleet.rng.randrange(10, 60)
+    sampled_ids = [*encode(answer[:cut], False), *(i for c in answer[cut:] for i in encode(c, False))]
+    conversation.turn(answer, sampled_ids=[*sampled_ids, *encode("<|im_end|>", False)])
+    conversation.user()
+    prompt = len(conversation.last)
+    position = prompt + common_prefix_length(sampled_ids, conversation.ids()[prompt:])
+    return conversation.send(), "re_encoded", max(position // BLOCK * BLOCK, prompt), len(conversation.messages) - 2
 
 
 def salt(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.body["cache_salt"] = one.words(2)
-    one.user()
-    return one.under("salt")
+    conversation = Conversation(fleet)
+    conversation.body["cache_salt"] = conversation.words(2)
+    conversation.user()
+    return conversation.under("salt")
 
 
 def lora(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.body["model"] = "tuned"
-    one.user()
-    return one.under("lora")
+    conversation = Conversation(fleet)
+    conversation.body["model"] = "tuned"
+    conversation.user()
+    return conversation.under("lora")
 
 
-def evicted(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
-    ids, scope, keep = one.ids(), Scope("m"), BLOCK * fleet.rng.randrange(2, 8)
+def evicted_blocks(fleet: Fleet) -> Planted:
+    conversation = Conversation(fleet)
+    conversation.user()
+    ids, scope, keep = conversation.ids(), Scope("m"), BLOCK * fleet.rng.randrange(2, 8)
     fleet.now += 1.0
-    fleet.remove(one.opening.worker, ids, scope, keep)
-    why = one.send()
+    fleet.remove(conversation.opening.worker, ids, scope, keep)
+    why = conversation.send()
     part = next(part for part in why.uncached_ranges if part.reason == "evicted")
-    assert (part.worker, part.lost_ago_s) == (one.opening.worker, 10.0)
+    assert (part.worker, part.lost_ago_s) == (conversation.opening.worker, 10.0)
     assert fleet.resident(ids, scope) >= part.end, "announced again"
     return why, "evicted", keep, None
 
 
 def worker_lost(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
-    worker = one.opening.worker
+    conversation = Conversation(fleet)
+    conversation.user()
+    worker = conversation.opening.worker
     fleet.now += 2.0
     fleet.core.index.clear(fleet.core.workers[worker].holders[0])
-    fleet.held[worker].clear()
-    fleet.emptied[worker] = fleet.now
-    position = fleet.resident(one.ids(), Scope("m"))
-    return one.send(), "worker_lost", position, None
+    fleet.block_names_by_worker[worker].clear()
+    fleet.emptied_at_s[worker] = fleet.now
+    position = fleet.resident(conversation.ids(), Scope("m"))
+    return conversation.send(), "worker_lost", position, None
 
 
 def elsewhere(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
+    conversation = Conversation(fleet)
+    conversation.user()
     for number in range(30):
-        busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=one.opening.worker)
+        busy = RouteRequest(
+            f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=conversation.opening.worker
+        )
         fleet.core.route(busy, fleet.now)
-    why = one.send(gap=0.01)
+    why = conversation.send(gap=0.01)
     for number in range(30):
         fleet.core.abort_request(f"busy{number}", fleet.now)
     part = next(part for part in why.uncached_ranges if part.reason == "cached_elsewhere")
-    assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
+    assert (
+        (part.worker, why.best_worker)
+        == (conversation.opening.worker, conversation.opening.worker)
+        != (why.worker, why.worker)
+    )
     assert part.best_ttft_s is not None
     assert part.chosen_ttft_s is not None
     assert part.best_ttft_s > part.chosen_ttft_s
@@ -391,25 +405,31 @@ def elsewhere(fleet: Fleet) -> Planted:
 
 
 def not_announced(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
-    one.turn(one.words(40), announce=False)
-    one.user()
-    position = fleet.resident(one.ids(), Scope("m"))
-    return one.send(gap=1.0), "not_announced", position, None
+    conversation = Conversation(fleet)
+    conversation.user()
+    conversation.turn(conversation.words(40), announce=False)
+    conversation.user()
+    position = fleet.resident(conversation.ids(), Scope("m"))
+    return conversation.send(gap=1.0), "not_announced", position, None
 
 
-def mispredicted(fleet: Fleet) -> Planted:
-    one = Conversation(fleet)
-    one.user()
-    position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
-    return one.send(reported=lambda cached: cached - 2 * BLOCK), "mispredicted", position, None
+def mispredicted_cache(fleet: Fleet) -> Planted:
+    conversation = Conversation(fleet)
+    conversation.user()
+    position = fleet.resident(conversation.ids(), Scope("m")) - 2 * BLOCK
+    return (
+        conversation.send(report_cached=lambda cached_tokens: cached_tokens - 2 * BLOCK),
+        "mispredicted",
+        position,
+        None,
+    )
 
 
 CAUSES = (
     new_session, new_text, billing_line, thinking_of_earlier_turns, thinking_that_the_client_drops, tool_arguments,
-    tools_in_another_order, another_tool, system_prompt, template_flag, truncated, edited, an_answer_encoded_otherwise,
-    salt, lora, evicted, worker_lost, elsewhere, not_announced, mispredicted,
+    tools_in_another_order, another_tool, system_prompt, template_flag, truncated_conversation, edited_message,
+    an_answer_encoded_otherwise, salt, lora, evicted_blocks, worker_lost, elsewhere, not_announced,
+    mispredicted_cache,
 )  # fmt: skip
 TURNS = 12
 """Of each cause."""
@@ -418,18 +438,18 @@ TURNS = 12
 def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
     seed = random.randrange(2**32)
     fleet = Fleet(tokenizer, random.Random(seed))
-    wrong, turns = [], 0
+    mistakes, turns = [], 0
     for cause in random.Random(seed).sample(CAUSES * TURNS, len(CAUSES) * TURNS):
         why, reason, position, message = cause(fleet)
         turns += 1
         main = next((part for part in why.uncached_ranges if part.reason == why.reason), None)
-        told = (why.reason, why.position, main.message if main is not None else None)
-        if told != (reason, position, message):
-            wrong.append((cause.__name__, told, (reason, position, message), why.prompt_tokens))
+        explained_cause = (why.reason, why.position, main.message if main is not None else None)
+        if explained_cause != (reason, position, message):
+            mistakes.append((cause.__name__, explained_cause, (reason, position, message), why.prompt_tokens))
     assert turns >= 200
-    named = [one for one in wrong if one[1][0] != one[2][0]]
-    assert len(named) <= 0.02 * turns, (seed, named)
-    assert not [one for one in wrong if one not in named], (seed, wrong)
+    wrong_reasons = [mistake for mistake in mistakes if mistake[1][0] != mistake[2][0]]
+    assert len(wrong_reasons) <= 0.02 * turns, (seed, wrong_reasons)
+    assert not [mistake for mistake in mistakes if mistake not in wrong_reasons], (seed, mistakes)
     analyzer = fleet.analyzer
     assert sum(analyzer.tokens.values()) == analyzer.sums["prompt"] - analyzer.sums["reported"], (
         "they add up to all that was computed"
@@ -444,42 +464,49 @@ def test_a_title_beside_the_main_turn_is_its_own_beginning(
 ) -> None:
     """It has the user's first words, other tools and another system prompt; the main turns go on from each other."""
     fleet = Fleet(tokenizer, random.Random(5))
-    one = Conversation(fleet, tools=True)
-    name, question = f"beside-{title_first}-{tool}", one.messages[1]
-    context = {"role": "user", "content": one.words(30)}
-    main = {**one.body, "messages": [{"role": "system", "content": one.words(60)}, context, question]}
-    title = {"model": "m", "messages": [{"role": "system", "content": one.words(40)}, question]}
+    conversation = Conversation(fleet, tools=True)
+    name, question = f"beside-{title_first}-{tool}", conversation.messages[1]
+    context = {"role": "user", "content": conversation.words(30)}
+    main = {**conversation.body, "messages": [{"role": "system", "content": conversation.words(60)}, context, question]}
+    title = {"model": "m", "messages": [{"role": "system", "content": conversation.words(40)}, question]}
     if tool is not None:
         title["tools"] = [{"type": "function", "function": {"name": tool, "parameters": {"type": "object"}}}]
     first, second = (title, main) if title_first else (main, title)
     assert fleet.send(first, name, "An answer.").reason == "new_session"
-    beside = fleet.send(second, name, "An answer.")
-    assert (beside.reason, beside.lost_tokens) == ("new_session", 0)
+    title_result = fleet.send(second, name, "An answer.")
+    assert (title_result.reason, title_result.lost_tokens) == ("new_session", 0)
     for _ in range(2):
-        answer, user = {"role": "assistant", "content": "An answer."}, {"role": "user", "content": one.words(60)}
+        answer, user = (
+            {"role": "assistant", "content": "An answer."},
+            {"role": "user", "content": conversation.words(60)},
+        )
         main = {**main, "messages": [*main["messages"], answer, user]}
-        went_on = fleet.send(main, name, "An answer.")
-        assert (went_on.reason, went_on.lost_tokens) == ("new_text", 0)
+        next_turn = fleet.send(main, name, "An answer.")
+        assert (next_turn.reason, next_turn.lost_tokens) == ("new_text", 0)
     system = {"role": "system", "content": "Another."}
-    changed = {**main, "messages": [system, *main["messages"][1:], answer, user], "tools": []}
-    assert fleet.send(changed, name).reason == "tools", "the answer stands there: it goes on, whatever else changed"
+    changed_body = {**main, "messages": [system, *main["messages"][1:], answer, user], "tools": []}
+    assert fleet.send(changed_body, name).reason == "tools", (
+        "the answer stands there: it goes on, whatever else changed"
+    )
 
 
-@pytest.mark.parametrize("more", [{}, {"thinking": {"type": "disabled"}}], ids=["system-between", "no-thinking"])
-def test_a_body_whose_chat_hangs_on_the_template_is_outlined_all_the_same(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"thinking": {"type": "disabled"}}], ids=["system-between", "no-thinking"])
+def test_a_body_whose_chat_hangs_on_the_template_is_outlined_all_the_same(fields: dict[str, Any]) -> None:
     """Claude Code puts system messages between the others: each of its turns was called edited."""
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
-    body = json.dumps({"model": "m", "max_tokens": 5, "system": "s", "messages": messages[: 1 if more else 3], **more})
-    made = outline_chat(parse_routing("/v1/messages", body.encode()))
-    assert made is not None
-    assert made.message_count == (2 if more else 4)
+    body = json.dumps(
+        {"model": "m", "max_tokens": 5, "system": "s", "messages": messages[: 1 if fields else 3], **fields}
+    )
+    chat_outline = outline_chat(parse_routing("/v1/messages", body.encode()))
+    assert chat_outline is not None
+    assert chat_outline.message_count == (2 if fields else 4)
 
 
 def test_a_system_message_that_the_template_put_first_is_named(tokenizer: Tokenizer) -> None:
     fleet = Fleet(tokenizer, random.Random(7))
-    one = Conversation(fleet)
-    body = one.body
-    before, after = (outline_chat(parse_routing("/v1/chat/completions", json.dumps(sent).encode())) for sent in (
+    conversation = Conversation(fleet)
+    body = conversation.body
+    before, after = (outline_chat(parse_routing("/v1/chat/completions", json.dumps(chat).encode())) for chat in (
         body, {**body, "messages": [*body["messages"], {"role": "assistant", "content": "Yes."},
                                     {"role": "system", "content": "Now this."}, {"role": "user", "content": "Go on."}]},
     ))  # fmt: skip
@@ -491,11 +518,16 @@ def test_a_system_message_that_the_template_put_first_is_named(tokenizer: Tokeni
 
 def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) -> None:
     fleet = Fleet(tokenizer, random.Random(4))
-    one = Conversation(fleet)
-    one.user()
-    ids, keep, worker, counted = one.ids(), 4 * BLOCK, one.opening.worker, dict(fleet.analyzer.tokens)
+    conversation = Conversation(fleet)
+    conversation.user()
+    ids, keep, worker, tokens_by_reason = (
+        conversation.ids(),
+        4 * BLOCK,
+        conversation.opening.worker,
+        dict(fleet.analyzer.tokens),
+    )
     fleet.remove(worker, ids, Scope("m"), keep)
-    why = one.send(compare=False)
+    why = conversation.send(compare=False)
     assert [part.reason for part in why.uncached_ranges] == ["evicted", "not_compared"]
     assert (why.reason, why.position, why.uncached_ranges[0].worker, why.uncached_ranges[0].lost_ago_s) == (
         "evicted",
@@ -505,27 +537,33 @@ def test_what_decision_and_index_tell_needs_no_comparison(tokenizer: Tokenizer) 
     )
     assert fleet.resident(ids, Scope("m")) >= why.uncached_ranges[0].end, "announced again"
 
-    one.user()
+    conversation.user()
     for number in range(30):
         busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=why.worker)
         fleet.core.route(busy, fleet.now)
-    away = one.send(gap=0.01, compare=False)
-    assert (away.reason, away.uncached_ranges[0].worker) == ("cached_elsewhere", why.worker)
-    assert away.worker != why.worker
+    elsewhere_result = conversation.send(gap=0.01, compare=False)
+    assert (elsewhere_result.reason, elsewhere_result.uncached_ranges[0].worker) == ("cached_elsewhere", why.worker)
+    assert elsewhere_result.worker != why.worker
     for number in range(30):
         fleet.core.abort_request(f"busy{number}", fleet.now)
 
-    position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
-    less = one.send(compare=False, reported=lambda cached: cached - 2 * BLOCK)
-    assert (less.reason, less.position, less.uncached_ranges[0].end) == ("mispredicted", position, position + 2 * BLOCK)
-    assert fleet.analyzer.tokens == counted, "the share alone is counted by reason"
+    position = fleet.resident(conversation.ids(), Scope("m")) - 2 * BLOCK
+    mispredicted_result = conversation.send(
+        compare=False, report_cached=lambda cached_tokens: cached_tokens - 2 * BLOCK
+    )
+    assert (mispredicted_result.reason, mispredicted_result.position, mispredicted_result.uncached_ranges[0].end) == (
+        "mispredicted",
+        position,
+        position + 2 * BLOCK,
+    )
+    assert fleet.analyzer.tokens == tokens_by_reason, "the share alone is counted by reason"
 
 
 def test_every_reason_is_in_the_manual() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     rows = [line.split("|") for line in manual.splitlines() if line.startswith("| `")]
-    told = {(name.strip("` "), row[2].strip()) for row in rows for name in row[1].split(",")}
-    assert {*GROUPS.items(), *((reason, "none") for reason in NO_LOSS)} <= told
+    documented_reasons = {(name.strip("` "), row[2].strip()) for row in rows for name in row[1].split(",")}
+    assert {*GROUPS.items(), *((reason, "none") for reason in NO_LOSS)} <= documented_reasons
     assert not set(GROUPS) & NO_LOSS
 
 
@@ -537,9 +575,9 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
         body = {"model": "m", "max_tokens": 5, "messages": turns, "system": "s"}
         if path == "/v1/responses":
             body = {"model": "m", "input": turns, "instructions": "s"}
-        found = outline_chat(parse_routing(path, json.dumps(body).encode()))
-        assert found is not None
-        return found
+        chat_outline = outline_chat(parse_routing(path, json.dumps(body).encode()))
+        assert chat_outline is not None
+        return chat_outline
 
     old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
     assert old.message_count == 4
@@ -553,9 +591,9 @@ def test_what_is_outlined_at_once_is_what_is_outlined_piece_by_piece(role: str, 
     in_parts = array("I", fingerprint_messages([{"role": role, "content": [{"type": "text", "text": content}]}]))
     assert plain == in_parts
     assert plain[4] == len(content)
-    thought = array("I", fingerprint_messages([{"role": role, "content": f"<think>so</think>{content}"}]))
-    assert thought[0] != thought[2] == plain[2]
-    assert thought[3] == plain[3] | HAS_THOUGHTS
+    with_thinking = array("I", fingerprint_messages([{"role": role, "content": f"<think>so</think>{content}"}]))
+    assert with_thinking[0] != with_thinking[2] == plain[2]
+    assert with_thinking[3] == plain[3] | HAS_THOUGHTS
 
 
 @pytest.mark.parametrize("seed", range(300))
