@@ -102,6 +102,6 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
-        **figures.machine("torch", "triton", "transformers", "flash-attn-3"),
+        **figures.describe_machine("torch", "triton", "transformers", "flash-attn-3"),
         "device": name,
     }

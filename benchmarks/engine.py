@@ -29,8 +29,8 @@ from typing import Any
 
 import _path  # noqa: F401
 import click
-from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
-from harness.load import closed_loop, completion, post
+from harness.figures import cpu_seconds, describe_machine, format_facts, markdown_table, percentile, write_json
+from harness.load import closed_loop, completion_body, post_request
 from harness.programs import serve_engine
 
 from engine.tiny.model import PRESETS, cached_model
@@ -62,7 +62,7 @@ class Figures:
         itl_s = statistics.median((times[-1] - times[0]) / max(1, each - 1) for _, times in answers)
         gaps_s = [b - a for _, times in answers for a, b in pairwise(times)]  # zero: two parts that came in one read
         cpu_us = None if cpu_s is None else 1e6 * cpu_s / tokens
-        return cls(1e3 * ttft_s, 1e3 * itl_s, 1e3 * rank(gaps_s or [0.0], 0.99), tokens / wall_s, cpu_us)
+        return cls(1e3 * ttft_s, 1e3 * itl_s, 1e3 * percentile(gaps_s or [0.0], 0.99), tokens / wall_s, cpu_us)
 
 
 def listener_pid(port: int) -> int | None:
@@ -99,19 +99,19 @@ class HttpSystem:
         import uvloop
 
         more = {"return_token_ids": True} if self._with_ids else {}
-        bodies = [completion(self.model, prompt, output_len, **more) for prompt in prompts]
+        bodies = [completion_body(self.model, prompt, output_len, **more) for prompt in prompts]
         cpu_s = cpu_seconds(self.pid) if self.pid is not None else 0.0
         start_s = time.perf_counter()
-        answers = uvloop.run(closed_loop(self.url, [post("/v1/completions", body) for body in bodies], users))
+        answers = uvloop.run(closed_loop(self.url, [post_request("/v1/completions", body) for body in bodies], users))
         wall_s = time.perf_counter() - start_s
         used_s = cpu_seconds(self.pid) - cpu_s if self.pid is not None else None
         found = []
         for answer in answers:
-            *chunks, (_, last) = answer.events()  # the last is the usage
+            *chunks, (_, last) = answer.json_events()  # the last is the usage
             tokens = json.loads(last)["usage"]["completion_tokens"]
             if tokens != output_len:
                 raise RuntimeError(f"{self.name}: {tokens} tokens instead of {output_len}")
-            found.append((answer.sent_s, [at_s for at_s, _ in chunks]))
+            found.append((answer.start_s, [at_s for at_s, _ in chunks]))
         return Figures.of(found, len(prompts) * output_len, output_len, wall_s, used_s)
 
 
@@ -178,8 +178,8 @@ def main(
         return [[rng.randrange(10, vocab_size) for _ in range(length)] for _ in range(count)]
 
     textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
-    where = machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
-    print(in_words(where))
+    where = describe_machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
+    print(format_facts(where))
     dtype = config.get("dtype") or config.get("torch_dtype")
     print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s), seed {seed}")
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
@@ -198,7 +198,7 @@ def main(
             for count in users:
                 found = compare(systems, prompts, length, count, outputs, rounds, turns)
                 print(f"\n{count} users, prompts of {length}, {outputs} outputs")
-                print(markdown({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
+                print(markdown_table({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
                 rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
                 report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
     write_json(json_file, report)

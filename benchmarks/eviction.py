@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import _path  # noqa: F401
-from harness.belady import belady, leading
-from harness.figures import machine, markdown, write_json
+from harness.belady import belady_hits, count_cached_prefix
+from harness.figures import describe_machine, markdown_table, write_json
 from hybrid_play import HybridCache
 
 from engine.cache.adaptive_eviction import AdaptiveEviction
@@ -61,7 +61,7 @@ class Lru:
         self.blocks: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, names: list[int]) -> int:
-        found = leading(names, self.blocks)
+        found = count_cached_prefix(names, self.blocks)
         for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
@@ -97,7 +97,7 @@ class Ours:
 
     def take(self, names: list[int]) -> tuple[int, ConversationTurn]:
         """A request begins and holds its blocks: how many were found."""
-        found = leading(names, self.nodes)
+        found = count_cached_prefix(names, self.nodes)
         turn = self.order.begin_turn(names, found)
         last = self.nodes[names[found - 1]] if found else None
         if last is not None:
@@ -219,7 +219,7 @@ def play(
             row[order] = sum(found[warm:]) / asked
             row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
             row[f"{order}, refused"] = cache.refused
-        row[bound] = sum(belady(trace, capacity)[warm:]) / asked
+        row[bound] = sum(belady_hits(trace, capacity)[warm:]) / asked
         print(f"    {percent} %: " + "  ".join(f"{k} {row[k]:.3f}" for k in (*orders, bound)), file=sys.stderr)
     return rows
 
@@ -254,13 +254,13 @@ def main() -> None:
         rows = play(trace, args.percents, len(trace) // 10, ORDERS, "Belady")
         figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "rows": rows}
         columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
-        print(f"\n{name}\n\n{markdown(rows, columns, 'cache')}\n")
+        print(f"\n{name}\n\n{markdown_table(rows, columns, 'cache')}\n")
         for blocks in args.state_blocks:
             hybrid = play(trace, args.percents, len(trace) // 10, hybrid_orders(blocks), "Belady, no states")
             figures[name][f"a state as {blocks} blocks"] = hybrid
             columns = {title: (title, "{:.3f}") for title in ("present", "adaptive", "Belady, no states")}
-            print(f"{name}, a state as {blocks} blocks\n\n{markdown(hybrid, columns, 'cache')}\n")
-    write_json(args.json, {"machine": machine(), "requests": args.requests, "traces": figures})
+            print(f"{name}, a state as {blocks} blocks\n\n{markdown_table(hybrid, columns, 'cache')}\n")
+    write_json(args.json, {"machine": describe_machine(), "requests": args.requests, "traces": figures})
 
 
 if __name__ == "__main__":

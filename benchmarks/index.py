@@ -36,7 +36,7 @@ from typing import Any
 
 import _path  # noqa: F401
 import msgspec
-from harness.figures import in_words, machine, resident_bytes, write_json
+from harness.figures import describe_machine, format_facts, resident_bytes, write_json
 
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
@@ -302,8 +302,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="a tenth of the load; figures are rough")
     args = parser.parse_args()
-    result: Result = {"machine": machine(), **measure(args.quick)}
-    print(in_words(result["machine"]))
+    result: Result = {"machine": describe_machine(), **measure(args.quick)}
+    print(format_facts(result["machine"]))
     for key in KEYS:
         print(f"{key:28}{result[key]:>16}")
     write_json(args.json, result)

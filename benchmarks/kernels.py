@@ -24,7 +24,7 @@ from typing import Any
 import _path  # noqa: F401
 import torch
 from device_timing import copy_rate, machine, matrix_rate, time_ms
-from harness.figures import markdown, write_json
+from harness.figures import markdown_table, write_json
 from kernel_cases import TINY, Bench, Prepared, Shape, expected
 
 from kernels import Kernels, select
@@ -69,7 +69,7 @@ COLUMNS = {
 
 def table(results: list[Result]) -> str:
     peers = {r.name: ", ".join(f"{name} {time:.1f}" for name, time in r.peers_us.items()) for r in results}
-    return markdown({r.name: {**asdict(r), "peers": peers[r.name]} for r in results}, COLUMNS, "kernel")
+    return markdown_table({r.name: {**asdict(r), "peers": peers[r.name]} for r in results}, COLUMNS, "kernel")
 
 
 def main() -> None:

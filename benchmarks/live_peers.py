@@ -34,10 +34,10 @@ from pathlib import Path
 
 import _path  # noqa: F401
 import click
-from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
-from harness.load import completion
-from harness.peers import our_program, peer_command
-from harness.programs import Program, call, metric, ours, serve_engine
+from harness.baseline_routers import baseline_command, installed_router_program
+from harness.figures import cpu_seconds, describe_machine, format_facts, markdown_table, percentile, write_json
+from harness.load import completion_body
+from harness.programs import Program, module_command, read_metric, request_json, serve_engine
 from live_peers_parts import MODEL, WORKLOADS, Asked, Play, Talk, Workload, play
 
 SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-3,
@@ -99,11 +99,11 @@ class Workers:
     def forget(self) -> None:
         """Empty all caches."""
         for url in self.urls:
-            assert call(f"{url}/reset_prefix_cache", {})[0] == 200, url
+            assert request_json(f"{url}/reset_prefix_cache", {})[0] == 200, url
 
     def late(self) -> tuple[float, float]:
         """(mean lateness of a step, step time in the mean), ms."""
-        steps, late_s, step_s = (sum(metric(url, f"engine:simulated_{name}_total") for url in self.urls)
+        steps, late_s, step_s = (sum(read_metric(url, f"engine:simulated_{name}_total") for url in self.urls)
                                  for name in ("steps", "lag_seconds", "step_seconds"))  # fmt: skip
         return late_s / max(steps, 1) * 1e3, step_s / max(steps, 1) * 1e3
 
@@ -120,20 +120,20 @@ class Workers:
 def start(system: str, workers: Workers, log: Path, installed: Path | None) -> tuple[Program, str]:
     """(process, URL) of a router that has taken all workers in."""
     if system == "blockcast":
-        own = ours("router") if installed is None else [str(installed)]
+        own = module_command("router") if installed is None else [str(installed)]
         elsewhere = {} if installed is None else {"env": {"PYTHONPATH": ""}, "cwd": log.parent}  # not the checkout's
         program = Program([*own, "run", *workers.urls, "--port", "0", "--log-level", "error"], log, **elsewhere)  # type: ignore[arg-type]
         url = program.await_line()
 
         def up() -> bool:
-            rows = call(f"{url}/workers")[1].get("workers", ())
+            rows = request_json(f"{url}/workers")[1].get("workers", ())
             followed = [s["up"] for row in rows if row["state"] == "up" for s in row["events"]["streams"]]
             return followed == [True] * len(workers.urls)
 
-        _await(program, up, lambda: call(f"{url}/workers"))
+        _await(program, up, lambda: request_json(f"{url}/workers"))
         return program, url
     name, _, policy = system.partition(" ")
-    command, port = peer_command(name, workers.urls)
+    command, port = baseline_command(name, workers.urls)
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1", "--log-level", "error"]
     if policy:
         command[command.index("--policy") + 1] = policy
@@ -145,8 +145,8 @@ def start(system: str, workers: Workers, log: Path, installed: Path | None) -> t
     program = Program(command, log)
     url = f"http://127.0.0.1:{port}"
     program.await_url(f"{url}/health")
-    body = completion(MODEL, "ready?", 1)
-    _await(program, lambda: call(f"{url}/v1/completions", body)[0] == 200, program.text)
+    body = completion_body(MODEL, "ready?", 1)
+    _await(program, lambda: request_json(f"{url}/v1/completions", body)[0] == 200, program.read_log)
     time.sleep(2.0)  # the last of its workers are taken in a moment after the first
     return program, url
 
@@ -193,7 +193,7 @@ def figures(plays: Sequence[Play], judged: Sequence[Set[Asked]] | None = None) -
     answered = sum(len(played.outcomes) for played in plays)
     times = {
         "ttft": [o.ttft_s for o in outcomes],
-        "tpot": [(o.e2e_s - o.ttft_s) / (o.answer_tokens - 1) for o in outcomes],
+        "tpot": [(o.e2e_s - o.ttft_s) / (o.completion_tokens - 1) for o in outcomes],
         "e2e": [o.e2e_s for o in outcomes],
     }
     row: dict[str, object] = {
@@ -205,7 +205,7 @@ def figures(plays: Sequence[Play], judged: Sequence[Set[Asked]] | None = None) -
         "e2e_rounds_ms": " ".join(f"{statistics.fmean(o.e2e_s for o in found) * 1e3:.0f}" for found in rounds),
     }  # fmt: skip
     for name, values in times.items():
-        row[f"{name}_mean_ms"], row[f"{name}_p99_ms"] = statistics.fmean(values) * 1e3, rank(values, 0.99) * 1e3
+        row[f"{name}_mean_ms"], row[f"{name}_p99_ms"] = statistics.fmean(values) * 1e3, percentile(values, 0.99) * 1e3
     return row
 
 
@@ -265,7 +265,7 @@ class Plan:
             late_ms, step_ms = workers.late()
         rows = judged_alike({system: found for system, found in plays.items() if found})
         click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
-        click.echo(markdown(rows, COLUMNS, f"{name}, {self.count} workers"))
+        click.echo(markdown_table(rows, COLUMNS, f"{name}, {self.count} workers"))
         outcomes = {
             s: [[{"asked": k} | asdict(o) | {"text": ""} for k, o in p.outcomes.items()] for p in found]
             for s, found in plays.items()
@@ -291,10 +291,10 @@ def main(
     counts: tuple[int, ...], systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float,
     seconds: float, minutes: float | None, installed: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
-    host = machine("blockcast")
-    click.echo(in_words(host))
+    host = describe_machine("blockcast")
+    click.echo(format_facts(host))
     logs = Path(tempfile.mkdtemp(prefix="blockcast-peers-"))
-    ours_at = our_program() if installed else None
+    ours_at = installed_router_program() if installed else None
     until_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     document: dict[str, object] = {"machine": host, "installed": installed, "workloads": {}}
     todo = [(count, name) for count in counts for name in names]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import _path  # noqa: F401
-from harness.load import Client, Outcome, completion, post
+from harness.load import Client, StreamOutcome, completion_body, post_request
 
 from engine.simulation.executor import some_words
 from engine.tiny.tokenizer import cached_tokenizer
@@ -176,7 +176,7 @@ class Talk:
         made = [
             (
                 turn.gap_s,
-                post("/v1/completions", completion(MODEL, turn.prompt, turn.answer_tokens)),
+                post_request("/v1/completions", completion_body(MODEL, turn.prompt, turn.answer_tokens)),
                 turn.answer_tokens,
             )
             for turn in session.turns
@@ -192,7 +192,7 @@ Asked = tuple[int, int]
 class Play:
     """One run."""
 
-    outcomes: dict[Asked, Outcome] = field(default_factory=dict)
+    outcomes: dict[Asked, StreamOutcome] = field(default_factory=dict)
     failed: int = 0
     router_cpu_s: float = 0.0
 
@@ -206,12 +206,12 @@ async def play(url: str, talks: list[Talk]) -> Play:
         await asyncio.sleep(max(0.0, begin_s + talk.start_s - loop.time()))
         for turn, (pause_s, request, tokens) in enumerate(talk.turns):
             await asyncio.sleep(pause_s)
-            answer = await client.ask(request)
+            answer = await client.send(request)
             try:
-                played.outcomes[number, turn] = Outcome.of(answer, tokens, "?")
+                played.outcomes[number, turn] = StreamOutcome.from_response(answer, tokens, "?")
             except RuntimeError:
                 played.failed += 1
 
-    async with Client(url, patience_s=60.0) as client:
+    async with Client(url, timeout_s=60.0) as client:
         await asyncio.gather(*(one(client, number, talk) for number, talk in enumerate(talks)))
     return played

@@ -29,11 +29,11 @@ from typing import Any
 
 import _path  # noqa: F401
 import click
-from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
-from harness.load import Answer, Client, closed_loop
-from harness.peers import PEERS, before_mocks, peer_command
-from harness.programs import Program, await_true, metric
-from harness.talks import CHAT, SIZES, TALKS, Bodies, Message, question
+from harness.baseline_routers import BASELINES, baseline_command, router_with_mock_workers
+from harness.conversations import CHAT, CONVERSATIONS_PER_SIZE, SIZES, ChatRequests, Message, make_question
+from harness.figures import cpu_seconds, describe_machine, format_facts, markdown_table, percentile, write_json
+from harness.load import Client, Response, closed_loop
+from harness.programs import Program, read_metric, wait_until
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
@@ -68,30 +68,30 @@ class Gateway:
 
     def tokenize_s(self) -> float:
         """Of its CPU time: rendering and encoding prompts."""
-        return metric(self.url, TOKENIZE) if self.ours else 0.0
+        return read_metric(self.url, TOKENIZE) if self.ours else 0.0
 
     def latencies(self, requests: list[bytes], concurrency: int) -> list[float]:
         """Seconds from sending a request to its whole answer."""
-        return [answer.end_s - answer.sent_s for answer in asyncio.run(closed_loop(self.url, requests, concurrency))]
+        return [answer.end_s - answer.start_s for answer in asyncio.run(closed_loop(self.url, requests, concurrency))]
 
     def streams(self, requests: list[bytes]) -> tuple[list[float], list[float]]:
         """(first-chunk times, ages of the chunks when they came), seconds, of streams begun 5 ms apart."""
 
-        async def begun(client: Client, number: int) -> Answer:
+        async def begun(client: Client, number: int) -> Response:
             await asyncio.sleep(number * START_APART_S)
-            return (await client.ask(requests[number])).checked()
+            return (await client.send(requests[number])).raise_for_status()
 
-        async def all_of_them() -> list[Answer]:
+        async def all_of_them() -> list[Response]:
             async with Client(self.url) as client:
                 return await asyncio.gather(*(begun(client, number) for number in range(len(requests))))
 
         firsts, ages = [], []
         for answer in asyncio.run(all_of_them()):
             # Sender and receiver read the same clock.
-            sent = [(at_s, json.loads(event)["t"] / 1e9) for at_s, event in answer.events()]
+            sent = [(at_s, json.loads(event)["t"] / 1e9) for at_s, event in answer.json_events()]
             if len(sent) != CHUNKS:
                 raise RuntimeError(f"a stream of {len(sent)} chunks arrived, {CHUNKS} were sent")
-            firsts.append(sent[0][0] - answer.sent_s)
+            firsts.append(sent[0][0] - answer.start_s)
             ages += [at_s - sent_s for at_s, sent_s in sent]
         return firsts, ages
 
@@ -107,7 +107,7 @@ def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, floa
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scale: float) -> dict[str, Any]:
+def measure(gateway: Gateway, direct: Gateway, bodies: ChatRequests, rounds: int, scale: float) -> dict[str, Any]:
     """All figures of one gateway, with the direct runs between its own."""
 
     def requests(size: str, concurrency: int) -> dict[str, float]:
@@ -120,8 +120,8 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
         plain = direct.latencies(bodies.make(size, count), concurrency)
         return {
             "cpu_us": cpu_us, "tokenize_us": tokenize_us, "cpu_us_without_tokenize": cpu_us - tokenize_us,
-            "added_p50_ms": 1e3 * (rank(routed, 0.5) - rank(plain, 0.5)),
-            "added_p99_ms": 1e3 * (rank(routed, 0.99) - rank(plain, 0.99)),
+            "added_p50_ms": 1e3 * (percentile(routed, 0.5) - percentile(plain, 0.5)),
+            "added_p99_ms": 1e3 * (percentile(routed, 0.99) - percentile(plain, 0.99)),
             "requests_per_s": count / sum(routed) * concurrency,
         }  # fmt: skip
 
@@ -133,15 +133,15 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
         direct_firsts, direct_lags = direct.streams(bodies.make("2k", STREAMS, stream=True))
         return {
             "cpu_us_per_chunk": 1e6 * cpu_s / (STREAMS * CHUNKS),
-            "chunk_lag_p50_ms": 1e3 * (rank(lags, 0.5) - rank(direct_lags, 0.5)),
-            "chunk_lag_p99_ms": 1e3 * (rank(lags, 0.99) - rank(direct_lags, 0.99)),
-            "first_chunk_p50_ms": 1e3 * (rank(firsts, 0.5) - rank(direct_firsts, 0.5)),
+            "chunk_lag_p50_ms": 1e3 * (percentile(lags, 0.5) - percentile(direct_lags, 0.5)),
+            "chunk_lag_p99_ms": 1e3 * (percentile(lags, 0.99) - percentile(direct_lags, 0.99)),
+            "first_chunk_p50_ms": 1e3 * (percentile(firsts, 0.5) - percentile(direct_firsts, 0.5)),
         }
 
     table = {}
     for concurrency in (1, 32):
         for size in SIZES:
-            gateway.latencies(bodies.make(size, 2 * TALKS), 1)  # now it was seen
+            gateway.latencies(bodies.make(size, 2 * CONVERSATIONS_PER_SIZE), 1)  # now it was seen
             table[f"{size}_c{concurrency}"] = medians(rounds, partial(requests, size, concurrency))
     stream = medians(rounds, streams)
     return {
@@ -154,12 +154,14 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
     }
 
 
-def measure_cases(gateways: dict[str, Gateway], bodies: Bodies, rounds: int, scale: float) -> list[dict[str, Any]]:
+def measure_cases(
+    gateways: dict[str, Gateway], bodies: ChatRequests, rounds: int, scale: float
+) -> list[dict[str, Any]]:
     """What a conversation costs each gateway that comes back with a new turn. Ours is the first."""
 
     def cost(gateway: Gateway, size: str) -> dict[str, float]:
         count = max(int(COUNTS[size] * scale / 2), 32)
-        made = bodies.make(size, count, new=NEW)
+        made = bodies.make(size, count, new_characters=NEW)
         tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
         gateway.latencies(made, 32)
         return {
@@ -170,13 +172,13 @@ def measure_cases(gateways: dict[str, Gateway], bodies: Bodies, rounds: int, sca
     cases = []
     for size in CASES:
         for gateway in gateways.values():
-            gateway.latencies(bodies.make(size, 2 * TALKS, new=NEW), 1)  # now it was seen
+            gateway.latencies(bodies.make(size, 2 * CONVERSATIONS_PER_SIZE, new_characters=NEW), 1)  # now it was seen
         rows = [{name: cost(gateway, size) for name, gateway in gateways.items()} for _ in range(rounds)]
         own, *peers = [
             {figure: statistics.median(row[name][figure] for row in rows) for figure in ("cpu_us", "tokenise_us")}
             for name in gateways
         ]
-        body = bodies.make(size, 1, new=NEW)[0].partition(b"\r\n\r\n")[2]
+        body = bodies.make(size, 1, new_characters=NEW)[0].partition(b"\r\n\r\n")[2]
         found = {name: peer["cpu_us"] for name, peer in zip(list(gateways)[1:], peers)}
         cases.append({"name": size, "body_bytes": len(body), **own, "peers": found})
     return cases
@@ -186,12 +188,12 @@ def show_cases(cases: list[dict[str, Any]]) -> None:
     rows = {f"{case['body_bytes']:,} bytes": {**case, **case["peers"]} for case in cases}
     columns = {"CPU us": ("cpu_us", "{:.0f}"), "of it tokenising": ("tokenise_us", "{:.0f}")}
     columns |= {name: (name, "{:.0f}") for name in cases[0]["peers"]}
-    print(f"\nReturning with {NEW} new characters, 32 in flight\n{markdown(rows, columns, 'body')}")
+    print(f"\nReturning with {NEW} new characters, 32 in flight\n{markdown_table(rows, columns, 'body')}")
 
 
 def show(name: str, result: dict[str, Any]) -> None:
     rows = {key.replace("_c", " bytes, in flight "): row for key, row in result["requests"].items()}
-    print(f"\n{name}\n{markdown(rows, COLUMNS, 'body')}")
+    print(f"\n{name}\n{markdown_table(rows, COLUMNS, 'body')}")
     stream = result["streams"]
     print(f"{STREAMS} streams of {CHUNKS} chunks, 10 ms apart: CPU {stream['cpu_us_per_chunk']:.1f} us a chunk, lag "
           f"+{stream['chunk_lag_p50_ms']:.3f} ms p50, +{stream['chunk_lag_p99_ms']:.3f} ms p99, first chunk "
@@ -199,7 +201,7 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="May be repeated.")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(BASELINES), help="May be repeated.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
@@ -219,16 +221,20 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies, tokenizer = Bodies(is_reasoned, MissReasonsConfig().share), Tokenizer.load(folder)
-        seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
+        bodies, tokenizer = ChatRequests(is_reasoned, MissReasonsConfig().share), Tokenizer.load(folder)
+        seen = [
+            json.dumps({"messages": [*messages, make_question(0)]})
+            for row in bodies.conversations.values()
+            for messages in row
+        ]
         announced = [tokenizer.encode_chat(parse_routing(CHAT, body.encode())) for body in seen]
         mocks = []
         for number in range(2):
             (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
             mocks.append(["--announce", str(folder / f"announce{number}.json")])
-        report: dict[str, Any] = {"machine": machine(), "installed": not checkout, "peers": {}}
-        print(in_words(report["machine"]))
-        with before_mocks(folder, checkout, mocks, "--log-level", "warning") as (router, url, urls):
+        report: dict[str, Any] = {"machine": describe_machine(), "installed": not checkout, "peers": {}}
+        print(format_facts(report["machine"]))
+        with router_with_mock_workers(folder, checkout, mocks, "--log-level", "warning") as (router, url, urls):
             direct, gateway = Gateway(urls[0]), Gateway(url, router.pid, ours=True)
             wait_until_ready(gateway, bodies)
             gateways = {"blockcast": gateway}
@@ -237,7 +243,7 @@ def main(
                 show("blockcast router", report)
             with ExitStack() as stack:
                 for name in peers:
-                    command, port = peer_command(name, urls)
+                    command, port = baseline_command(name, urls)
                     program = stack.enter_context(Program(command, folder / f"{name}.log"))
                     gateways[name] = Gateway(f"http://127.0.0.1:{port}", program.pid)
                     wait_until_ready(gateways[name], bodies)
@@ -249,13 +255,13 @@ def main(
         write_json(json_file, report)
 
 
-def wait_until_ready(gateway: Gateway, bodies: Bodies) -> None:
+def wait_until_ready(gateway: Gateway, bodies: ChatRequests) -> None:
     """Until it answers; ours until both workers are up and the index knows what they announced."""
     seen: dict[str, int] = {}
 
     def known() -> bool:
         try:
-            for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", TALKS), 1)):
+            for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", CONVERSATIONS_PER_SIZE), 1)):
                 if not gateway.ours:
                     return True
                 cached = int(answer.headers["x-blockcast-predicted-cached-tokens"])
@@ -264,7 +270,7 @@ def wait_until_ready(gateway: Gateway, bodies: Bodies) -> None:
             return False
         return len(seen) == 2 and min(seen.values()) > 100
 
-    if not await_true(known, 60, 0.2):
+    if not wait_until(known, 60, 0.2):
         raise click.ClickException(f"{gateway.url} does not answer, or does not know what the workers hold: {seen}")
 
 

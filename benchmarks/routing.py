@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
-from harness.figures import in_words, machine, markdown, write_json
+from harness.figures import describe_machine, format_facts, markdown_table, write_json
 from routing_sim import grid
 from routing_sim.runs import (
     ABLATIONS,
@@ -155,8 +155,8 @@ def main(argv: list[str] | None = None) -> None:
         host_memory=arguments.host_memory,
         slow_workers={} if arguments.slow_worker is None else {0: arguments.slow_worker},
     )
-    host = machine()
-    print(in_words(host))
+    host = describe_machine()
+    print(format_facts(host))
     document = (run_chat if talks else run_traces)(arguments, options)
     write_json(arguments.json, {**document, "machine": host})
 
@@ -187,7 +187,7 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     ratios = relative(scores, "INF")
     print(f"\nGeometric means over {len(settings)} settings, relative to INF (imbalance: busiest worker over mean)")
     order = sorted(ratios, key=lambda name: (name in BOUNDS, -ratios[name]["ttft_mean"]))
-    print(markdown({name: ratios[name] for name in order}, GRID_COLUMNS, "policy"))
+    print(markdown_table({name: ratios[name] for name in order}, GRID_COLUMNS, "policy"))
     print(f"{time.time() - started:.0f} s")
     return {
         **{name: ratios[name] for name in policies},
@@ -220,7 +220,7 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
         rows = as_json(dict(sorted(scores[setting].items(), key=lambda pair: -pair[1].e2e)))
         for row in rows.values():
             row |= {key: 1e3 * row[key] for key in row if key.startswith(("ttft", "tpot"))}
-        print(markdown(rows, CHAT_COLUMNS, "policy"))
+        print(markdown_table(rows, CHAT_COLUMNS, "policy"))
     return {
         **relative(scores, "oracle"),
         "settings": [{"workers": s.workers, **asdict(shape), "policies": as_json(scores[s])} for s in settings],
@@ -230,8 +230,8 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
 
 def run_grid(arguments: argparse.Namespace) -> None:
     """What the file does not have yet of the grid, and named policies anew; a line for each setting, then the sum."""
-    started, host = time.time(), machine()
-    print(in_words(host))
+    started, host = time.time(), describe_machine()
+    print(format_facts(host))
     known: dict[str, dict[str, Any]] = {}
     if arguments.json is not None and arguments.json.exists():
         known = json.loads(arguments.json.read_text())["settings"]
@@ -261,10 +261,10 @@ def run_grid(arguments: argparse.Namespace) -> None:
             write_json(arguments.json, document)
     if arguments.ablate:
         means = {name: grid.means(done, name, grid.OURS) for name in ABLATIONS}
-        print(markdown(means, {key: (key, "{:.3f}") for key in grid.FIGURES}, "ours, beside it"))
+        print(markdown_table(means, {key: (key, "{:.3f}") for key in grid.FIGURES}, "ours, beside it"))
         return
     report = grid.summary(done)
-    print(markdown(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
+    print(markdown_table(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
     print("\n".join(f"{key}: {json.dumps(value)}" for key, value in report.items()))
     print(f"{time.time() - started:.0f} s")
 

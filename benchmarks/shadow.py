@@ -18,13 +18,13 @@ from itertools import count
 from pathlib import Path
 
 import _path  # noqa: F401
-from harness.figures import in_words, machine, markdown, write_json
+from harness.figures import describe_machine, format_facts, markdown_table, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
 
 from router.decide.config import CoreConfig
 from router.shadow.observed_request import ObservedRequest, PrefixLinks
 from router.shadow.replay import ObservedEngine, compare
-from simulation.cluster import Result
+from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
 from simulation.traces import ChatShape, generate_chat, read_trace, synthetic
 from simulation.workload import SimRequest, Workload
@@ -56,10 +56,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Play, compare, print, write."""
     arguments = parser().parse_args(argv)
-    host = machine()
-    print(in_words(host))
+    host = describe_machine()
+    print(format_facts(host))
     rows = simulated(arguments)
-    print(markdown(rows, COLUMNS, "what is saved"))
+    print(markdown_table(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 
 
@@ -125,7 +125,7 @@ def keep_answers(workload: Workload) -> None:
         ]
 
 
-def watched(workload: Workload, result: Result) -> list[ObservedRequest]:
+def watched(workload: Workload, result: SimulationResult) -> list[ObservedRequest]:
     """What `router shadow` sees of a run, in the order of arrival."""
     links = PrefixLinks(len(workload.requests))
     lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
@@ -144,7 +144,7 @@ def watched(workload: Workload, result: Result) -> list[ObservedRequest]:
 
 
 def beside(
-    name: str, workload: Workload, today: Result, after: Result, workers: int, blocks: int | None
+    name: str, workload: Workload, today: SimulationResult, after: SimulationResult, workers: int, blocks: int | None
 ) -> dict[str, dict[str, float]]:
     seen = watched(workload, today)
     warming = len(seen) // 10

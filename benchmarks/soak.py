@@ -21,12 +21,12 @@ from typing import Any
 
 import _path  # noqa: F401
 import click
-from harness.figures import in_words, machine, resident_bytes
-from harness.load import Client, post
-from harness.peers import before_mocks
-from harness.programs import ADMIN_KEY, metric
-from harness.talks import CHAT, Bodies, question
-from harness.trial import Trial
+from harness.baseline_routers import router_with_mock_workers
+from harness.conversations import CHAT, ChatRequests, make_question
+from harness.fault_run import FaultRun
+from harness.figures import describe_machine, format_facts, resident_bytes
+from harness.load import Client, post_request
+from harness.programs import ADMIN_KEY, read_metric
 
 from engine.tiny.tokenizer import write_tokenizer
 
@@ -39,15 +39,15 @@ class Soak:
 
     def __init__(self, url: str, pid: int, rate: float) -> None:
         self._url, self._pid, self._rate = url, pid, rate
-        self._bodies = Bodies()
+        self._bodies = ChatRequests()
         self._rng = random.Random(1)
         self.outcomes: Counter[str] = Counter()
         self.samples: list[tuple[float, float, float, float]] = []
         """(minutes, resident MiB, MiB of encoded text, blocks in the index)."""
 
     def _sample(self, minute: float = 0.0) -> tuple[float, float, float, float]:
-        text_mib = metric(self._url, "blockcast_router_segment_cache_bytes") / 2**20
-        blocks = metric(self._url, "blockcast_router_index_entries")
+        text_mib = read_metric(self._url, "blockcast_router_segment_cache_bytes") / 2**20
+        blocks = read_metric(self._url, "blockcast_router_index_entries")
         return round(minute, 2), round(resident_bytes(self._pid) / 2**20, 1), round(text_mib, 1), blocks
 
     async def fill(self) -> None:
@@ -58,8 +58,8 @@ class Soak:
             while full_at is None or turn < 2 * full_at:
                 for _ in range(50):
                     numbers = range(turn, turn := turn + 200)
-                    talk = [question(10**6 + i) for i in numbers]
-                    (await client.ask(post(CHAT, {"model": "mock", "messages": talk}))).checked()
+                    talk = [make_question(10**6 + i) for i in numbers]
+                    (await client.send(post_request(CHAT, {"model": "mock", "messages": talk}))).raise_for_status()
                 before_mib, text_mib = text_mib, (await asyncio.to_thread(self._sample))[2]
                 if full_at is None and text_mib < before_mib + 0.1:
                     full_at = turn
@@ -70,7 +70,7 @@ class Soak:
         started = time.monotonic()
         next_sample_s = started
         tasks: set[asyncio.Task[None]] = set()
-        async with Client(self._url, patience_s=30) as client:
+        async with Client(self._url, timeout_s=30) as client:
             watching = asyncio.create_task(self._watch())
             while (now := time.monotonic()) < started + 60 * minutes:
                 if now >= next_sample_s:
@@ -95,15 +95,15 @@ class Soak:
         if kind == "wrong":
             body = request.partition(b"\r\n\r\n")[2]
             wrongs = [b"{", body.replace(b'"mock"', b'"other"'), b'{"model":"mock","prompt":5}']
-            request = post(CHAT, self._rng.choice(wrongs))
-        answer = await client.ask(request, leaves=kind == "leave", fresh=kind == "fresh")
+            request = post_request(CHAT, self._rng.choice(wrongs))
+        answer = await client.send(request, disconnects_early=kind == "leave", new_connection=kind == "fresh")
         self.outcomes[f"{kind} {answer.status} {answer.error}".strip()] += 1
 
     async def _watch(self) -> None:
         """A dashboard that is looked at, reloaded every minute."""
         async with Client(self._url) as client:
             while True:
-                await client.ask(WATCH, patience_s=60)
+                await client.send(WATCH, timeout_s=60)
 
 
 @click.command(help=__doc__)
@@ -112,23 +112,23 @@ class Soak:
 @click.option("--checkout", is_flag=True, help="Measure the checkout instead of an installed package.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(minutes: float, rate: float, checkout: bool, json_file: Path | None) -> None:
-    trial = Trial("soak")
+    trial = FaultRun("soak")
     write_tokenizer(trial.folder, 4096, 1 << 20)
     mocks = [["--churn", "50", "--chunks", "16"]] * 2
-    print(in_words(machine()))
-    with before_mocks(trial.folder, checkout, mocks, "--log-level", "error") as (router, url, _):
-        trial.watch(router)
+    print(format_facts(describe_machine()))
+    with router_with_mock_workers(trial.folder, checkout, mocks, "--log-level", "error") as (router, url, _):
+        trial.watch_program(router)
         soak = Soak(url, router.pid, rate)
         asyncio.run(soak.fill())
         asyncio.run(soak.run(minutes, max(5.0, 60 * minutes / 30)))
-        trial.read_logs("all of it")
+        trial.check_logs("all of it")
     half = soak.samples[len(soak.samples) // 2 :]
     growth = half[-1][1] - half[0][1]
     print(f"second half: {half[0][1]:.1f} -> {half[-1][1]:.1f} MiB; {sum(soak.outcomes.values())} requests")
     if growth > 0.01 * half[0][1]:
-        trial.fault("memory", f"grew by {growth:.1f} MiB in the second half")
+        trial.report_fault("memory", f"grew by {growth:.1f} MiB in the second half")
     trial.close()
-    trial.end({"samples_min_mib_text_blocks": soak.samples, "outcomes": soak.outcomes}, json_file)
+    trial.finish({"samples_min_mib_text_blocks": soak.samples, "outcomes": soak.outcomes}, json_file)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 import _path  # noqa: F401
 import click
 import numpy as np
-from harness.figures import in_words, machine, write_json
-from harness.load import Answer, Client, Outcome, completion, post
-from harness.programs import call, make_demo_model, serve_engine
+from harness.figures import describe_machine, format_facts, write_json
+from harness.load import Client, Response, StreamOutcome, completion_body, post_request
+from harness.programs import make_demo_model, request_json, serve_engine
 
 NAMES = ("step_s", "prefill_s_per_token", "half_quadratic_s", "decode_request_s", "decode_context_s")
 PROMPTS = (16, 128, 512, 1024, 2048, 3072)
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, url: str, step_tokens: int, rng: random.Random) -> None:
         self.url = url
-        self.model = call(f"{url}/v1/models")[1]["data"][0]["id"]
+        self.model = request_json(f"{url}/v1/models")[1]["data"][0]["id"]
         self._step_tokens = step_tokens
         self._rng = rng
 
@@ -57,18 +57,18 @@ class Engine:
         return [self._rng.randrange(10, 250) for _ in range(length)]
 
     def request(self, length: int, tokens: int) -> bytes:
-        return post("/v1/completions", completion(self.model, self.prompt(length), tokens))
+        return post_request("/v1/completions", completion_body(self.model, self.prompt(length), tokens))
 
     async def prefills(self, rounds: int) -> list[Seen]:
         """First tokens of prompts that come alone."""
         seen = []
         async with Client(self.url) as client:
-            await client.ask(self.request(600, 8))
+            await client.send(self.request(600, 8))
             for length in PROMPTS:
                 took = []
                 for _ in range(rounds):
-                    answer = (await client.ask(self.request(length, 1))).checked()
-                    took.append(Outcome.of(answer, 1, "prefill").ttft_s)
+                    answer = (await client.send(self.request(length, 1))).raise_for_status()
+                    took.append(StreamOutcome.from_response(answer, 1, "prefill").ttft_s)
                 steps = -(-length // self._step_tokens)
                 seen.append(Seen((steps, length, length * length, 0, 0), statistics.median(took)))
         return seen
@@ -78,8 +78,8 @@ class Engine:
         seen = []
         async with Client(self.url) as client:
             for count, length in GROUPS:
-                answers = await asyncio.gather(*(client.ask(self.request(length, DECODED)) for _ in range(count)))
-                times = [_token_times(answer.checked()) for answer in answers]
+                answers = await asyncio.gather(*(client.send(self.request(length, DECODED)) for _ in range(count)))
+                times = [_token_times(answer.raise_for_status()) for answer in answers]
                 all_run, first_ends = max(t[0] for t in times), min(t[-1] for t in times)
                 gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a >= all_run and b <= first_ends]
                 if gaps:
@@ -88,8 +88,8 @@ class Engine:
         return seen
 
 
-def _token_times(answer: Answer) -> list[float]:
-    return [at_s for at_s, event in answer.events() if json.loads(event)["choices"]]
+def _token_times(answer: Response) -> list[float]:
+    return [at_s for at_s, event in answer.json_events() if json.loads(event)["choices"]]
 
 
 def fit(seen: Sequence[Seen]) -> dict[str, float]:
@@ -130,8 +130,8 @@ def learn(engine: Engine, idle: Engine, rounds: int) -> tuple[dict[str, float], 
 def main(
     url: str | None, step_tokens: int, kv_tokens: int, rounds: int, seed: int, json_file: Path | None
 ) -> None:  # fmt: skip
-    host = machine("blockcast", "torch", "numpy")
-    click.echo(in_words(host))
+    host = describe_machine("blockcast", "torch", "numpy")
+    click.echo(format_facts(host))
     logs = Path(tempfile.mkdtemp(prefix="blockcast-steps-"))
     flags = ("--port", "0", "--max-num-batched-tokens", str(step_tokens))
     programs = [serve_engine(logs / "idle.log", "--simulate", json.dumps(NO_TIME), *flags)]

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from harness.workers import BLOCK, END_SEQ, removed, stored
+from harness.workers import BLOCK, END_SEQ, block_removed, block_stored
 from msgspec.msgpack import encode
 
 Payloads = Callable[[], Iterator[bytes]]
@@ -35,7 +35,7 @@ def _once(make: Callable[[], bytes]) -> Payloads:
 
 
 def _chain(count: int, **more: Any) -> Any:
-    return stored([2**40 + i for i in range(count)], [i % 30000 for i in range(count * BLOCK)], **more)
+    return block_stored([2**40 + i for i in range(count)], [i % 30000 for i in range(count * BLOCK)], **more)
 
 
 def _per_event(count: int, make: Callable[[int], Any]) -> Payloads:
@@ -49,7 +49,7 @@ def _per_event(count: int, make: Callable[[int], Any]) -> Payloads:
 
 
 def _one(i: int, **more: Any) -> Any:
-    return stored([i], [i % 30000] * BLOCK, **more)
+    return block_stored([i], [i % 30000] * BLOCK, **more)
 
 
 def _field(name: str, *values: Any) -> Payloads:
@@ -88,19 +88,19 @@ EVENTS: dict[str, Payloads] = {
     "200,000 children of one that never comes": _per_event(200_000, lambda i: _one(i, parent=2**50)),
     "names that share 24 bits": _per_event(20_000, lambda i: _one((i << 24) + 5)),
     "names that share 48 bits": _per_event(20_000, lambda i: _one((i << 48) + 5)),
-    "names of 64 KB": _once(lambda: batch(*(stored([bytes([i]) * 65536], [1] * BLOCK) for i in range(100)))),
+    "names of 64 KB": _once(lambda: batch(*(block_stored([bytes([i]) * 65536], [1] * BLOCK) for i in range(100)))),
     "one name 100,000 times": _per_event(100_000, lambda i: _one(9)),
-    "one name for 20,000 contents": _per_event(20_000, lambda i: stored([9], [i] * BLOCK)),
+    "one name for 20,000 contents": _per_event(20_000, lambda i: block_stored([9], [i] * BLOCK)),
     "a ring of parents": _per_event(2000, lambda i: _one(i, parent=(i + 1) % 2000)),
     "its own parent": _once(lambda: batch(_one(5, parent=5))),
-    "50,000 removals of nothing": _per_event(50_000, lambda i: removed([i + 2**60])),
+    "50,000 removals of nothing": _per_event(50_000, lambda i: block_removed([i + 2**60])),
     "stored and cleared in turn": _per_event(100_000, lambda i: _one(i) if i % 2 else {"type": "AllBlocksCleared"}),
     "10,000 media": _per_event(10_000, lambda i: _one(i, medium=f"M{i}")),
     "10,000 LoRAs": _per_event(10_000, lambda i: {**_one(i), "lora_name": f"l{i}", "lora_id": i}),
     "10,000 salts": _per_event(10_000, lambda i: _one(i, extra_keys=[[f"salt {i}"]])),
     "10,000 groups": _per_event(10_000, lambda i: _one(i, group_idx=i, kv_cache_spec_kind="full_attention")),
     "10,000 block sizes": _per_event(
-        300, lambda i: stored([i], [1] * (i + 1), size=i + 1, group_idx=0, kv_cache_spec_kind="mamba")
+        300, lambda i: block_stored([i], [1] * (i + 1), size=i + 1, group_idx=0, kv_cache_spec_kind="mamba")
     ),
     "windows of every size": _per_event(
         2000, lambda i: _one(i, group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=i - 5)

@@ -9,10 +9,21 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import zmq
-from harness.load import Answer, Client, post
-from harness.programs import ADMIN, await_true, call
-from harness.upstream import CLOSE, RESET, STREAM, WAIT, Steps, Upstream, chunk, model_card, models_page, whole
-from harness.workers import BLOCK, FakeWorker, Publisher, stored
+from harness.load import Client, Response, post_request
+from harness.programs import ADMIN_HEADERS, request_json, wait_until
+from harness.upstream import (
+    CLOSE,
+    RESET,
+    STREAM,
+    WAIT,
+    Steps,
+    Upstream,
+    complete_response,
+    encode_chunk,
+    model_card,
+    models_page,
+)
+from harness.workers import BLOCK, Publisher, ScriptedWorker, block_stored
 from hostile_bodies import BODIES, CHAT
 from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
 from hostile_http import Variant, variants
@@ -45,9 +56,9 @@ async def _cut_everywhere(world: World, name: str, variant: Variant) -> None:
     statuses, end = await world.exchange(data, patience_s=patience_s)
     taken = sum(status < 400 for status in statuses)
     if end == STAYS_OPEN:
-        world.fault(name, "the connection stays open", data)
+        world.report_fault(name, "the connection stays open", data)
     if variant.answers is not None and taken != variant.answers:
-        world.fault(name, f"statuses {statuses}, expected {variant.answers} below 400", data)
+        world.report_fault(name, f"statuses {statuses}, expected {variant.answers} below 400", data)
     if end == ENDED:  # else more bytes are awaited, and the client's end of sending is what ends it
         patience_s = CLOSED_S_MAX
     limit = asyncio.Semaphore(AT_ONCE)
@@ -57,7 +68,7 @@ async def _cut_everywhere(world: World, name: str, variant: Variant) -> None:
             again, end = await world.exchange(*pieces, patience_s=patience_s)
         if sum(status < 400 for status in again) != taken or end == STAYS_OPEN:
             lengths = [len(piece) for piece in pieces][:20]
-            world.fault(name, f"cut into {lengths}: statuses {again}, {end}; whole {statuses}", data)
+            world.report_fault(name, f"cut into {lengths}: statuses {again}, {end}; whole {statuses}", data)
 
     few = 6 if world.short else 160 if len(data) < 2000 else 4
     offsets = range(1, len(data))
@@ -90,36 +101,36 @@ async def upstreams(world: World) -> None:
 async def _beside_a_sound_one(world: World, model: str, name: str, steps: Steps, at_accept: str) -> None:
     pages = {"/v1/models": models_page(model_card(model))}
     before = name.removeprefix("upstream: ") in BEFORE or at_accept
-    async with Upstream(pages, lambda: steps) as rogue, Upstream(pages, lambda: (whole(GOOD),)) as sound:
+    async with Upstream(pages, lambda: steps) as rogue, Upstream(pages, lambda: (complete_response(GOOD),)) as sound:
         workers = [await world.add(rogue.url, events="none"), await world.add(sound.url, events="none")]
         if not await world.up(workers[0]) or not await world.up(workers[1]):
-            world.fault(name, "a worker whose pages are sound is not taken in", steps)
-        rogue.at_accept = at_accept
-        async with Client(world.url, patience_s=ANSWER_S_MAX) as client:
+            world.report_fault(name, "a worker whose pages are sound is not taken in", steps)
+        rogue.accept_action = at_accept
+        async with Client(world.url, timeout_s=ANSWER_S_MAX) as client:
             for number in range(3 if world.short else 6):
                 body = {"model": model, "prompt": [number] * 20, "stream": bool(number % 2)}
                 headers = {} if number < 4 else {"x-blockcast-worker": workers[0]}
-                answer = await client.ask(post("/v1/completions", body, headers))
+                answer = await client.send(post_request("/v1/completions", body, headers))
                 await asyncio.sleep(PAUSE_S)
                 _judge(world, name, answer, steps)
                 # A worker named in the request cannot be replaced, nor one that takes its whole time to fail.
                 if before and not headers and answer.status not in (200, 504):
-                    world.fault(name, f"not repeated on the sound worker: {answer.status} {answer.error}", steps)
+                    world.report_fault(name, f"not repeated on the sound worker: {answer.status} {answer.error}", steps)
         await world.remove(*workers)
 
 
-def _judge(world: World, name: str, answer: Answer, steps: object) -> None:
+def _judge(world: World, name: str, answer: Response, steps: object) -> None:
     if answer.error == "timeout":
-        world.fault(name, f"hangs: status {answer.status} after {ANSWER_S_MAX:g} s", steps)
+        world.report_fault(name, f"hangs: status {answer.status} after {ANSWER_S_MAX:g} s", steps)
     if b"STALE" in answer.body:
-        world.fault(name, "bytes that nobody asked for reached a client", steps)
+        world.report_fault(name, "bytes that nobody asked for reached a client", steps)
     if (
         name.removeprefix("upstream: ") in AFTER
         and answer.status == 200
         and not answer.error
         and b"GOOD" not in answer.body
     ):
-        world.fault(name, f"a broken answer looks whole: {answer.body[-200:]!r}", steps)
+        world.report_fault(name, f"a broken answer looks whole: {answer.body[-200:]!r}", steps)
 
 
 async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]) -> None:
@@ -131,7 +142,10 @@ async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]
         return left.pop() if left else (answer,)
 
     end_s = time.monotonic() + 120
-    async with Upstream(pages, lambda: (whole(GOOD),)) as sound, Client(world.url, patience_s=ANSWER_S_MAX) as client:
+    async with (
+        Upstream(pages, lambda: (complete_response(GOOD),)) as sound,
+        Client(world.url, timeout_s=ANSWER_S_MAX) as client,
+    ):
         workers = [await world.add(sound.url, events="none")]
         while left and time.monotonic() < end_s:
             async with Upstream(pages, next_steps) as rogue:
@@ -139,12 +153,12 @@ async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]
                 await world.up(worker)
                 for number in range(12):
                     body = {"model": model, "prompt": [number] * 20}
-                    got = await client.ask(post("/v1/completions", body))
+                    got = await client.send(post_request("/v1/completions", body))
                     if got.error == "timeout":
-                        world.fault(name, f"hangs; {len(left)} offsets are left", steps)
+                        world.report_fault(name, f"hangs; {len(left)} offsets are left", steps)
                     is_whole = b"GOOD" in got.body or b"[DONE]" in got.body or b"FULL" in got.body[-200:]
                     if got.status == 200 and not got.error and not (is_whole and got.body):
-                        world.fault(name, f"a broken answer looks whole: {got.body!r}", steps)
+                        world.report_fault(name, f"a broken answer looks whole: {got.body!r}", steps)
                 await world.remove(worker)
         await world.remove(*workers)
     if left:
@@ -155,12 +169,12 @@ async def bodies(world: World) -> None:
     sizes = (63_000, 10**6) if world.short else (63_000, 10**6, 10**7, 6 * 10**7)
     kinds = {f"body: {name}, {size / 1e6:g} MB": (*BODIES[name], size) for name in BODIES for size in sizes}
     for name, (path, make, size) in named(kinds, world, 8):
-        request = post(path, make(size))
-        async with world.attack(name) as entry, Client(world.url, patience_s=BODY_S_MAX) as client:
-            answer = await client.ask(request)
-            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.sent_s:.2f} s"
+        request = post_request(path, make(size))
+        async with world.attack(name) as entry, Client(world.url, timeout_s=BODY_S_MAX) as client:
+            answer = await client.send(request)
+            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.start_s:.2f} s"
             if answer.status >= 500 or answer.error == "timeout" or not answer.status:
-                world.fault(name, entry["note"], request[:300])
+                world.report_fault(name, entry["note"], request[:300])
     unfinished = {"body: 12 unfinished ones of 60 MB": 60_000_000}
     for name, size in named(unfinished, world, 0):
         async with world.attack(name):
@@ -179,21 +193,21 @@ class Sound:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.worker = FakeWorker("sound", Publisher())
+        self.worker = ScriptedWorker("sound", Publisher())
         self._count = 0
 
     async def delay_s(self) -> float | None:
         """None: not within the time."""
         self._count += 1
         ids = [(self._count * 7919 + i) % 30000 for i in range(4 * BLOCK + 1)]
-        self.worker.publisher.publish(stored([self._count * 100 + i for i in range(4)], ids[:-1]))
+        self.worker.publisher.publish(block_stored([self._count * 100 + i for i in range(4)], ids[:-1]))
         begun = time.monotonic()
 
         def known() -> bool:
-            status, answer = call(f"{self._world.url}/route", {"model": "sound", "prompt": ids}, timeout_s=60)
+            status, answer = request_json(f"{self._world.url}/route", {"model": "sound", "prompt": ids}, timeout_s=60)
             return status == 200 and any(row["cached_tokens"] == 4 * BLOCK for row in answer["candidates"])
 
-        found = await asyncio.to_thread(await_true, known, EVENT_S_MAX, 0.01)
+        found = await asyncio.to_thread(wait_until, known, EVENT_S_MAX, 0.01)
         return time.monotonic() - begun if found else None
 
 
@@ -221,7 +235,7 @@ async def events(world: World) -> None:
     await world.up(await world.add(sound.worker.url))
     await asyncio.to_thread(sound.worker.publisher.await_subscriber)
     if await sound.delay_s() is None:
-        world.fault("events", "the sound worker's events are not known even before the first attack", "")
+        world.report_fault("events", "the sound worker's events are not known even before the first attack", "")
 
     def frames_of(payloads: Callable[[], Iterator[bytes]]) -> Iterator[list[bytes]]:
         return ([b"", struct.pack(">Q", seq), payload] for seq, payload in enumerate(payloads()))
@@ -233,7 +247,7 @@ async def events(world: World) -> None:
     try:
         for number, (name, (frames, publisher)) in enumerate(named(kinds, world, 10)):
             async with world.attack(name) as entry:
-                worker = FakeWorker(f"evil{number}", publisher())
+                worker = ScriptedWorker(f"evil{number}", publisher())
                 added = await world.add(worker.url)
                 await world.up(added)
                 await asyncio.to_thread(worker.publisher.await_subscriber)
@@ -241,14 +255,14 @@ async def events(world: World) -> None:
                 delay_s = await sound.delay_s()
                 entry["note"] = f"a sound event is known after {delay_s or 0:.2f} s"
                 if delay_s is None:
-                    world.fault(name, f"events of the sound worker are not known after {EVENT_S_MAX:g} s", name)
+                    world.report_fault(name, f"events of the sound worker are not known after {EVENT_S_MAX:g} s", name)
                 await world.remove(added)
                 await asyncio.to_thread(worker.close)
     finally:
         await asyncio.to_thread(sound.worker.close)
 
 
-def _send(worker: FakeWorker, frames: Callable[[], Iterator[list[bytes]]]) -> None:
+def _send(worker: ScriptedWorker, frames: Callable[[], Iterator[list[bytes]]]) -> None:
     for message in frames():
         worker.publisher._pub.send_multipart(message)
 
@@ -264,14 +278,14 @@ async def _discovered(world: World, name: str, pages: dict[str, bytes]) -> None:
     async with world.attack(name) as entry:
         card = model_card(f"found{len(world.attacks)}")
         sound = {"/v1/models": models_page(card), "/kv_event_sources": b"{}"}
-        async with Upstream({**sound, **pages}, lambda: (whole(GOOD),)) as rogue:
+        async with Upstream({**sound, **pages}, lambda: (complete_response(GOOD),)) as rogue:
             worker = await world.add(rogue.url)
             await asyncio.sleep(1.0 if world.short else 2.5)
             status, state = await world.admin("/workers")
             rows = [row for row in state["workers"] if row["worker_id"] == worker] if status == 200 else []
             entry["note"] = rows[0]["state"] if rows else "not listed"
             if status != 200:
-                world.fault(name, f"/workers answers {status}: {str(state)[:200]}", pages)
+                world.report_fault(name, f"/workers answers {status}: {str(state)[:200]}", pages)
             await world.remove(worker)
 
 
@@ -291,14 +305,14 @@ async def peers(world: World) -> None:
         pub.close(0)
         context.term()
     dumps = {"noise": bytes(range(256)), "deep": b"[" * 100_000, "50 MB": b"x" * 50_000_000, "null": b"null"}
-    dumps["chunks without end"] = STREAM + chunk(b"x" * 9000) * 1000
+    dumps["chunks without end"] = STREAM + encode_chunk(b"x" * 9000) * 1000
     for name, dump in named({f"dump: {name}": dump for name, dump in dumps.items()}, world, 1):
-        async with world.attack(name), Upstream({}, lambda: (whole(b"{}"),), port=world.dump_port) as peer:
-            peer.any_page = dump
-            worker = FakeWorker(f"dumped{len(world.attacks)}", Publisher())
+        async with world.attack(name), Upstream({}, lambda: (complete_response(b"{}"),), port=world.dump_port) as peer:
+            peer.default_page = dump
+            worker = ScriptedWorker(f"dumped{len(world.attacks)}", Publisher())
             for _ in range(3):
-                worker.publisher.publish(stored([1], [1] * BLOCK))
-            worker.publisher.trim(2)
+                worker.publisher.publish(block_stored([1], [1] * BLOCK))
+            worker.publisher.drop_oldest(2)
             added = await world.add(worker.url)
             await asyncio.sleep(1.0 if world.short else 3.0)
             await world.remove(added)
@@ -317,28 +331,30 @@ async def operators(world: World) -> None:
         asked |= {f"operator: {path} with {name}, {size} bytes": (path, make(size), "POST")
                   for name, (_, make) in BODIES.items() for size in sizes}  # fmt: skip
     for name, (path, body, method) in named(asked, world, 12):
-        async with world.attack(name) as entry, Client(world.url, patience_s=BODY_S_MAX) as client:
-            request = post(path, body or b"", ADMIN).replace(b"POST", method.encode(), 1)
-            answer = await client.ask(request)
-            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.sent_s:.2f} s"
+        async with world.attack(name) as entry, Client(world.url, timeout_s=BODY_S_MAX) as client:
+            request = post_request(path, body or b"", ADMIN_HEADERS).replace(b"POST", method.encode(), 1)
+            answer = await client.send(request)
+            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.start_s:.2f} s"
             if answer.status >= 500 or answer.error == "timeout":
-                world.fault(name, entry["note"], (method, path[:200]))
+                world.report_fault(name, entry["note"], (method, path[:200]))
 
 
 async def collectors(world: World) -> None:
     """Where traces go."""
     kinds: dict[str, Steps] = {
         "closes": (CLOSE,), "resets": (RESET,), "never answers": (WAIT,), "noise": (bytes(range(256)), CLOSE),
-        "redirects": (REDIRECT,), "50 MB": (whole(b"x" * 50_000_000),),
+        "redirects": (REDIRECT,), "50 MB": (complete_response(b"x" * 50_000_000),),
     }  # fmt: skip
     for name, steps in named({f"collector: {name}": steps for name, steps in kinds.items()}, world, 2):
         async with world.attack(name), Upstream({}, lambda steps=steps: steps, port=world.otlp_port):
-            async with Client(world.url, patience_s=ANSWER_S_MAX) as client:
+            async with Client(world.url, timeout_s=ANSWER_S_MAX) as client:
                 for number in range(200):
                     traced = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01"}
-                    answer = await client.ask(post("/v1/completions", {"model": "mock", "prompt": [number]}, traced))
+                    answer = await client.send(
+                        post_request("/v1/completions", {"model": "mock", "prompt": [number]}, traced)
+                    )
                     if answer.status != 200:
-                        world.fault(name, f"{answer.status} {answer.error}", steps)
+                        world.report_fault(name, f"{answer.status} {answer.error}", steps)
             await asyncio.sleep(0.3 if world.short else 6.0)
 
 
@@ -351,11 +367,13 @@ async def sessions(world: World) -> None:
         "traces": lambda i: {"traceparent": f"00-{i + 1:032x}-{i + 1:016x}-01"},
     }  # fmt: skip
     for name, make in named({f"new {name}": make for name, make in headers.items()}, world, 2):
-        async with world.attack(name), Client(world.url, patience_s=ANSWER_S_MAX) as client:
+        async with world.attack(name), Client(world.url, timeout_s=ANSWER_S_MAX) as client:
             for i in range(count):
-                answer = await client.ask(post("/v1/completions", {"model": "mock", "prompt": [i % 999] * 40}, make(i)))
+                answer = await client.send(
+                    post_request("/v1/completions", {"model": "mock", "prompt": [i % 999] * 40}, make(i))
+                )
                 if answer.status != 200:
-                    world.fault(name, f"{answer.status} {answer.error}", make(i))
+                    world.report_fault(name, f"{answer.status} {answer.error}", make(i))
                     break
 
 

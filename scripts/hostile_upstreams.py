@@ -6,13 +6,13 @@ nobody asked for never reach a client; what failed before its first byte is repe
 
 from __future__ import annotations
 
-from harness.upstream import CLOSE, HEAD, RESET, STREAM, WAIT, Steps, chunk, whole
+from harness.upstream import CLOSE, HEAD, RESET, STREAM, WAIT, Steps, complete_response, encode_chunk
 
 GOOD = b'{"id":"GOOD","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4}}'
 FULL = b'{"id":"FULL","choices":[{"index":0,"text":"x"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}'
-STALE = whole(b'{"id":"STALE"}')
-STREAMED = STREAM + chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: " + FULL + b"\n\n")
-DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+STALE = complete_response(b'{"id":"STALE"}')
+STREAMED = STREAM + encode_chunk(b'data: {"id":"x","choices":[]}\n\n') + encode_chunk(b"data: " + FULL + b"\n\n")
+DONE = encode_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 def _head(*lines: bytes, start: bytes = b"HTTP/1.1 200 OK") -> bytes:
@@ -74,37 +74,39 @@ AFTER: dict[str, Steps] = {
 """These began well: the client must see that they did not end well."""
 
 ODD: dict[str, Steps] = {
-    "two answers for one": (whole(FULL) + STALE,),
-    "a late second answer": (whole(FULL), 0.02, STALE),
+    "two answers for one": (complete_response(FULL) + STALE,),
+    "a late second answer": (complete_response(FULL), 0.02, STALE),
     "a body behind a 204": (b"HTTP/1.1 204 No Content\r\n\r\n" + STALE,),
     "a body behind a 304": (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n" + STALE,),
-    "more than the length": (whole(FULL) + b"\x00" * 1000,),
-    "closes after an answer": (whole(FULL), CLOSE),
+    "more than the length": (complete_response(FULL) + b"\x00" * 1000,),
+    "closes after an answer": (complete_response(FULL), CLOSE),
     "says close and does not": (_head(LENGTH, b"connection: close") + FULL, WAIT),
     "no length, then the end": (b"HTTP/1.0 200 OK\r\n\r\n" + FULL, CLOSE),
     "byte by byte": tuple(bytes([b]) for b in STREAMED + DONE),
-    "1,000 chunks of a byte": (STREAMED + chunk(b"x") * 1000 + DONE,),
-    "100,000 chunks of a byte": (STREAMED + chunk(b"x") * 100_000 + DONE,),
-    "one event of 10 MB": (STREAM + chunk(b"data: " + b"x" * 10_000_000) + DONE,),
-    "50 MB": (whole(b'{"id":"FULL","x":"' + b"x" * 50_000_000 + b'"}'),),
-    "deep JSON": (whole(b'{"id":"FULL","usage":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),),
-    "usage that is a list": (whole(b'{"id":"FULL","usage":[1,2]}'),),
-    "a usage of 5,000 digits": (whole(b'{"id":"FULL","usage":{"prompt_tokens":' + b"9" * 5000 + b"}}"),),
-    "a negative usage": (whole(b'{"id":"FULL","usage":{"prompt_tokens":-5,"completion_tokens":-1}}'),),
-    "an endless usage": (whole(b'{"id":"FULL","usage":{"prompt_tokens":1e999,"prompt_tokens_details":{}}}'),),
-    "cached tokens of a word": (
-        whole(b'{"id":"FULL","usage":{"prompt_tokens":1,"prompt_tokens_details":{"cached_tokens":"x"}}}'),
+    "1,000 chunks of a byte": (STREAMED + encode_chunk(b"x") * 1000 + DONE,),
+    "100,000 chunks of a byte": (STREAMED + encode_chunk(b"x") * 100_000 + DONE,),
+    "one event of 10 MB": (STREAM + encode_chunk(b"data: " + b"x" * 10_000_000) + DONE,),
+    "50 MB": (complete_response(b'{"id":"FULL","x":"' + b"x" * 50_000_000 + b'"}'),),
+    "deep JSON": (complete_response(b'{"id":"FULL","usage":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),),
+    "usage that is a list": (complete_response(b'{"id":"FULL","usage":[1,2]}'),),
+    "a usage of 5,000 digits": (complete_response(b'{"id":"FULL","usage":{"prompt_tokens":' + b"9" * 5000 + b"}}"),),
+    "a negative usage": (complete_response(b'{"id":"FULL","usage":{"prompt_tokens":-5,"completion_tokens":-1}}'),),
+    "an endless usage": (
+        complete_response(b'{"id":"FULL","usage":{"prompt_tokens":1e999,"prompt_tokens_details":{}}}'),
     ),
-    "a usage that never closes": (STREAM + chunk(b'data: {"usage":{"prompt_tokens":1') + DONE,),
+    "cached tokens of a word": (
+        complete_response(b'{"id":"FULL","usage":{"prompt_tokens":1,"prompt_tokens_details":{"cached_tokens":"x"}}}'),
+    ),
+    "a usage that never closes": (STREAM + encode_chunk(b'data: {"usage":{"prompt_tokens":1') + DONE,),
     "gzip that is none": (_head(b"content-encoding: gzip", LENGTH) + FULL,),
     "a redirect": (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",),
-    "500": (whole(b'{"error":1}', b"HTTP/1.1 500 Oh\r\n"),),
-    "503, come back in 9^400 s": (whole(b"", b"HTTP/1.1 503 No\r\nretry-after: " + b"9" * 400 + b"\r\n"),),
-    "429": (whole(b"", b"HTTP/1.1 429 No\r\nretry-after: -1\r\n"),),
-    "401": (whole(b"", b"HTTP/1.1 401 No\r\n"),),
-    "404 for the model": (whole(b'{"error":{"message":"no"}}', b"HTTP/1.1 404 No\r\n"),),
+    "500": (complete_response(b'{"error":1}', b"HTTP/1.1 500 Oh\r\n"),),
+    "503, come back in 9^400 s": (complete_response(b"", b"HTTP/1.1 503 No\r\nretry-after: " + b"9" * 400 + b"\r\n"),),
+    "429": (complete_response(b"", b"HTTP/1.1 429 No\r\nretry-after: -1\r\n"),),
+    "401": (complete_response(b"", b"HTTP/1.1 401 No\r\n"),),
+    "404 for the model": (complete_response(b'{"error":{"message":"no"}}', b"HTTP/1.1 404 No\r\n"),),
 }
 """Whatever the client gets of these, it gets it soon, and nothing that another request should have got."""
 
-CUT = {"a plain answer": whole(FULL), "a stream": STREAMED + DONE}
+CUT = {"a plain answer": complete_response(FULL), "a stream": STREAMED + DONE}
 """Answers that are broken off at every offset."""

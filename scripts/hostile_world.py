@@ -15,11 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
-from harness.figures import rank
-from harness.load import Client, post
-from harness.peers import before_mocks
-from harness.programs import ROOT, Program, await_true, call, free_port
-from harness.trial import Trial
+from harness.baseline_routers import router_with_mock_workers
+from harness.fault_run import FaultRun
+from harness.figures import percentile
+from harness.load import Client, post_request
+from harness.programs import ROOT, Program, free_port, request_json, wait_until
 
 T = TypeVar("T")
 CLOSED_S_MAX = 10.0
@@ -34,7 +34,7 @@ NOBODY = (0.0, 0.0, 0, "")
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 
 
-class World(Trial):
+class World(FaultRun):
     """Use as `async with`."""
 
     def __init__(self, *, match: str, short: bool, checkout: bool, seconds: float, seed: int) -> None:
@@ -57,18 +57,20 @@ class World(Trial):
                 flags += ["--otlp-endpoint", f"http://127.0.0.1:{self.otlp_port}"]
         mocks = [["--max-model-len", "8192", "--churn", "10"]] * 2
         try:
-            router, self.url, urls = self.stack.enter_context(before_mocks(self.folder, self._checkout, mocks, *flags))
-            self.watch(router)
+            router, self.url, urls = self.exit_stack.enter_context(
+                router_with_mock_workers(self.folder, self._checkout, mocks, *flags)
+            )
+            self.watch_program(router)
             await self._warm()
             self._file = self.folder / "victim.jsonl"
             self._file.touch()
             command = [sys.executable, "-m", "harness.victim", self.url, urls[0], str(self._file)]
             path = {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts"}
-            self.stack.enter_context(Program(command, self.folder / "victim.log", env=path))
+            self.exit_stack.enter_context(Program(command, self.folder / "victim.log", env=path))
             await asyncio.sleep(1.0)
             os.nice(NICE)
         except BaseException:
-            self.stack.close()
+            self.exit_stack.close()
             raise
         return self
 
@@ -81,7 +83,7 @@ class World(Trial):
         async with Client(self.url) as client:
             for number in range(2_000):
                 talk = [{"role": "user", "content": f"Question {-number}: how long does this take?"}]
-                answer = await client.ask(post("/v1/chat/completions", {"model": "mock", "messages": talk}))
+                answer = await client.send(post_request("/v1/chat/completions", {"model": "mock", "messages": talk}))
                 answered += answer.status == 200
                 if answered == 200:
                     return
@@ -106,7 +108,7 @@ class World(Trial):
         yield entry
         await asyncio.sleep(0.05)
         entry["end"] = time.monotonic()
-        self.read_logs(name)
+        self.check_logs(name)
 
     def close_books(self, windows: list[dict[str, Any]]) -> None:
         """What the victim saw in each attack and each of these windows (`begun`, `end`)."""
@@ -117,19 +119,19 @@ class World(Trial):
             for name, key in (("router", ""), ("direct", "direct_")):
                 answered = [line for line in inside if line[3] == name and line[2] > 0] or [NOBODY]
                 delays = [line[1] for line in answered]
-                window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), rank(delays, 0.99)
+                window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), percentile(delays, 0.99)
                 if not key:
                     window["beyond_ms"] = max(0.0, *(line[1] - beside_ms(line, lines) for line in answered))
             is_attack = window in self.attacks and "end" in window
             statuses = [line[2] for line in inside if line[3] == "router"] if is_attack else []
             if wrong := [status for status in statuses if status != 200]:
                 what = f"{len(wrong)} of {len(statuses)} requests of the victim got {sorted(set(wrong))}"
-                self.fault(window["name"], what)
+                self.report_fault(window["name"], what)
 
     # Means ------------------------------------------------------------------------------------------------------------
 
     async def admin(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
-        return await asyncio.to_thread(call, self.url + path, body, method, timeout_s=60)
+        return await asyncio.to_thread(request_json, self.url + path, body, method, timeout_s=60)
 
     async def add(self, url: str, **more: Any) -> str:
         """A worker; its id."""
@@ -140,10 +142,10 @@ class World(Trial):
 
     async def up(self, worker: str, seconds: float = 20.0) -> bool:
         def is_up() -> bool:
-            rows = call(f"{self.url}/workers")[1]["workers"]
+            rows = request_json(f"{self.url}/workers")[1]["workers"]
             return any(row["worker_id"] == worker and row["state"] == "up" for row in rows)
 
-        return bool(await asyncio.to_thread(await_true, is_up, seconds, 0.1))
+        return bool(await asyncio.to_thread(wait_until, is_up, seconds, 0.1))
 
     async def remove(self, *workers: str) -> None:
         for worker in workers:

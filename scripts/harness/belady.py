@@ -9,31 +9,31 @@ from typing import Any
 NEVER = 1 << 60
 
 
-def leading(names: Sequence[Any], known: Any) -> int:
-    """How many names, from the first, are `known`."""
-    for index, name in enumerate(names):
-        if name not in known:
-            return index
+def count_cached_prefix(names: Sequence[Any], cached_blocks: Any) -> int:
+    """Count the names, from the first, that are in `cached_blocks`."""
+    for position, name in enumerate(names):
+        if name not in cached_blocks:
+            return position
     return len(names)
 
 
-def belady(trace: Sequence[Sequence[Any]], capacity: int) -> list[int]:
+def belady_hits(trace: Sequence[Sequence[Any]], capacity: int) -> list[int]:
     """Blocks found of every prompt where what is used latest, or never, goes first."""
     uses: list[list[int]] = []
-    following: dict[Any, int] = {}
-    for index in reversed(range(len(trace))):
-        uses.append([following.get(name, NEVER) for name in trace[index]])
-        following.update(dict.fromkeys(trace[index], index))
-    cached: dict[Any, int] = {}
-    latest: list[tuple[int, int, Any]] = []
-    found = []
-    for names, nexts in zip(trace, reversed(uses)):
-        found.append(leading(names, cached))
-        for depth, (name, use) in enumerate(zip(names, nexts)):
-            cached[name] = use
-            heapq.heappush(latest, (-use, -depth, name))
-        while len(cached) > capacity:
-            use, _, name = heapq.heappop(latest)
-            if cached.get(name) == -use:
-                del cached[name]
-    return found
+    next_use_by_name: dict[Any, int] = {}
+    for position in reversed(range(len(trace))):
+        uses.append([next_use_by_name.get(name, NEVER) for name in trace[position]])
+        next_use_by_name.update(dict.fromkeys(trace[position], position))
+    next_uses: dict[Any, int] = {}
+    eviction_heap: list[tuple[int, int, Any]] = []
+    hits = []
+    for names, name_uses in zip(trace, reversed(uses)):
+        hits.append(count_cached_prefix(names, next_uses))
+        for depth, (name, use) in enumerate(zip(names, name_uses)):
+            next_uses[name] = use
+            heapq.heappush(eviction_heap, (-use, -depth, name))
+        while len(next_uses) > capacity:
+            use, _, name = heapq.heappop(eviction_heap)
+            if next_uses.get(name) == -use:
+                del next_uses[name]
+    return hits

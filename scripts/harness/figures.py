@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 
-def machine(*packages: str) -> dict[str, Any]:
+def describe_machine(*packages: str) -> dict[str, Any]:
     """What figures were measured on, with the versions of these packages."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    found |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    description: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    description |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for name in packages:
         try:
-            found[name] = version(name)
+            description[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            description[name] = None
+    return description
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def format_facts(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
@@ -50,23 +50,29 @@ def resident_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def rank(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """The value at this share of all, by nearest rank."""
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
-def markdown(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], first: str = "") -> str:
+def markdown_table(
+    rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], first_column: str = ""
+) -> str:
     """A table to look at and for a README. `columns`: title -> (key of a row, format with {})."""
-    cells = [[name, *(form.format(row[key]) for key, form in columns.values())] for name, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip([first, *columns], *cells)]
-    lines = [[first, *columns], ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *cells]
-    aligned = ([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in aligned)
+    cells = [
+        [name, *(cell_format.format(row[key]) for key, cell_format in columns.values())] for name, row in rows.items()
+    ]
+    widths = [max(map(len, column)) for column in zip([first_column, *columns], *cells)]
+    lines = [[first_column, *columns], ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *cells]
+    padded_lines = (
+        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))] for line in lines
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded_lines)
 
 
 def write_json(path: Path | None, report: Any) -> None:
     """Whole at all times: there is never half of it."""
     if path is not None:
-        whole = path.with_name(path.name + ".new")
-        whole.write_text(json.dumps(report, indent=1) + "\n")
-        whole.replace(path)
+        temporary_path = path.with_name(path.name + ".new")
+        temporary_path.write_text(json.dumps(report, indent=1) + "\n")
+        temporary_path.replace(path)

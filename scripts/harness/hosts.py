@@ -13,13 +13,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 NET = "10.77.0"
 
 
-def _done(result: int, what: str) -> None:
+def _check_result(result: int, operation: str) -> None:
     if result != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"{operation}: {os.strerror(ctypes.get_errno())}")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def _run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
 
 
 class Hosts:
@@ -31,35 +31,40 @@ class Hosts:
         self.addresses = [f"{NET}.{i}" for i in range(1, count + 1)]
 
     def __enter__(self) -> Hosts:
-        _done(_LIBC.unshare(CLONE_NEWNET), "unshare")
-        _ip("link", "set", "lo", "up")
-        _ip("link", "add", "br0", "type", "bridge")
-        _ip("addr", "add", f"{NET}.254/24", "dev", "br0")
-        _ip("link", "set", "br0", "up")
+        _check_result(_LIBC.unshare(CLONE_NEWNET), "unshare")
+        _run_ip("link", "set", "lo", "up")
+        _run_ip("link", "add", "br0", "type", "bridge")
+        _run_ip("addr", "add", f"{NET}.254/24", "dev", "br0")
+        _run_ip("link", "set", "br0", "up")
         for i, (name, address) in enumerate(zip(self.names, self.addresses)):
-            _ip("netns", "add", name)
-            _ip("link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"v{i}", "master", "br0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "route", "add", "default", "via", f"{NET}.254")
+            _run_ip("netns", "add", name)
+            _run_ip("link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run_ip("link", "set", f"v{i}", "master", "br0", "up")
+            _run_ip("-n", name, "link", "set", "lo", "up")
+            _run_ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _run_ip("-n", name, "link", "set", "eth0", "up")
+            _run_ip("-n", name, "route", "add", "default", "via", f"{NET}.254")
         return self
 
     @contextmanager
-    def on(self, host: int) -> Iterator[str]:
+    def enter_namespace(self, host: int) -> Iterator[str]:
         """What this thread starts in the block runs on that host; its address."""
-        with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{self.names[host]}") as there:
-            _done(_LIBC.setns(there.fileno(), CLONE_NEWNET), "setns")
+        with (
+            open("/proc/thread-self/ns/net") as own_namespace,
+            open(f"/run/netns/{self.names[host]}") as host_namespace,
+        ):
+            _check_result(_LIBC.setns(host_namespace.fileno(), CLONE_NEWNET), "setns")
             try:
                 yield self.addresses[host]
             finally:
-                _done(_LIBC.setns(here.fileno(), CLONE_NEWNET), "setns")
+                _check_result(_LIBC.setns(own_namespace.fileno(), CLONE_NEWNET), "setns")
 
-    def processes(self, host: int) -> list[int]:
+    def process_ids(self, host: int) -> list[int]:
         """Who runs there."""
-        found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
-        return [int(pid) for pid in found.stdout.split()]
+        completed = subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in completed.stdout.split()]
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:

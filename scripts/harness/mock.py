@@ -25,7 +25,7 @@ from events.sources import encode_sources
 from events.types import BlockRemoved, BlockStored
 
 BLOCK = 16
-ANSWER = json.dumps(
+RESPONSE_BODY = json.dumps(
     {
         "id": "chatcmpl-0123456789abcdef", "object": "chat.completion", "created": 1700000000, "model": "mock",
         "choices": [{"index": 0, "message": {"role": "assistant", "content": "A short answer. " * 8},
@@ -33,130 +33,134 @@ ANSWER = json.dumps(
         "usage": {"prompt_tokens": 1, "total_tokens": 33, "completion_tokens": 32},
     }
 ).encode()  # fmt: skip
-ENDLESS = 1 << 60
+CHUNKED_BODY_BYTES = 1 << 60
 """Bytes of a chunked body, until its last chunk comes."""
-DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-def heads() -> tuple[bytes, bytes]:
+def make_heads() -> tuple[bytes, bytes]:
     """(a complete answer, the head of a stream), with this second's date, as uvicorn sends them."""
-    start = b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: uvicorn\r\n" % formatdate(usegmt=True).encode()
-    complete = start + b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(ANSWER) + ANSWER
-    stream = start + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-    return complete, stream
+    common_head = b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: uvicorn\r\n" % formatdate(usegmt=True).encode()
+    complete_response = (
+        common_head
+        + b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(RESPONSE_BODY)
+        + RESPONSE_BODY
+    )
+    stream_head = common_head + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    return complete_response, stream_head
 
 
-def event() -> bytes:
+def make_event_chunk() -> bytes:
     """One chunk of a stream, as long as OpenAI's are, with the moment it is written."""
-    data = (
+    payload = (
         b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,"model":"mock",'
         b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}],"t":%d}\n\n'
         % time.monotonic_ns()
     )
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-class Mock(asyncio.Protocol):
+class MockWorkerConnection(asyncio.Protocol):
     """One connection."""
 
-    heads = heads()
+    response_heads = make_heads()
     """Renewed every second."""
 
-    def __init__(self, pages: dict[bytes, bytes], chunks: int, pace_s: float) -> None:
+    def __init__(self, pages: dict[bytes, bytes], chunk_count: int, interval_s: float) -> None:
         self._pages = pages
-        self._chunks = chunks
-        self._pace_s = pace_s
+        self._chunk_count = chunk_count
+        self._interval_s = interval_s
         self._buffer = b""
         """Of a head, or the last bytes of a body that is not whole."""
-        self._left = 0
+        self._body_bytes_remaining = 0
         """Bytes of a body that are to come. They are looked through as they come and not kept: bodies may be large."""
-        self._streams = False
+        self._is_streaming = False
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._left:
-            self._body(data)
+        if self._body_bytes_remaining:
+            self._receive_body(data)
             return
         buffer = self._buffer + data if self._buffer else data
         end = buffer.find(b"\r\n\r\n")
         if end < 0:
             self._buffer = buffer
             return
-        head, self._buffer, self._streams = buffer[:end].lower(), b"", False
+        head, self._buffer, self._is_streaming = buffer[:end].lower(), b"", False
         at = head.find(b"content-length:")
-        self._left = int(head[at + 15 : at + 26].split(b"\r\n")[0]) if at >= 0 else 0
+        self._body_bytes_remaining = int(head[at + 15 : at + 26].split(b"\r\n")[0]) if at >= 0 else 0
         if b"\r\ntransfer-encoding: chunked" in head:
-            self._left = ENDLESS
-        self._head = head
-        if self._left:
-            self._body(buffer[end + 4 :])
+            self._body_bytes_remaining = CHUNKED_BODY_BYTES
+        self._request_head = head
+        if self._body_bytes_remaining:
+            self._receive_body(buffer[end + 4 :])
         else:
-            self._answer()
+            self._send_response()
             if len(buffer) > end + 4:
                 self.data_received(buffer[end + 4 :])
 
-    def _body(self, data: bytes) -> None:
-        piece, rest = data[: self._left], data[self._left :]
-        seen = self._buffer + piece
-        if self._left > ENDLESS // 2 and seen.endswith(b"\r\n0\r\n\r\n"):
-            self._left = len(piece)  # JSON has no such line in it
-        self._streams = self._streams or b'"stream":true' in seen or b'"stream": true' in seen
-        self._left -= len(piece)
-        self._buffer = seen[-16:] if self._left else b""
-        if not self._left:
-            self._answer()
-            if rest:
-                self.data_received(rest)
+    def _receive_body(self, data: bytes) -> None:
+        body_bytes, next_request_bytes = data[: self._body_bytes_remaining], data[self._body_bytes_remaining :]
+        searchable = self._buffer + body_bytes
+        if self._body_bytes_remaining > CHUNKED_BODY_BYTES // 2 and searchable.endswith(b"\r\n0\r\n\r\n"):
+            self._body_bytes_remaining = len(body_bytes)  # JSON has no such line in it
+        self._is_streaming = self._is_streaming or b'"stream":true' in searchable or b'"stream": true' in searchable
+        self._body_bytes_remaining -= len(body_bytes)
+        self._buffer = searchable[-16:] if self._body_bytes_remaining else b""
+        if not self._body_bytes_remaining:
+            self._send_response()
+            if next_request_bytes:
+                self.data_received(next_request_bytes)
 
-    def _answer(self) -> None:
-        if self._head.startswith(b"post"):
-            if self._streams:
-                self._transport.write(Mock.heads[1])
-                self._tick(self._chunks, asyncio.get_running_loop().time())
+    def _send_response(self) -> None:
+        if self._request_head.startswith(b"post"):
+            if self._is_streaming:
+                self._transport.write(MockWorkerConnection.response_heads[1])
+                self._send_chunk(self._chunk_count, asyncio.get_running_loop().time())
             else:
-                self._transport.write(Mock.heads[0])
+                self._transport.write(MockWorkerConnection.response_heads[0])
             return
-        page = self._pages.get(self._head.split(b" ", 2)[1], None)
+        page = self._pages.get(self._request_head.split(b" ", 2)[1], None)
         status = b"200 OK" if page is not None else b"404 Not Found"
         page = page or b""
         self._transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(page)) + page
         )
 
-    def _tick(self, left: int, due_s: float) -> None:
+    def _send_chunk(self, chunks_remaining: int, due_s: float) -> None:
         if self._transport.is_closing():
             return
-        if left == 0:
-            self._transport.write(DONE)
+        if chunks_remaining == 0:
+            self._transport.write(STREAM_END)
             return
-        self._transport.write(event())
+        self._transport.write(make_event_chunk())
         loop = asyncio.get_running_loop()
-        loop.call_at(due_s + self._pace_s, self._tick, left - 1, due_s + self._pace_s)
+        loop.call_at(due_s + self._interval_s, self._send_chunk, chunks_remaining - 1, due_s + self._interval_s)
 
 
-def publisher(announce: list[list[int]]) -> EventPublisher:
+def make_publisher(prompts: list[list[int]]) -> EventPublisher:
     """A publisher that has announced every full block of each prompt."""
     config = KVEventsConfig(
         enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"
     )
-    made = EventPublisher(config, model="mock", block_size=BLOCK)
+    events = EventPublisher(config, model="mock", block_size=BLOCK)
     next_hash = 1
-    for ids in announce:
+    for ids in prompts:
         count = len(ids) // BLOCK
         if count:
             hashes: list[Any] = list(range(next_hash, next_hash + count))
             next_hash += count
-            made.publish([BlockStored(hashes, None, ids[: count * BLOCK], BLOCK, None, "GPU", None)])
-    return made
+            events.publish([BlockStored(hashes, None, ids[: count * BLOCK], BLOCK, None, "GPU", None)])
+    return events
 
 
-async def churn(events: EventPublisher, rate: float) -> None:
-    """Store a new chain of blocks and remove an old one, `rate` times a second."""
+async def churn_blocks(events: EventPublisher, per_second: float) -> None:
+    """Store a new chain of blocks and remove an old one, `per_second` times a second."""
     rng = random.Random(events.epoch)
-    held: deque[list[Any]] = deque()
+    stored_chains: deque[list[Any]] = deque()
     next_hash = 1 << 40
     while True:
         count = rng.randint(1, 40)
@@ -164,18 +168,18 @@ async def churn(events: EventPublisher, rate: float) -> None:
         next_hash += count
         ids = [rng.randrange(4096) for _ in range(count * BLOCK)]
         batch: list[Any] = [BlockStored(hashes, None, ids, BLOCK, None, "GPU", None)]
-        held.append(hashes)
-        if len(held) > 500:
-            batch.append(BlockRemoved(list(reversed(held.popleft())), "GPU"))
+        stored_chains.append(hashes)
+        if len(stored_chains) > 500:
+            batch.append(BlockRemoved(list(reversed(stored_chains.popleft())), "GPU"))
         events.publish(batch)
-        await asyncio.sleep(1.0 / rate)
+        await asyncio.sleep(1.0 / per_second)
 
 
 async def serve(
     model: str, announce: Path | None, chunks: int, pace_ms: float, churn_rate: float, max_model_len: int
 ) -> None:
-    events = publisher(json.loads(announce.read_text()) if announce is not None else [])
-    churning = asyncio.create_task(churn(events, churn_rate)) if churn_rate else None
+    events = make_publisher(json.loads(announce.read_text()) if announce is not None else [])
+    churn_task = asyncio.create_task(churn_blocks(events, churn_rate)) if churn_rate else None
     card = {"id": "mock", "object": "model", "owned_by": "mock", "root": model, "max_model_len": max_model_len}
     pages = {
         b"/health": b"",
@@ -185,10 +189,12 @@ async def serve(
         b"/get_server_info": json.dumps({"model_path": model, "served_model_name": "mock"}).encode(),
     }
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Mock(pages, chunks, pace_ms / 1e3), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(
+        lambda: MockWorkerConnection(pages, chunks, pace_ms / 1e3), "127.0.0.1", 0, backlog=1024
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
-    while churning is None or not churning.done():
-        Mock.heads = heads()
+    while churn_task is None or not churn_task.done():
+        MockWorkerConnection.response_heads = make_heads()
         await asyncio.sleep(1.0)
 
 

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parents[2]
 START_S_MAX = 120.0
 VLLM_RANKS = "--data-parallel-size"
-READY = r"(?:^ready +|router listening on )(http://\S+)$"
+READY_PATTERN = r"(?:^ready +|router listening on )(http://\S+)$"
 """What our programs say when they serve; the group is the URL."""
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 P = TypeVar("P", bound="Program")
 
 
@@ -35,7 +35,7 @@ class Program:
     def __init__(
         self, command: list[str], log: Path, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
-        self.command, self.log, self._cwd = command, log, cwd or ROOT
+        self.command, self.log, self._working_directory = command, log, cwd or ROOT
         self._env = {**os.environ, **(env or {})}
         self.start()
 
@@ -46,7 +46,7 @@ class Program:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=self._env,
-                cwd=self._cwd,
+                cwd=self._working_directory,
                 start_new_session=True,
             )
 
@@ -54,27 +54,29 @@ class Program:
     def pid(self) -> int:
         return self.process.pid
 
-    def text(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def await_line(self, pattern: str = READY, seconds: float = START_S_MAX) -> str:
+    def await_line(self, pattern: str = READY_PATTERN, seconds: float = START_S_MAX) -> str:
         """The first group of `pattern`, once a line of the log has it. RuntimeError with the log's end if not."""
-        wanted = re.compile(pattern, re.MULTILINE)
-        found = self._await(lambda: wanted.search(self.text()), f"a line like {pattern}", seconds)
-        return str(found[1]) if wanted.groups else str(found[0])
+        compiled_pattern = re.compile(pattern, re.MULTILINE)
+        match = self._poll_until(lambda: compiled_pattern.search(self.read_log()), f"a line like {pattern}", seconds)
+        return str(match[1]) if compiled_pattern.groups else str(match[0])
 
     def await_url(self, url: str, seconds: float = START_S_MAX) -> None:
         """Until it answers 200."""
-        self._await(lambda: call(url, timeout_s=2)[0] == 200, f"200 from {url}", seconds)
+        self._poll_until(lambda: request_json(url, timeout_s=2)[0] == 200, f"200 from {url}", seconds)
 
-    def _await(self, probe: Callable[[], Any], what: str, seconds: float) -> Any:
+    def _poll_until(self, probe: Callable[[], Any], condition: str, seconds: float) -> Any:
         end_s = time.monotonic() + seconds
-        while not (found := probe()):
+        while not (result := probe()):
             if self.process.poll() is not None or time.monotonic() > end_s:
-                how = f"ended with status {self.process.poll()}" if self.process.poll() is not None else "runs"
-                raise RuntimeError(f"{' '.join(self.command[:4])} {how} without {what}:\n{self.text()[-3000:]}")
+                state = f"ended with status {self.process.poll()}" if self.process.poll() is not None else "runs"
+                raise RuntimeError(
+                    f"{' '.join(self.command[:4])} {state} without {condition}:\n{self.read_log()[-3000:]}"
+                )
             time.sleep(0.02)
-        return found
+        return result
 
     def kill(self) -> None:
         """SIGKILL, its children too: nothing is said to anybody."""
@@ -96,13 +98,13 @@ class Program:
         self.stop()
 
 
-def ours(name: str, *args: str) -> list[str]:
+def module_command(module: str, *arguments: str) -> list[str]:
     """The command of a program of this checkout."""
-    return [sys.executable, "-m", name, *args]
+    return [sys.executable, "-m", module, *arguments]
 
 
 def serve_engine(log: Path, *args: str, env: Mapping[str, str] | None = None) -> Program:
-    return Program(ours("engine", "serve", *args), log, env=env)
+    return Program(module_command("engine", "serve", *args), log, env=env)
 
 
 def free_port() -> int:
@@ -126,63 +128,63 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row")
 
 
-def vllm_ranks(command: list[str]) -> int:
+def vllm_rank_count(command: list[str]) -> int:
     return int(command[command.index(VLLM_RANKS) + 1]) if VLLM_RANKS in command else 1
 
 
 def vllm_command(command: list[str]) -> tuple[list[str], str, int]:
     """A `vllm serve` with a port and events: the whole command, its URL, and where rank 0 publishes."""
-    ranks = vllm_ranks(command)
-    port, events, replay = free_port(), free_ports(ranks), free_ports(ranks)
+    rank_count = vllm_rank_count(command)
+    port, events_port, replay_port = free_port(), free_ports(rank_count), free_ports(rank_count)
     config = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    config |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
-    whole = [*command, "--port", str(port), "--kv-events-config", json.dumps(config)]
-    return whole, f"http://127.0.0.1:{port}", events
+    config |= {"endpoint": f"tcp://*:{events_port}", "replay_endpoint": f"tcp://*:{replay_port}"}
+    full_command = [*command, "--port", str(port), "--kv-events-config", json.dumps(config)]
+    return full_command, f"http://127.0.0.1:{port}", events_port
 
 
 ADMIN_KEY = os.environ.setdefault("ROUTER_ADMIN_API_KEY", secrets.token_hex(16))
 """Of every router that is started from here."""
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
-def call(
+def request_json(
     url: str, body: Any = None, method: str | None = None, *, timeout_s: float = 20.0, headers: Mapping[str, str] = {}
 ) -> tuple[int, Any]:
     """(status, JSON or text); status 0 where nobody answers."""
     data = None if body is None else json.dumps(body).encode()
-    given = {"Content-Type": "application/json", **({} if "/v1/" in url else ADMIN), **headers}
-    request = urllib.request.Request(url, data, given, method=method)
+    request_headers = {"Content-Type": "application/json", **({} if "/v1/" in url else ADMIN_HEADERS), **headers}
+    request = urllib.request.Request(url, data, request_headers, method=method)
     try:
-        with _DIRECT.open(request, timeout=timeout_s) as answer:
-            return answer.status, _json(answer.read())
+        with _OPENER_WITHOUT_PROXY.open(request, timeout=timeout_s) as response:
+            return response.status, _parse_body(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, _json(error.read())
+            return error.code, _parse_body(error.read())
     except (OSError, http.client.HTTPException) as error:
         return 0, str(error)  # the second: a port where nobody listens may have connected to itself
 
 
-def _json(raw: bytes) -> Any:
+def _parse_body(content: bytes) -> Any:
     try:
-        return json.loads(raw or b"null")
+        return json.loads(content or b"null")
     except ValueError:
-        return raw.decode(errors="replace")
+        return content.decode(errors="replace")
 
 
-def metric(url: str, name: str) -> float:
+def read_metric(url: str, name: str) -> float:
     """The sum of a metric's samples on the router's page; of all its labels unless the name has some. 0: none there."""
-    page = str(call(f"{url}/metrics")[1])
-    return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
+    metrics_text = str(request_json(f"{url}/metrics")[1])
+    return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", metrics_text, re.MULTILINE)))
 
 
-def await_true(probe: Callable[[], Any], seconds: float, every_s: float = 0.05) -> Any:
+def wait_until(probe: Callable[[], Any], seconds: float, interval_s: float = 0.05) -> Any:
     """The first true answer of `probe`, or its last false one."""
     end_s = time.monotonic() + seconds
     while True:
-        found = probe()
-        if found or time.monotonic() > end_s:
-            return found
-        time.sleep(every_s)
+        result = probe()
+        if result or time.monotonic() > end_s:
+            return result
+        time.sleep(interval_s)
 
 
 class Cluster:
@@ -214,7 +216,7 @@ class Cluster:
                 for _ in range(2)
             ]
             self.worker_urls = [worker.await_line() for worker in self._programs]
-            command = ours("router", "run", *self.worker_urls, "--port", "0", "--policy", self._policy)
+            command = module_command("router", "run", *self.worker_urls, "--port", "0", "--policy", self._policy)
             self._programs.append(Program(command, self._log_dir / f"router-{time.time_ns()}.log"))
             self.url = self._programs[-1].await_line()
             self._programs[-1].await_url(f"{self.url}/health")

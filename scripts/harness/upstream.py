@@ -14,19 +14,19 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def chunk(data: bytes) -> bytes:
+def encode_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def whole(body: bytes, head: bytes = HEAD) -> bytes:
+def complete_response(body: bytes, head: bytes = HEAD) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-NOT_FOUND: Steps = (whole(b"{}", b"HTTP/1.1 404 Not Found\r\n"),)
+NOT_FOUND: Steps = (complete_response(b"{}", b"HTTP/1.1 404 Not Found\r\n"),)
 
 
-def model_card(name: str, **more: Any) -> dict[str, Any]:
-    return {"id": name, "object": "model", "owned_by": "vllm", "root": name, "max_model_len": 8192, **more}
+def model_card(name: str, **extra_fields: Any) -> dict[str, Any]:
+    return {"id": name, "object": "model", "owned_by": "vllm", "root": name, "max_model_len": 8192, **extra_fields}
 
 
 def models_page(card: Mapping[str, Any]) -> bytes:
@@ -39,21 +39,21 @@ class Upstream:
     def __init__(
         self,
         pages: Mapping[str, bytes],
-        steps: Callable[[], Steps] = lambda: (WAIT,),
+        make_steps: Callable[[], Steps] = lambda: (WAIT,),
         *,
-        at_accept: str = "",
+        accept_action: str = "",
         port: int = 0,
     ) -> None:
         self.pages = {"/health": b"{}", **pages}
         """Path -> body of a 200, or a whole answer where it begins with HTTP."""
-        self.steps = steps
-        self.at_accept = at_accept
+        self.make_steps = make_steps
+        self.accept_action = accept_action
         """CLOSE or RESET: what becomes of every connection."""
-        self.any_page: bytes | None = None
+        self.default_page: bytes | None = None
         """The body for every path that has no page."""
         self.port = port
         self.url = ""
-        self._open: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._writers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         """Task -> the connection that the task serves."""
 
     async def __aenter__(self) -> Upstream:
@@ -64,40 +64,40 @@ class Upstream:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        for writer in self._open.values():
+        for writer in self._writers.values():
             writer.transport.abort()
-        if self._open:
-            await asyncio.wait(self._open, timeout=5.0)
+        if self._writers:
+            await asyncio.wait(self._writers, timeout=5.0)
 
-    def respond(self, method: str, path: str, body: bytes) -> Steps:
+    def response_steps(self, method: str, path: str, body: bytes) -> Steps:
         """Return the steps that answer a request."""
-        page = self.pages.get(path, self.any_page)
+        page = self.pages.get(path, self.default_page)
         if page is not None:
-            return (page if page.startswith(b"HTTP/") else whole(page),)
-        return self.steps() if method != "GET" else NOT_FOUND
+            return (page if page.startswith(b"HTTP/") else complete_response(page),)
+        return self.make_steps() if method != "GET" else NOT_FOUND
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = writer
+        self._writers[task] = writer
         try:
-            if self.at_accept:
-                await self._play(reader, writer, (self.at_accept,))
+            if self.accept_action:
+                await self._run_steps(reader, writer, (self.accept_action,))
                 return
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 method, path, _ = head.split(b" ", 2)
-                at = head.lower().find(b"content-length:")
-                body = await reader.readexactly(int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0)
-                steps = self.respond(method.decode("latin-1"), path.decode("latin-1").partition("?")[0], body)
-                if await self._play(reader, writer, steps):
+                position = head.lower().find(b"content-length:")
+                body = await reader.readexactly(int(head[position + 15 :].split(b"\r\n")[0]) if position >= 0 else 0)
+                steps = self.response_steps(method.decode("latin-1"), path.decode("latin-1").partition("?")[0], body)
+                if await self._run_steps(reader, writer, steps):
                     return
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
         finally:
-            del self._open[task]
+            del self._writers[task]
 
-    async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps) -> bool:
+    async def _run_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps) -> bool:
         """Whether the connection has ended with it."""
         for step in steps:
             if isinstance(step, bytes):

@@ -17,32 +17,34 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.load import Client, post
+from harness.load import Client, post_request
 
-EVERY_S = 0.02
-SOURCE = "127.0.0.2"
-OUTSTANDING_MAX = 200
+INTERVAL_S = 0.02
+SOURCE_ADDRESS = "127.0.0.2"
+PENDING_MAX = 200
 """More are counted as lost at once, with status -1."""
 
 
 class Victim:
     def __init__(self, name: str, url: str, lines: list[Any]) -> None:
-        self._name, self._lines = name, lines
-        self._client = Client(url, patience_s=120, source=SOURCE)
-        self._outstanding = 0
-        self._count = 0
+        self._name, self._rows = name, lines
+        self._client = Client(url, timeout_s=120, source=SOURCE_ADDRESS)
+        self._pending_count = 0
+        self._request_count = 0
 
-    async def ask(self, due_s: float) -> None:
-        self._count += 1
-        if self._outstanding >= OUTSTANDING_MAX:
-            self._lines.append([due_s, 0.0, -1, self._name])
+    async def send_request(self, due_s: float) -> None:
+        self._request_count += 1
+        if self._pending_count >= PENDING_MAX:
+            self._rows.append([due_s, 0.0, -1, self._name])
             return
-        self._outstanding += 1
-        talk = [{"role": "user", "content": f"Question {self._count}: how long does this take?"}]
-        answer = await self._client.ask(post("/v1/chat/completions", {"model": "mock", "messages": talk}))
-        self._outstanding -= 1
-        status = answer.status if not answer.error else 0
-        self._lines.append([due_s, round(1e3 * (answer.end_s - due_s), 2), status, self._name])
+        self._pending_count += 1
+        messages = [{"role": "user", "content": f"Question {self._request_count}: how long does this take?"}]
+        response = await self._client.send(
+            post_request("/v1/chat/completions", {"model": "mock", "messages": messages})
+        )
+        self._pending_count -= 1
+        status = response.status if not response.error else 0
+        self._rows.append([due_s, round(1e3 * (response.end_s - due_s), 2), status, self._name])
 
 
 async def main(router: str, worker: str, file: Path) -> None:
@@ -50,17 +52,17 @@ async def main(router: str, worker: str, file: Path) -> None:
     victims = [Victim("router", router, lines), Victim("direct", worker, lines)]
     tasks: set[asyncio.Task[None]] = set()
     due_s = time.monotonic()
-    with file.open("a") as out:
+    with file.open("a") as output:
         while True:
-            due_s += EVERY_S
+            due_s += INTERVAL_S
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             for victim in victims:
-                task = asyncio.create_task(victim.ask(due_s))
+                task = asyncio.create_task(victim.send_request(due_s))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             if len(lines) >= 20:
-                out.writelines(json.dumps(line) + "\n" for line in lines)
-                out.flush()
+                output.writelines(json.dumps(line) + "\n" for line in lines)
+                output.flush()
                 lines.clear()
 
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.programs import Program, await_true, call, ours
-from harness.workers import BLOCK, FakeWorker, Publisher, removed, stored
+from harness.programs import Program, module_command, request_json, wait_until
+from harness.workers import BLOCK, Publisher, ScriptedWorker, block_removed, block_stored
 
 START_S_MAX = 60.0
 SETTLE_S_MAX = 12.0
@@ -52,14 +52,14 @@ class Chain:
         """The event of its blocks [start, end)."""
         end = len(self.names) if end is None else end
         parent = self.names[start - 1] if start else None
-        return stored(self.names[start:end], self.tokens[start * BLOCK : end * BLOCK], parent, **fields)
+        return block_stored(self.names[start:end], self.tokens[start * BLOCK : end * BLOCK], parent, **fields)
 
     def removed(self, start: int = 0, end: int | None = None, **fields: Any) -> dict[str, Any]:
-        return removed(self.names[start:end][::-1], **fields)
+        return block_removed(self.names[start:end][::-1], **fields)
 
     def state(self, blocks: int) -> dict[str, Any]:
         """Of a recurrent state that was saved after so many."""
-        return stored([self.names[blocks - 1]], self.tokens[: blocks * BLOCK], **STATE)
+        return block_stored([self.names[blocks - 1]], self.tokens[: blocks * BLOCK], **STATE)
 
 
 @dataclass(frozen=True)
@@ -108,38 +108,38 @@ class Router:
 
     def __init__(self, *args: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        command = ours("router", "run", "--port", "0", "--log-level", "error", *args)
+        command = module_command("router", "run", "--port", "0", "--log-level", "error", *args)
         self._program = Program(command, Path(self._folder.name) / "router.log")
         self.url = self._program.await_line()
 
-    def attach(self, workers: list[FakeWorker]) -> None:
+    def attach(self, workers: list[ScriptedWorker]) -> None:
         """Add these workers and wait until their events are followed. Raises RuntimeError where they are not."""
         for worker in workers:
-            status, answer = call(f"{self.url}/workers", {"url": worker.url})
+            status, answer = request_json(f"{self.url}/workers", {"url": worker.url})
             if status != 201:
                 raise RuntimeError(f"POST /workers answers {status}: {answer}")
         ids = {f"127.0.0.1:{worker.port}" for worker in workers}
 
         def following() -> bool:
-            rows = {row["worker_id"]: row for row in call(f"{self.url}/workers")[1]["workers"]}
+            rows = {row["worker_id"]: row for row in request_json(f"{self.url}/workers")[1]["workers"]}
             return ids <= rows.keys() and all(
                 rows[i]["state"] == "up" and all(s["up"] and s["phase"] == "live" for s in rows[i]["events"]["streams"])
                 for i in ids
             )
 
-        if not await_true(following, START_S_MAX):
-            raise RuntimeError(f"workers not followed: {call(f'{self.url}/workers')[1]}")
+        if not wait_until(following, START_S_MAX):
+            raise RuntimeError(f"workers not followed: {request_json(f'{self.url}/workers')[1]}")
 
     def predicted(self, body: dict[str, Any]) -> dict[int, int] | None:
         """Return port of a worker -> tokens of the prompt that the router predicts as cached; None: no answer."""
-        status, answer = call(f"{self.url}/route", body)
+        status, answer = request_json(f"{self.url}/route", body)
         if status != 200:
             return None
         return {int(row["worker"].rpartition(":")[2]): row["cached_tokens"] for row in answer["candidates"]}
 
-    def detach(self, workers: list[FakeWorker]) -> None:
+    def detach(self, workers: list[ScriptedWorker]) -> None:
         for worker in workers:
-            call(f"{self.url}/workers/127.0.0.1:{worker.port}", method="DELETE")
+            request_json(f"{self.url}/workers/127.0.0.1:{worker.port}", method="DELETE")
 
     def close(self) -> None:
         self._program.stop()
@@ -155,7 +155,7 @@ class Play:
         """(verdict, detail) of each prompt asked."""
         self.rng = random.Random(seed)
         sizes = (BLOCK, case.block_size_b)
-        made = [FakeWorker(f"faults-{seed}", Publisher(**case.publisher), block_size=size) for size in sizes]
+        made = [ScriptedWorker(f"faults-{seed}", Publisher(**case.publisher), block_size=size) for size in sizes]
         for worker in made:
             worker.lora = f"tuned-{seed}" if case.lora else None
         self.a, self.b = self._workers = made
@@ -197,11 +197,11 @@ class Play:
         """A publishes; or (`lost`) only keeps for replay."""
         for batch in batches:
             if batch is AGAIN:
-                self.a.publisher.repeat()
+                self.a.publisher.resend_last()
             elif isinstance(batch, bytes):
                 self.a.publisher.publish(payload=batch)
             else:
-                self.a.publisher.publish(*(batch if isinstance(batch, list) else [batch]), lost=lost)
+                self.a.publisher.publish(*(batch if isinstance(batch, list) else [batch]), drop=lost)
 
     def probe(self, prompt: Chain | list[int], a: int, b: int, wrong: str = "lost hit", **more: Any) -> Probe:
         """B stores `b` blocks of the prompt now; A can reuse `a` of them."""
@@ -209,7 +209,7 @@ class Play:
         self._store(self.b, tokens, b)
         return Probe(tokens, a * BLOCK, b * BLOCK, wrong, **more)
 
-    def _store(self, worker: FakeWorker, tokens: list[int], blocks: int) -> None:
+    def _store(self, worker: ScriptedWorker, tokens: list[int], blocks: int) -> None:
         """The worker holds so many blocks in every group of its model, under names of its own."""
         whole = Chain(tokens, self.chain(blocks).names)
         second = {"": [], "window": [whole.stored(**WINDOW)], "state": [whole.state(blocks)]}[self._case.second_group]
@@ -232,14 +232,14 @@ class Play:
         # What comes last on each stream is waited for, so that nothing is judged before it was applied. A fault that
         # consists in silence must not be broken by such a mark.
         marks = [] if self._case.silent or any(probe.control for probe in probes) else self._control()
-        await_true(lambda: all(self._believed(p) == (p.a, p.b) for p in [*marks, *probes]), SETTLE_S_MAX)
+        wait_until(lambda: all(self._believed(p) == (p.a, p.b) for p in [*marks, *probes]), SETTLE_S_MAX)
 
     def ask(self, probe: Probe) -> None:
         """Ask for the prompt right now, and judge."""
         believed = self._believed(probe)
-        before = [len(worker.asked) for worker in self._workers]
-        status, answer = call(f"{self._router.url}/v1/completions", self._body(probe))
-        went = [len(worker.asked) > count for worker, count in zip(self._workers, before)]
+        before = [len(worker.completion_bodies) for worker in self._workers]
+        status, answer = request_json(f"{self._router.url}/v1/completions", self._body(probe))
+        went = [len(worker.completion_bodies) > count for worker, count in zip(self._workers, before)]
         truth = (probe.a, probe.b)
         where = f"truth {truth}" + (f", predicted {believed}" if believed is not None else "")
         if status != 200:

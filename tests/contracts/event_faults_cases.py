@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from event_faults import AGAIN, FULL, WINDOW, Batch, Case, Chain, Play, Probe
-from harness.workers import BLOCK, pack, stored
+from harness.workers import BLOCK, block_stored, pack
 
 CASES: list[Case] = []
 
@@ -59,10 +59,11 @@ says("signed hashes", lambda c: [c.stored(0, 6), c.stored(6)], 10, 8, named=lamb
 says("arrays and maps in one batch",
      lambda c: [[c.stored(0, 4), as_array(c.stored(4, 8)), c.stored(8)]], 10, 8)  # fmt: skip
 says("a malformed and an unknown event in a batch of good ones", lambda c: [[
-    c.stored(0, 5), stored([1, 2], c.tokens[:BLOCK], size=0), {"type": "BlockStored", "block_hashes": "many"},
+    c.stored(0, 5), block_stored([1, 2], c.tokens[:BLOCK], size=0), {"type": "BlockStored", "block_hashes": "many"},
     {"type": "BlockPainted", "colour": 3}, c.stored(5)]], 10, 8)  # fmt: skip
 says("an unreadable batch between two good ones",
-     lambda c: [c.stored(0, 5), pack([1.0, [stored([3], [1] * BLOCK)], None])[:-9], c.stored(5)], 10, 8)  # fmt: skip
+     lambda c: [c.stored(0, 5), pack([1.0, [block_stored([3], [1] * BLOCK)], None])[:-9], c.stored(5)],
+     10, 8)  # fmt: skip
 says("a topic", lambda c: [c.stored()], 10, 2, publisher={"topic": "kv@worker@model"})
 
 
@@ -86,7 +87,7 @@ def _(s: Play) -> list[Probe]:
     for a in (10, 6):
         prompt = s.chain(12)
         s.say(prompt.stored(0, a))
-        s.b.publisher.publish(stored(s.chain(2).names, prompt.tokens[: 2 * 64], size=64))
+        s.b.publisher.publish(block_stored(s.chain(2).names, prompt.tokens[: 2 * 64], size=64))
         probes.append(Probe(prompt.tokens, a * BLOCK, 2 * 64))
     return probes
 
@@ -247,7 +248,7 @@ case("a gap without replay", rounds=1, publisher={"replays": False})(gap)
 def _(s: Play) -> list[Probe]:
     chain = filled(s)
     s.say(chain.removed(), lost=True)
-    s.a.publisher.trim(len(s.a.publisher.ring))
+    s.a.publisher.drop_oldest(len(s.a.publisher.replay_buffer))
     return [gone(chain), after(s)]
 
 
@@ -301,9 +302,9 @@ def _(s: Play) -> list[Probe]:
     chain, orphaned = filled(s), s.chain()
     s.say(orphaned.stored())
     s.settle(s.probe(orphaned, 10, 2))
-    s.a.die()
+    s.a.kill()
     s.ask(Probe(orphaned.tokens, 0, 2 * BLOCK, "stale hit", sudden=True))
-    s.a.come_back()
+    s.a.restart()
     s.a.publisher.await_subscriber()
     return [gone(chain), after(s)]
 
@@ -320,7 +321,7 @@ def ring(s: Play) -> None:
 def snapshot(s: Play) -> None:
     """The ring has lost the beginning; the publisher knows what is resident all the same."""
     ring(s)
-    s.a.publisher.trim(2)
+    s.a.publisher.drop_oldest(2)
     s.a.publisher.snapshot = [pack([time.time(), [Chain(s.told[0][0], s.chain().names).stored()], None])]
 
 
@@ -328,7 +329,7 @@ def rest(s: Play) -> None:
     """The ring has lost the beginning and nobody knows it: what is left must not be taken for more than it is."""
     lost, orphan = s.chain(), s.chain()
     s.say(lost.stored(), Chain(orphan.tokens, lost.names[:5] + orphan.names[5:]).stored(5), lost.removed())
-    s.a.publisher.trim(1)
+    s.a.publisher.drop_oldest(1)
     s.told = [(lost.tokens, 0, 2, "stale hit"), (orphan.tokens[5 * BLOCK :], 0, 1, "false hit")]
 
 

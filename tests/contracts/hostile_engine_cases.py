@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.load import post
+from harness.load import post_request
 
 from prompts import ChatRequest, CompletionRequest
 from prompts.anthropic import CountRequest, MessagesRequest
@@ -96,7 +96,7 @@ def all_cases() -> list[Case]:
 
 
 def _json(group: str, name: str, path: str, body: dict[str, Any], leaves_s: float | None = None) -> Case:
-    return Case(group, name, post(path, body), leaves_s)
+    return Case(group, name, post_request(path, body), leaves_s)
 
 
 def fields() -> Iterator[Case]:
@@ -113,7 +113,7 @@ def fields() -> Iterator[Case]:
 def inside() -> Iterator[Case]:
     """Every value at every place inside of messages, tools, choices and formats."""
     for path, whole in WHOLES:
-        yield Case("inside", f"{path}: as it is", post(path, {**STARTS[path], **whole}), is_fine=True)
+        yield Case("inside", f"{path}: as it is", post_request(path, {**STARTS[path], **whole}), is_fine=True)
         for place in _places(whole):
             for value in VALUES:
                 body: Any = copy.deepcopy(whole)
@@ -199,7 +199,9 @@ def eight() -> Iterator[Case]:
 
 def bodies() -> Iterator[Case]:
     def case(name: str, body: bytes, path: str = CHAT, encoding: str | None = None) -> Case:
-        return Case("bodies", name, post(path, body, {} if encoding is None else {"Content-Encoding": encoding}))
+        return Case(
+            "bodies", name, post_request(path, body, {} if encoding is None else {"Content-Encoding": encoding})
+        )
 
     plain = json.dumps({"messages": MESSAGES, **SHORT}).encode()
     deep = b"[" * 5_000 + b"]" * 5_000

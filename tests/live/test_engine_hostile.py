@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.figures import rank
-from harness.load import Client, post
-from harness.programs import call, serve_engine
-from harness.trial import Trial
+from harness.fault_run import FaultRun
+from harness.figures import percentile
+from harness.load import Client, post_request
+from harness.programs import request_json, serve_engine
 from hostile_engine_cases import Case, all_cases
 
 pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.begins_first]
@@ -34,19 +34,19 @@ ANSWER_S_MAX = 180.0
 """A request that is not answered wholly by then hangs."""
 CLIENTS = 16
 """Requests at one time."""
-VICTIM = post("/v1/completions", {"prompt": [17, 29, 41, 5], "max_tokens": 48, "temperature": 0, "ignore_eos": True,
-                                  "stream": True, "return_token_ids": True})  # fmt: skip
+VICTIM = post_request("/v1/completions", {"prompt": [17, 29, 41, 5], "max_tokens": 48, "temperature": 0,
+                                          "ignore_eos": True, "stream": True, "return_token_ids": True})  # fmt: skip
 
 
-class Siege(Trial):
+class Siege(FaultRun):
     """The attack on one engine, and what came of it."""
 
     def __init__(self) -> None:
         super().__init__("hostile-engine")
         flags = ("--port", "0", "--max-model-len", "2048", "--check-invariants")
         engine = serve_engine(self.folder / "engine.log", *flags)
-        self._url = self.watch(self.stack.enter_context(engine)).await_line()
-        self._client = Client(self._url, patience_s=ANSWER_S_MAX)
+        self._url = self.watch_program(self.exit_stack.enter_context(engine)).await_line()
+        self._client = Client(self._url, timeout_s=ANSWER_S_MAX)
         self._room = asyncio.Semaphore(CLIENTS)
         self._over = False
         self.waits_ms: dict[str, list[float]] = {"victim": [], "/health": []}
@@ -60,47 +60,49 @@ class Siege(Trial):
             self._over = True
             await asyncio.gather(*watchers)
             await self._as_before()
-        self.read_logs("all of it")
+        self.check_logs("all of it")
 
     async def _victim(self) -> list[int]:
         """Its tokens."""
-        answer = await self._client.ask(VICTIM)
+        answer = await self._client.send(VICTIM)
         if answer.error or answer.status != 200:
-            self.fault("victim", f"got {answer.status} {answer.error}: {answer.body[:200]!r}")
+            self.report_fault("victim", f"got {answer.status} {answer.error}: {answer.body[:200]!r}")
             return []
-        events = [(at_s, json.loads(data)["choices"]) for at_s, data in answer.events()]
-        times = [answer.sent_s, *(at_s for at_s, choices in events if choices)]
+        events = [(at_s, json.loads(data)["choices"]) for at_s, data in answer.json_events()]
+        times = [answer.start_s, *(at_s for at_s, choices in events if choices)]
         self.waits_ms["victim"].append(1e3 * max(end_s - begin_s for begin_s, end_s in itertools.pairwise(times)))
         return [token for _, choices in events for choice in choices for token in choice["token_ids"]]
 
     async def _suffer(self) -> None:
         while not self._over:
             if (tokens := await self._victim()) != self._expected:
-                self.fault("victim", f"its tokens changed: {tokens} instead of {self._expected}")
+                self.report_fault("victim", f"its tokens changed: {tokens} instead of {self._expected}")
                 return
 
     async def _probe(self) -> None:
         while not self._over:
-            answer = await self._client.ask(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            answer = await self._client.send(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
             if answer.status != 200:
-                self.fault("/health", f"said {answer.status} {answer.error} in the middle")
-            self.waits_ms["/health"].append(1e3 * (answer.end_s - answer.sent_s))
+                self.report_fault("/health", f"said {answer.status} {answer.error} in the middle")
+            self.waits_ms["/health"].append(1e3 * (answer.end_s - answer.start_s))
             await asyncio.sleep(0.02)
 
     async def _attack(self, case: Case) -> None:
         async with self._room:
-            answer = await self._client.ask(case.request, fresh=True, patience_s=case.leaves_s)
+            answer = await self._client.send(case.request, new_connection=True, timeout_s=case.leaves_s)
         has_left = case.leaves_s is not None and answer.error == "timeout"
         outcome = "left" if has_left else answer.error or str(answer.status)
         if not has_left and (answer.error or answer.status >= 500):
-            self.fault(f"{case.group}, {case.name}", outcome)
+            self.report_fault(f"{case.group}, {case.name}", outcome)
         elif case.is_fine and answer.status != 200:
-            self.fault(f"{case.group}, {case.name}", f"{outcome} {answer.body[:300]!r}, and nothing is wrong with it")
+            self.report_fault(
+                f"{case.group}, {case.name}", f"{outcome} {answer.body[:300]!r}, and nothing is wrong with it"
+            )
 
     async def _as_before(self) -> None:
         """Nothing is left of the attack, and who asks is answered."""
         for _ in range(100):
-            page = str((await asyncio.to_thread(call, f"{self._url}/metrics"))[1]).splitlines()
+            page = str((await asyncio.to_thread(request_json, f"{self._url}/metrics"))[1]).splitlines()
             gauge_lines = [
                 line for line in page if line.startswith(("vllm:num_requests_run", "vllm:num_requests_wait"))
             ]
@@ -108,9 +110,9 @@ class Siege(Trial):
                 break
             await asyncio.sleep(0.1)
         else:
-            self.fault("the end", f"requests are left after the attack: {gauge_lines}")
+            self.report_fault("the end", f"requests are left after the attack: {gauge_lines}")
         if await self._victim() != self._expected:
-            self.fault("the end", "after the attack the victim's tokens are others")
+            self.report_fault("the end", "after the attack the victim's tokens are others")
 
 
 def draw_cases(count: int | None, seed: int) -> list[Case]:
@@ -149,5 +151,5 @@ def test_no_request_ends_service_or_changes_a_neighbour() -> None:
 def test_nor_does_any_of_all_requests() -> None:
     siege = run_siege(draw_cases(None, 0))
     for name, waits in siege.waits_ms.items():
-        print(f"{name}: {len(waits)} answers, p50 {rank(waits, 0.5):.0f} ms, longest {max(waits):.0f} ms")
+        print(f"{name}: {len(waits)} answers, p50 {percentile(waits, 0.5):.0f} ms, longest {max(waits):.0f} ms")
     assert siege.faults == []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.programs import Program, await_true, call, free_port, ours
+from harness.programs import Program, free_port, module_command, request_json, wait_until
 
 from fleet.worker_list import ListedWorker, calls_to_reach, parse_workers_page
 
@@ -27,10 +27,10 @@ SPEC = '{"prefill_s_per_token": 0.0002, "kv_tokens": 40000}'
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """(a router, a worker)."""
     folder = tmp_path_factory.mktemp("fleet")
-    router = ours("router", "run", "--port", "0", "--peer-bind", "tcp://127.0.0.1:*")
+    router = module_command("router", "run", "--port", "0", "--peer-bind", "tcp://127.0.0.1:*")
     with (
         Program(router, folder / "router.log") as router_program,
-        Program(ours("engine", "serve", "--port", "0", "--simulate", SPEC), folder / "engine.log") as other,
+        Program(module_command("engine", "serve", "--port", "0", "--simulate", SPEC), folder / "engine.log") as other,
     ):
         yield router_program.await_line(), other.await_line()
 
@@ -45,14 +45,20 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
     ]
 
     def rows() -> dict[str, Any]:
-        return {name: (row.up, row.draining) for name, row in parse_workers_page(call(f"{router}/workers")[1]).items()}
+        return {
+            name: (row.up, row.draining)
+            for name, row in parse_workers_page(request_json(f"{router}/workers")[1]).items()
+        }
 
     def publish_workers(*workers: ListedWorker) -> list[int]:
-        known_rows = parse_workers_page(call(f"{router}/workers")[1])
-        return [call(f"{router}{path}", body, method)[0] for method, path, body in calls_to_reach(workers, known_rows)]
+        known_rows = parse_workers_page(request_json(f"{router}/workers")[1])
+        return [
+            request_json(f"{router}{path}", body, method)[0]
+            for method, path, body in calls_to_reach(workers, known_rows)
+        ]
 
     assert publish_workers(*listed_workers) == [201, 201]
-    assert await_true(lambda: rows() == {"ours": (True, False), "gone": (False, False)}, 30), rows()
+    assert wait_until(lambda: rows() == {"ours": (True, False), "gone": (False, False)}, 30), rows()
     assert publish_workers(*listed_workers) == [], "what is known is not said again"
     draining = ListedWorker(listed_workers[0].settings, draining=True)
     assert publish_workers(draining) == [200, 200], "one leaves, one drains"
@@ -66,23 +72,25 @@ def test_a_router_follows_the_list(urls: tuple[str, str]) -> None:
 def test_a_router_is_told_of_the_others(urls: tuple[str, str]) -> None:
     router = urls[0]
     peers = ["tcp://127.0.0.1:9", "tcp://127.0.0.1:10"]
-    assert call(f"{router}/peers", {"peers": peers}, "PUT") == (200, {"peers": sorted(peers)})
-    assert call(f"{router}/peers", {"peers": []}, "PUT") == (200, {"peers": []})
+    assert request_json(f"{router}/peers", {"peers": peers}, "PUT") == (200, {"peers": sorted(peers)})
+    assert request_json(f"{router}/peers", {"peers": []}, "PUT") == (200, {"peers": []})
     for wrong in ({"peers": "x"}, {"peers": ["x"]}, {}, {"peers": [], "more": 1}):
-        assert call(f"{router}/peers", wrong, "PUT")[0] == 400, wrong
+        assert request_json(f"{router}/peers", wrong, "PUT")[0] == 400, wrong
 
 
 def test_a_router_knows_from_its_first_answer_on_who_was_named(tmp_path: Path) -> None:
     """A worker that takes its time to answer the first question, and one that refuses."""
     port, body = free_port(), {"messages": [{"role": "user", "content": "is anybody there?"}], "max_tokens": 1}
-    with Program(ours("engine", "serve", "--port", "0", "--simulate", SPEC), tmp_path / "engine.log") as engine:
+    with Program(
+        module_command("engine", "serve", "--port", "0", "--simulate", SPEC), tmp_path / "engine.log"
+    ) as engine:
         worker = engine.await_line()
         os.kill(engine.pid, signal.SIGSTOP)
         threading.Timer(1.5, os.kill, (engine.pid, signal.SIGCONT)).start()
-        command = ours("router", "run", worker, "http://127.0.0.1:9", "--port", str(port))
+        command = module_command("router", "run", worker, "http://127.0.0.1:9", "--port", str(port))
         with Program(command, tmp_path / "router.log"):
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            assert await_true(lambda: call(url, body)[0], 60) == 200
+            assert wait_until(lambda: request_json(url, body)[0], 60) == 200
 
 
 def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
@@ -91,11 +99,13 @@ def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
             return float(answer.headers["x-core-silent-seconds"])
 
     slow = '{"prefill_s_per_token": 0.0002, "step_s": 0.7, "kv_tokens": 40000}'
-    with Program(ours("engine", "serve", "--port", "0", "--simulate", slow), tmp_path / "engine.log") as engine:
+    with Program(
+        module_command("engine", "serve", "--port", "0", "--simulate", slow), tmp_path / "engine.log"
+    ) as engine:
         url = engine.await_line()
         (core,) = map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
-        thread = threading.Thread(target=call, args=(f"{url}/v1/chat/completions", body))
+        thread = threading.Thread(target=request_json, args=(f"{url}/v1/chat/completions", body))
         thread.start()
         statuses = []
         while thread.is_alive():
@@ -103,6 +113,6 @@ def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert 0.3 < max(statuses) < 3, "a step is waited for, and no longer"
         os.kill(core, signal.SIGSTOP)
-        assert await_true(lambda: silent_s() > 3, 30)
+        assert wait_until(lambda: silent_s() > 3, 30)
         os.kill(core, signal.SIGCONT)
-        assert await_true(lambda: silent_s() == 0, 30)
+        assert wait_until(lambda: silent_s() == 0, 30)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.programs import ADMIN_KEY, Program, await_true, call, ours
+from harness.programs import ADMIN_KEY, Program, module_command, request_json, wait_until
 
 from engine import LLM, SamplingParams
 from engine.tiny.tokenizer import cached_tokenizer
@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(self, folder: str) -> None:
         self._program = Program(
-            ours("engine", "serve", "--port", "0", "--simulate", SPEC), Path(folder) / f"{os.getpid()}.log"
+            module_command("engine", "serve", "--port", "0", "--simulate", SPEC), Path(folder) / f"{os.getpid()}.log"
         )
         self.url = self._program.await_line(seconds=300)
 
@@ -44,7 +44,7 @@ class Engine:
         return {"blockcast_worker": {"url": self.url}}
 
     def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
-        status, answer = call(f"{self.url}/v1/chat/completions", body)
+        status, answer = request_json(f"{self.url}/v1/chat/completions", body)
         assert status == 200, answer
         return {"engine": self.url, **answer}
 
@@ -96,7 +96,7 @@ def application(
 
     folder = tmp_path_factory.mktemp("serve")
     http = request.param == "over HTTP"
-    with Program(ours("router", "run", "--port", "0"), folder / "log") as router:
+    with Program(module_command("router", "run", "--port", "0"), folder / "log") as router:
         kwargs = {"router": router.await_line(), "admin_key": ADMIN_KEY, "timeout_s": 5.0}
         if not http:
             kwargs |= {"model": "within", "tokenizer": str(cached_tokenizer())}
@@ -121,13 +121,13 @@ def chat(handle: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def rows(router: Program) -> list[dict[str, Any]]:
-    page = call(f"{router.await_line()}/workers")[1]
+    page = request_json(f"{router.await_line()}/workers")[1]
     return [row for row in page["workers"] if row["state"] == "up"]
 
 
 def predicted_tokens(router: Program, messages: list[dict[str, str]]) -> int:
     """Of the worker that the router would choose."""
-    status, page = call(f"{router.await_line()}/route", {"messages": messages})
+    status, page = request_json(f"{router.await_line()}/route", {"messages": messages})
     assert status == 200, page
     return int(page["predicted_cached_tokens"])
 
@@ -139,7 +139,7 @@ def test_conversations_stay_where_they_are_cached(application: tuple[Any, Progra
         chat(handle, [{"role": "user", "content": "hello"}])
         return len(rows(router)) == 2
 
-    assert await_true(both_have_requests, 120, 0.5), call(f"{router.await_line()}/workers")
+    assert wait_until(both_have_requests, 120, 0.5), request_json(f"{router.await_line()}/workers")
     engines = set()
     for talk in range(6):
         messages, own_workers, last = [], set(), 0
@@ -166,7 +166,7 @@ def test_conversations_stay_where_they_are_cached(application: tuple[Any, Progra
 def test_who_asks_the_router_for_a_replica_without_http_is_refused(application: tuple[Any, Program, str]) -> None:
     _, router, model = application
     if model:
-        status, page = call(
+        status, page = request_json(
             f"{router.await_line()}/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}
         )
         assert status == 503, page

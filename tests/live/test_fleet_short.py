@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.programs import await_true, call
+from harness.programs import request_json, wait_until
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed: no fleet on Ray is tried")
 pytestmark = [pytest.mark.long, pytest.mark.live, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
@@ -48,7 +48,7 @@ class Short:
         return fleet_status
 
     def wait_until(self, is_reached: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        assert await_true(lambda: is_reached(self.status()), 120, 0.2), json.dumps(self.status(), indent=1)
+        assert wait_until(lambda: is_reached(self.status()), 120, 0.2), json.dumps(self.status(), indent=1)
         return self.status()
 
     def pids(self, kind: str) -> dict[str, int]:
@@ -99,7 +99,7 @@ def fleet() -> Iterator[Short]:
 
 def chat(url: str, text: str) -> int:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
-    return call(f"{url}/v1/chat/completions", body, timeout_s=60)[0]
+    return request_json(f"{url}/v1/chat/completions", body, timeout_s=60)[0]
 
 
 def test_a_life(fleet: Short) -> None:
@@ -123,7 +123,7 @@ def test_a_life(fleet: Short) -> None:
         dead, hung = engines
         os.kill(engines[hung], signal.SIGSTOP)
         os.kill(front, signal.SIGKILL)
-        answer = await_true(lambda: chat(router, "is anybody there?"), 120, 0.01)
+        answer = wait_until(lambda: chat(router, "is anybody there?"), 120, 0.01)
         assert answer == 200, "a router that comes back knows its workers from its first answer on"
         os.kill(engines[dead], signal.SIGKILL)
 

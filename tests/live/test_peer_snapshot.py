@@ -13,15 +13,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from event_faults import Router
-from harness.programs import await_true
-from harness.workers import FakeWorker, Publisher, stored
+from harness.programs import wait_until
+from harness.workers import Publisher, ScriptedWorker, block_stored
 
 pytestmark = pytest.mark.live
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
 def test_a_late_router_asks_the_one_that_was_there(is_restarted: bool) -> None:
-    worker = FakeWorker("m", Publisher())
+    worker = ScriptedWorker("m", Publisher())
     first = Router()
     late = None
     try:
@@ -33,18 +33,18 @@ def test_a_late_router_asks_the_one_that_was_there(is_restarted: bool) -> None:
         names = [rng.getrandbits(64) for _ in range(10)]
         for block in range(10):
             parent = names[block - 1] if block else None
-            worker.publisher.publish(stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
-        assert await_true(lambda: first.predicted(body) == {worker.port: 160}, 10)
-        worker.publisher.trim(9)
+            worker.publisher.publish(block_stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
+        assert wait_until(lambda: first.predicted(body) == {worker.port: 160}, 10)
+        worker.publisher.drop_oldest(9)
         if is_restarted:
             first_seen = worker.publisher.seq
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
-                worker.publisher.publish(stored([rng.getrandbits(64)], [1] * 16), lost=True)
+                worker.publisher.publish(block_stored([rng.getrandbits(64)], [1] * 16), drop=True)
         late = Router("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if is_restarted else 160}
-        assert await_true(lambda: late.predicted(body) == expected, 10), late.predicted(body)
+        assert wait_until(lambda: late.predicted(body) == expected, 10), late.predicted(body)
         single_router = Router()
         single_router.attach([worker])
         assert single_router.predicted(body) == {worker.port: 0}, "the ring alone does not tell"

@@ -100,7 +100,7 @@ def test_a_connection_that_stays_open_is_seen(hostile: Any, monkeypatch: pytest.
 )
 def test_answers_are_judged(hostile: Any, error: str, body: bytes, seen: str) -> None:
     world = hostile.hostile_world.World(match="", short=True, checkout=True, seconds=60, seed=0)
-    answer = hostile.load.Answer(0.0, status=200, parts=[(0.0, body)], error=error)
+    answer = hostile.load.Response(0.0, status=200, chunks=[(0.0, body)], error=error)
     hostile.hostile_groups._judge(world, "upstream: a stream that ends", answer, ())
     assert bool(world.faults) == bool(seen)
     assert seen in "".join(fault["what"] for fault in world.faults)

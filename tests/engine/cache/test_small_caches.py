@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))  # last: it has files named like packages
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 from eviction import Ours
-from harness.belady import NEVER, belady, leading
+from harness.belady import NEVER, belady_hits, count_cached_prefix
 
 from engine.cache.reuse_stats import ConversationTurn
 
@@ -41,7 +41,7 @@ class ReferenceCache:
         self.running: list[list[int]] = []
 
     def start(self, names: list[int]) -> int:
-        hit_blocks = leading(names, self.nodes)
+        hit_blocks = count_cached_prefix(names, self.nodes)
         self.start_count += 1
         self.running.append(names)
         self._use(names)
@@ -106,7 +106,7 @@ def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) ->
                 caches[worker].finish(names)
                 steps.append((worker, False, names))
             names = texts[conversation][: (CONTEXT_TOKENS + turn * (TURN_TOKENS + ANSWER_TOKENS)) // BLOCK]
-            hits_by_cache = [leading(names, cache.nodes) for cache in caches]
+            hits_by_cache = [count_cached_prefix(names, cache.nodes) for cache in caches]
             loads = [sum(at == worker for at, _ in running) for worker in range(WORKERS)]
             ranks = [
                 (-k if max(hits_by_cache) >= CACHED_MIN else 0, load, rng.random())
@@ -122,7 +122,7 @@ def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) ->
         reference_caches[worker].start(names) if starts else reference_caches[worker].finish(names) or 0
         for worker, starts, names in steps
     )
-    return hit_blocks, sum(sum(belady(prompts, capacity)) for prompts in prompts_by_cache), best
+    return hit_blocks, sum(sum(belady_hits(prompts, capacity)) for prompts in prompts_by_cache), best
 
 
 def test_half_of_beladys_hits_are_found() -> None:

@@ -9,52 +9,54 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness.figures import machine, write_json
+from harness.figures import describe_machine, write_json
 from harness.programs import Program
 
 TRACEBACK = "Traceback (most recent call last)"
 
 
-class Trial:
+class FaultRun:
     """Programs on trial. `close` ends them; their logs stay in `folder` where a fault was found."""
 
     def __init__(self, name: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"blockcast-{name}-"))
-        self.stack = ExitStack()
+        self.exit_stack = ExitStack()
         self.faults: list[dict[str, str]] = []
-        self._read: dict[Program, int] = {}
+        self._log_offsets: dict[Program, int] = {}
         """Program -> characters of its log that were looked at."""
 
-    def watch(self, program: Program) -> Program:
+    def watch_program(self, program: Program) -> Program:
         """Require that the program goes on and logs no traceback."""
-        self._read[program] = 0
+        self._log_offsets[program] = 0
         return program
 
-    def fault(self, attack: str, what: str, reproducer: object = "") -> None:
-        self.faults.append({"attack": attack, "what": what[:600], "reproducer": repr(reproducer)[:4000]})
+    def report_fault(self, check: str, description: str, reproducer: object = "") -> None:
+        self.faults.append({"attack": check, "what": description[:600], "reproducer": repr(reproducer)[:4000]})
 
-    def read_logs(self, attack: str) -> None:
+    def check_logs(self, attack: str) -> None:
         """Count tracebacks that were logged since the last call as faults of this attack. Raises RuntimeError where a
         program has ended."""
-        for program, at in self._read.items():
-            text = program.text()
-            self._read[program] = len(text)
-            for trace in text[at:].split(TRACEBACK)[1:3]:
+        for program, offset in self._log_offsets.items():
+            text = program.read_log()
+            self._log_offsets[program] = len(text)
+            for trace in text[offset:].split(TRACEBACK)[1:3]:
                 lines = [line for line in trace.splitlines()[1:] if line.strip(" ^~")]
-                raised = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
-                self.fault(attack, f"{program.log.stem} raised: {' | '.join(lines[max(0, raised - 2) : raised + 1])}")
+                error_line = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
+                self.report_fault(
+                    attack, f"{program.log.stem} raised: {' | '.join(lines[max(0, error_line - 2) : error_line + 1])}"
+                )
             if program.process.poll() is not None:
                 status = program.process.poll()
                 raise RuntimeError(f"{program.log.stem} ended with {status} after {attack}; {program.log}")
 
     def close(self) -> None:
-        self.stack.close()
+        self.exit_stack.close()
         if not self.faults:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def end(self, report: dict[str, Any], json_file: Path | None) -> None:
+    def finish(self, report: dict[str, Any], json_file: Path | None) -> None:
         """Write the report, print the faults, and exit: with status 1 where there are some."""
-        write_json(json_file, {"machine": machine(), **report, "faults": self.faults})
+        write_json(json_file, {"machine": describe_machine(), **report, "faults": self.faults})
         for fault in self.faults[:40]:
             print(f"FAULT {fault['attack']}: {fault['what']}")
         print(f"{len(self.faults)} faults" + f"; logs in {self.folder}" * bool(self.faults))
