@@ -26,7 +26,7 @@ from router.shadow.observed_request import ObservedRequest, PrefixLinks
 from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
-from simulation.traces import ChatShape, generate_chat, read_trace, synthetic
+from simulation.traces import ChatShape, generate_chat, generate_tool_use, read_trace
 from simulation.workload import SimRequest, Workload
 
 COLUMNS = {
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """name -> what was predicted to be saved, and what was."""
     loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
-        synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit),
+        generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit),
         generate_chat(
             "chat", ChatShape(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed
         ),
@@ -133,7 +133,7 @@ def watched(workload: Workload, result: SimulationResult) -> list[ObservedReques
     for request in sorted(workload.requests, key=lambda r: result.arrived_s[r.index]):
         i, ids, tokens = request.index, array("Q", request.ids), request.prompt_tokens
         at_s = result.arrived_s[i]
-        seen = ObservedRequest(i, at_s, ids, tokens, str(result.worker[i]), result.hit_tokens[i])
+        seen = ObservedRequest(i, at_s, ids, tokens, str(result.worker_of[i]), result.hit_tokens[i])
         seen.first_token_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
         seen.output_tokens = request.output_tokens
         seen.continues = links.follow(

@@ -163,7 +163,7 @@ class Engine:
 
     def recorded(self) -> dict[str, int]:
         """Sizes of decode steps that are recorded, and that could not be."""
-        found = {} if self.runner._graphs is None else self.runner._graphs._recorded
+        found = {} if self.runner._graphs is None else self.runner._graphs._steps_by_size
         return {
             "recorded": sum(r is not None for r in found.values()),
             "failed": sum(r is None for r in found.values()),

@@ -228,7 +228,7 @@ class Calibration:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._known:
-            limits = replace(options.limits, shortest=False)
+            limits = replace(options.limits, shortest_first=False)
             plain = replace(options, routers=1, slow_workers={}, host_memory=0.0, limits=limits)
             self._known[key] = _saturation(setting, workload, plain)
             self._path.parent.mkdir(parents=True, exist_ok=True)

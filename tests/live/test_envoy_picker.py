@@ -99,12 +99,12 @@ def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         new_gateway.close()
 
 
-def send_requests(gateway: Gateway, *requests: bytes, leaves: bool = False) -> list[Response]:
+def send_requests(gateway: Gateway, *requests: bytes, disconnects_early: bool = False) -> list[Response]:
     """One after the other."""
 
     async def run() -> list[Response]:
         async with Client(gateway.url) as client:
-            return [await client.send(request, disconnects_early=leaves) for request in requests]
+            return [await client.send(request, disconnects_early=disconnects_early) for request in requests]
 
     return asyncio.run(run())
 
