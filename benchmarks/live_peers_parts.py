@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import _path  # noqa: F401
 from harness.load import Client, StreamOutcome, completion_body, post_request
 
-from engine.simulation.executor import some_words
+from engine.simulation.executor import sample_words
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import Tokenizer
 
@@ -92,7 +92,7 @@ class Words:
 
     def __init__(self, seed: int) -> None:
         self.tokenizer = Tokenizer.load(cached_tokenizer())
-        self._words = [self.tokenizer.decode([i]) for i in some_words(self.tokenizer)]
+        self._words = [self.tokenizer.decode([i]) for i in sample_words(self.tokenizer)]
         self._rng = random.Random(seed)
 
     def take(self, tokens: int) -> str:

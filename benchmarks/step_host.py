@@ -240,13 +240,17 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     parts.watch("apply", core.scheduler, "apply")
     parts.watch("events", core, "_publish_events")
     for tables in runner._tables:
-        for name in ("update", "array", "kept"):
+        for name in ("update", "host_table", "device_table"):
             parts.watch("tables", tables, name)
     for name in ("plan_attention", "plan_with_device_table", "refill_decode_plan", "plan_state", "refill_state_plan"):
         if hasattr(runner._ops, name):
             parts.watch("upload", runner._ops, name)
-    parts.watch("sampling inputs", sampler, "draft")
-    for owner, name in ((sampler, "_adjust"), (sampler._penalties, "draft"), (sampler._penalties, "count")):
+    parts.watch("sampling inputs", sampler, "prepare")
+    for owner, name in (
+        (sampler, "_adjust_logits"),
+        (sampler._penalties, "prepare"),
+        (sampler._penalties, "count_sampled"),
+    ):
         parts.watch("penalties", owner, name)
     begin = runner_module.to_host
     runner_module.to_host = lambda tensors: parts.timed("read-back", begin(tensors))  # type: ignore[assignment]

@@ -12,15 +12,15 @@ from engine.core import Executor, Runner
 from engine.grammars import Grammars, unsupported_reason
 from engine.model_files import locate_model
 from engine.simulation.constrained import ConstrainedAnswers
-from engine.simulation.runner import Answers, SimulatedRunner
+from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
 from options import ConfigError
 from prompts import Tokenizer
 from simulation.spec import SimulationSpec, read_spec
 
-WORDS = 256
+WORD_COUNT = 256
 _WORD = re.compile(r" [a-z]{3,12}")
-_PROBED_MAX = 20_000
+_PROBED_TOKENS_MAX = 20_000
 BLOCKS_MAX = 10_000_000
 """Of the cache, and of host memory: nothing lies in one, but what is known of it takes 250 bytes and 7 us."""
 
@@ -34,25 +34,27 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     """Raises ConfigError, TokenizerError."""
     assert config.simulate is not None
     spec = read_spec(config.simulate)
-    for flag, given in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
+    for flag, is_set in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
-        if given:
+        if is_set:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
     tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
     if spec.turns and (reason := unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
-    words, script = some_words(tokenizer), _script(spec, tokenizer)
+    words, script = sample_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
 
-    def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
+    def make_simulated_runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
-        answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
+        answers = SimulatedAnswers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
         times = spec.step_times(config.step_tokens_max, config.time_scale)
-        constrained = None
+        constrained_answers = None
         if grammars is not None:
-            constrained = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
-        runners.append(SimulatedRunner(times, answers, block_size=config.block_size, constrained=constrained))
+            constrained_answers = ConstrainedAnswers(grammars, tokenizer, eos_token_ids[0], spec.answer_tokens)
+        runners.append(
+            SimulatedRunner(times, answers, block_size=config.block_size, constrained_answers=constrained_answers)
+        )
         return runners[0]
 
     def close() -> None:
@@ -63,8 +65,10 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     if blocks < 1:
         raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
     if blocks > BLOCKS_MAX:
-        given = config.num_gpu_blocks_override
-        flag = f"--simulate: kv_tokens {spec.kv_tokens}" if given is None else f"--num-gpu-blocks-override {given}"
+        override = config.num_gpu_blocks_override
+        flag = (
+            f"--simulate: kv_tokens {spec.kv_tokens}" if override is None else f"--num-gpu-blocks-override {override}"
+        )
         raise ConfigError(f"{flag}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation")
     # Any head size does: nothing lies in the blocks. With this one a unit is a block.
     group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
@@ -76,10 +80,10 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         vocab_size=tokenizer.vocab_size,
         dtype="simulated",
         device=spec.source,
-        make_runner=runner,
+        make_runner=make_simulated_runner,
         close=close,
         watch=lambda lost: None,
-        simulation_lag=lambda: runners[0].lateness if runners else None,
+        simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
         reload=_no_weights,
         script=spec.turns,
@@ -109,18 +113,18 @@ def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
     return blocks
 
 
-def some_words(tokenizer: Tokenizer) -> list[int]:
+def sample_words(tokenizer: Tokenizer) -> list[int]:
     """Ids of short words that are read back as they were said, so that an answer in the next prompt is cached."""
     ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(ids)
-    found: list[int] = []
-    for token_id in ids[:_PROBED_MAX]:
+    word_ids: list[int] = []
+    for token_id in ids[:_PROBED_TOKENS_MAX]:
         text = tokenizer.hf.decode([token_id])
         if _WORD.fullmatch(text) and tokenizer.hf.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2:
-            found.append(token_id)
-            if len(found) == WORDS:
+            word_ids.append(token_id)
+            if len(word_ids) == WORD_COUNT:
                 break
-    return found or [token_id for token_id in ids if token_id not in tokenizer.special_ids][:WORDS]
+    return word_ids or [token_id for token_id in ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
 
 
 def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
@@ -130,7 +134,7 @@ def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
         lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--simulate: script {spec.script!r}: {error}") from None
-    found = [tokenizer.hf.encode(line, add_special_tokens=False).ids for line in lines if line.strip()]
-    if not found:
+    encoded_lines = [tokenizer.hf.encode(line, add_special_tokens=False).ids for line in lines if line.strip()]
+    if not encoded_lines:
         raise ConfigError(f"--simulate: script {spec.script!r}: expected a text with at least one line")
-    return found
+    return encoded_lines

@@ -14,13 +14,13 @@ from zlib import crc32
 from engine.core import SimulationLag
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
-from engine.types import Sequence as Running
+from engine.types import Sequence as EngineSequence
 from simulation.steps import StepTimes
 
 REPORT_S = 10.0
-FORGIVEN_S = 1.0
+RESYNC_LAG_S = 1.0
 """More than so much behind, the timeline begins anew: steps do not race to catch up."""
-WORRYING_SHARE = 0.05
+LAG_WARNING_SHARE = 0.05
 """Of the step time: later than that in the mean is a warning."""
 
 log = logging.getLogger("engine.simulation")
@@ -42,7 +42,7 @@ def step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
     return times.decode_s(sequences, context) + prefill_s + times.load_s_per_token * block_size * loads
 
 
-class Answers:
+class SimulatedAnswers:
     """The tokens that are said: words without meaning, or the lines of a script; the same for the same prompt."""
 
     def __init__(
@@ -55,16 +55,16 @@ class Answers:
         self._length = length
         self._script = script
 
-    def next(self, seq: Running) -> int:
+    def next_token(self, seq: EngineSequence) -> int:
         """The token after the last of `seq`. One that need not end at its end goes on."""
-        said = seq.output_len
+        output_len = seq.output_len
         if self._script:
             line = self._script[crc32(repr(seq.token_ids[: seq.prompt_len][-64:]).encode()) % len(self._script)]
-            place = said % (len(line) + 1)
-            return line[place] if place < len(line) else self._eos
-        if self._length is not None and said + 1 == self._length:
+            token_index = output_len % (len(line) + 1)
+            return line[token_index] if token_index < len(line) else self._eos
+        if self._length is not None and output_len + 1 == self._length:
             return self._eos
-        return self._words[(seq.token_ids[-1] * 1_000_003 + said * 7_919 + seq.prompt_len) % len(self._words)]
+        return self._words[(seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len) % len(self._words)]
 
 
 class SimulatedRunner:
@@ -73,81 +73,84 @@ class SimulatedRunner:
     def __init__(
         self,
         times: StepTimes,
-        answers: Answers,
+        answers: SimulatedAnswers,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         block_size: int = 16,
-        constrained: ConstrainedAnswers | None = None,
+        constrained_answers: ConstrainedAnswers | None = None,
     ) -> None:
         """`clock`: the one that `Sequence.arrival_s` was read from."""
         self._times = times
         self._answers = answers
-        self._constrained = constrained
+        self._constrained_answers = constrained_answers
         self._clock = clock
         self._sleep = sleep
         self._block_size = block_size
         self._due_s = 0.0
-        self._all, self._lately = SimulationLag(), SimulationLag()
-        self._tell_at_s = clock() + REPORT_S
+        self._total_lag, self._recent_lag = SimulationLag(), SimulationLag()
+        self._next_report_s = clock() + REPORT_S
 
     @property
-    def lateness(self) -> SimulationLag:
-        return self._all
+    def simulation_lag(self) -> SimulationLag:
+        return self._total_lag
 
     def execute(self, plan: StepPlan) -> StepResult:
         first_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
-        takes_s = step_seconds(self._times, plan, self._block_size)
-        self._due_s = max(self._due_s, first_s) + takes_s
+        step_s = step_seconds(self._times, plan, self._block_size)
+        self._due_s = max(self._due_s, first_s) + step_s
         result = StepResult([])
         for index, chunk in enumerate(plan.chunks):
-            self._say(result, index, chunk)
+            self._add_token(result, index, chunk)
             _add_logprobs(result, index, chunk)
-        while (left_s := self._due_s - self._clock()) > 0:
-            self._sleep(left_s)
-        self._count(takes_s, -left_s)
+        while (remaining_s := self._due_s - self._clock()) > 0:
+            self._sleep(remaining_s)
+        self._record_lag(step_s, -remaining_s)
         return result
 
-    def _say(self, result: StepResult, index: int, chunk: Chunk) -> None:
+    def _add_token(self, result: StepResult, index: int, chunk: Chunk) -> None:
         """Add the chunk's token to the result."""
         seq = chunk.seq
-        token: int | str | None = self._answers.next(seq) if chunk.should_sample else None
+        token: int | str | None = self._answers.next_token(seq) if chunk.should_sample else None
         if token is not None and seq.request.params.constraint is not None:
-            assert self._constrained is not None, "a constraint without grammars"
-            token = self._constrained.next_token(seq, self._answers.next)
+            assert self._constrained_answers is not None, "a constraint without grammars"
+            token = self._constrained_answers.next_token(seq, self._answers.next_token)
         if isinstance(token, str):
             result.failures[index] = token
             token = 0
         result.sampled_tokens.append(token)
 
     def close(self) -> None:
-        if self._all.steps:
-            _tell("in all", self._all)
+        if self._total_lag.steps:
+            _log_lag("in all", self._total_lag)
 
-    def _count(self, takes_s: float, late_s: float) -> None:
-        self._all, self._lately = _with(self._all, takes_s, late_s), _with(self._lately, takes_s, late_s)
-        now_s = self._due_s + late_s
-        if late_s > FORGIVEN_S:
+    def _record_lag(self, step_s: float, lag_s: float) -> None:
+        self._total_lag, self._recent_lag = (
+            _add_step(self._total_lag, step_s, lag_s),
+            _add_step(self._recent_lag, step_s, lag_s),
+        )
+        now_s = self._due_s + lag_s
+        if lag_s > RESYNC_LAG_S:
             self._due_s = now_s
-        if now_s >= self._tell_at_s:
-            _tell("lately", self._lately)
-            self._tell_at_s, self._lately = now_s + REPORT_S, SimulationLag()
+        if now_s >= self._next_report_s:
+            _log_lag("lately", self._recent_lag)
+            self._next_report_s, self._recent_lag = now_s + REPORT_S, SimulationLag()
 
 
-def _with(known: SimulationLag, takes_s: float, late_s: float) -> SimulationLag:
+def _add_step(lag: SimulationLag, step_s: float, lag_s: float) -> SimulationLag:
     return SimulationLag(
-        steps=known.steps + 1,
-        step_s=known.step_s + takes_s,
-        lag_s=known.lag_s + late_s,
-        lag_s_max=max(known.lag_s_max, late_s),
+        steps=lag.steps + 1,
+        step_s=lag.step_s + step_s,
+        lag_s=lag.lag_s + lag_s,
+        lag_s_max=max(lag.lag_s_max, lag_s),
     )
 
 
-def _tell(when: str, late: SimulationLag) -> None:
+def _log_lag(period: str, lag: SimulationLag) -> None:
     log.log(
-        logging.WARNING if late.lag_s > WORRYING_SHARE * late.step_s else logging.INFO,
+        logging.WARNING if lag.lag_s > LAG_WARNING_SHARE * lag.step_s else logging.INFO,
         "simulated steps %s: %d of %.2f ms in the mean, late by %.3f ms in the mean, %.1f ms at most",
-        when, late.steps, late.step_s / late.steps * 1e3, late.lag_s / late.steps * 1e3, late.lag_s_max * 1e3,
+        period, lag.steps, lag.step_s / lag.steps * 1e3, lag.lag_s / lag.steps * 1e3, lag.lag_s_max * 1e3,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.tiny.tokenizer import CHAT_TEMPLATE, made_once, write_tokenizer
+from engine.tiny.tokenizer import CHAT_TEMPLATE, build_cached, write_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-def _dense(recipe: Recipe) -> dict[str, Any]:
+def _dense_config(recipe: Recipe) -> dict[str, Any]:
     return {
         "vocab_size": recipe.vocab_size, "hidden_size": recipe.hidden_size, "num_hidden_layers": recipe.layers,
         "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.kv_heads, "head_dim": recipe.head_dim,
@@ -105,7 +105,7 @@ def _layer_types(recipe: Recipe, other: str) -> list[str]:
     return ["full_attention" if index in attention else other for index in range(recipe.layers)]
 
 
-def _mamba(recipe: Recipe) -> dict[str, Any]:
+def _mamba_config(recipe: Recipe) -> dict[str, Any]:
     """Mamba-2 sizes: 2 x hidden channels in heads of head_dim, state 16."""
     return {
         "mamba_n_heads": 2 * recipe.hidden_size // recipe.head_dim, "mamba_d_head": recipe.head_dim,
@@ -113,10 +113,10 @@ def _mamba(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _nemotron(recipe: Recipe) -> dict[str, Any]:
+def _nemotron_config(recipe: Recipe) -> dict[str, Any]:
     """Layers alternate state space, MLP and attention, each a layer of its own."""
     pattern = ("linear_attention", "mlp", "full_attention", "mlp")
-    config = _dense(recipe)
+    config = _dense_config(recipe)
     del config["num_hidden_layers"]
     return config | {
         "layers_block_type": [pattern[index % 4] for index in range(recipe.layers)],
@@ -127,28 +127,28 @@ def _nemotron(recipe: Recipe) -> dict[str, Any]:
 
 FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
     # family -> (model_type that transformers knows, recipe -> config fields)
-    "qwen3": ("qwen3", _dense),
-    "qwen2": ("qwen2", _dense),
-    "llama": ("llama", _dense),
-    "granite": ("granite", lambda r: _dense(r) | {
+    "qwen3": ("qwen3", _dense_config),
+    "qwen2": ("qwen2", _dense_config),
+    "llama": ("llama", _dense_config),
+    "granite": ("granite", lambda r: _dense_config(r) | {
         "embedding_multiplier": 0.5, "logits_scaling": 1.5, "residual_multiplier": 1.3, "attention_multiplier": 0.4}),
-    "mistral": ("mistral", lambda r: _dense(r) | {"sliding_window": None}),
-    "qwen3_moe": ("qwen3_moe", lambda r: _dense(r) | {
+    "mistral": ("mistral", lambda r: _dense_config(r) | {"sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", lambda r: _dense_config(r) | {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": r.intermediate_size // 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    "qwen3_5": ("qwen3_5_text", lambda r: _dense(r) | {
+    "qwen3_5": ("qwen3_5_text", lambda r: _dense_config(r) | {
         "layer_types": _layer_types(r, "linear_attention"), "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": r.head_dim, "linear_value_head_dim": r.head_dim,
         "linear_num_key_heads": r.kv_heads, "linear_num_value_heads": r.heads}),
-    "granitemoehybrid": ("granitemoehybrid", lambda r: _dense(r) | _mamba(r) | {
+    "granitemoehybrid": ("granitemoehybrid", lambda r: _dense_config(r) | _mamba_config(r) | {
         "layer_types": _layer_types(r, "linear_attention"), "num_local_experts": 0, "num_experts_per_tok": 0,
         "shared_intermediate_size": r.intermediate_size, "embedding_multiplier": 2.0, "logits_scaling": 1.5,
         "residual_multiplier": 0.7, "attention_multiplier": 1.0 / r.head_dim, "position_embedding_type": "nope"}),
-    "bamba": ("bamba", lambda r: _dense(r) | _mamba(r) | {"attn_layer_indices": _attention_layers(r)}),
-    "nemotron_h": ("nemotron_h", _nemotron),
-    "lfm2": ("lfm2", lambda r: _dense(r) | {
+    "bamba": ("bamba", lambda r: _dense_config(r) | _mamba_config(r) | {"attn_layer_indices": _attention_layers(r)}),
+    "nemotron_h": ("nemotron_h", _nemotron_config),
+    "lfm2": ("lfm2", lambda r: _dense_config(r) | {
         "layer_types": _layer_types(r, "conv"), "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
-    "gemma3_text": ("gemma3_text", lambda r: _dense(r) | {
+    "gemma3_text": ("gemma3_text", lambda r: _dense_config(r) | {
         "layer_types": _layer_types(r, "sliding_attention"), "sliding_window": 32,
         "query_pre_attn_scalar": r.head_dim}),
 }  # fmt: skip
@@ -191,7 +191,7 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _draw(name, parameter, recipe)
+            _fill_parameter(name, parameter, recipe)
     model = model.to(getattr(torch, recipe.dtype))
     model.config.dtype = recipe.dtype
     hf_logging.disable_progress_bar()
@@ -201,7 +201,7 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
         hf_logging.enable_progress_bar()
 
 
-def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
+def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
     """Fill one parameter in place. Matrices keep the variance of what they multiply; vectors are nudged."""
     import torch
 
@@ -221,5 +221,5 @@ def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
 
 def cached_model(recipe: Recipe) -> Path:
     """The checkpoint of `recipe` in the user's cache folder, made once. Safe against several processes at a time."""
-    made_from = json.dumps([_RECIPE_VERSION, asdict(recipe), CHAT_TEMPLATE])
-    return made_once(recipe.family, made_from, lambda folder: make_model(folder, recipe))
+    cache_inputs = json.dumps([_RECIPE_VERSION, asdict(recipe), CHAT_TEMPLATE])
+    return build_cached(recipe.family, cache_inputs, lambda folder: make_model(folder, recipe))

@@ -57,10 +57,10 @@ CHAT_TEMPLATE = """\
 
 def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """The tokenizer with at most `vocab_size` ids. Raises ValueError where the bytes alone do not fit."""
-    smallest = len(_BYTES) + len(_ADDED)
-    if vocab_size < smallest:
-        raise ValueError(f"vocab_size: got {vocab_size}, expected at least {smallest} (bytes and special tokens)")
-    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[: vocab_size - smallest]
+    vocab_size_min = len(_BYTES) + len(_ADDED)
+    if vocab_size < vocab_size_min:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected at least {vocab_size_min} (bytes and special tokens)")
+    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[: vocab_size - vocab_size_min]
     tokenizer = _backend([(a, b) for a, _, b in (line.partition(" ") for line in lines)])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS])
@@ -109,19 +109,21 @@ def cached_tokenizer() -> Path:
         folder.mkdir()
         write_tokenizer(folder, VOCAB_SIZE, 1 << 20)
 
-    return made_once("tokenizer", json.dumps([VOCAB_SIZE, CHAT_TEMPLATE]), write)
+    return build_cached("tokenizer", json.dumps([VOCAB_SIZE, CHAT_TEMPLATE]), write)
 
 
-def made_once(name: str, made_from: str, write: Callable[[Path], object]) -> Path:
-    """A folder in the user's cache folder that `write` fills unless it is there; `made_from` is all that it depends on
-    besides the merges. Safe against several processes at a time."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
-    key = sha256(made_from.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]
-    folder = base / f"{name}-{key}"
+def build_cached(name: str, cache_inputs: str, write: Callable[[Path], object]) -> Path:
+    """A folder in the user's cache folder that `write` fills unless it is there.
+
+    `cache_inputs` is all that it depends on besides the merges. Safe against several processes at a time.
+    """
+    cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
+    key = sha256(cache_inputs.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]
+    folder = cache_root / f"{name}-{key}"
     if folder.is_dir():
         return folder
-    base.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
+    cache_root.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=cache_root))
     try:
         write(scratch / "made")
         try:

@@ -3,7 +3,7 @@
 Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
 multiplication itself. The native products (kernels/cpu/native/product.hpp) do it where they are the faster ones: with
 older AVX-512 and AVX2, where oneDNN emulates bf16, four times; with AVX512-BF16 and one thread when there are few
-tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its weight formats, and fp32 for very small
+tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its blocked formats, and fp32 for very small
 products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
 """
 

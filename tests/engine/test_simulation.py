@@ -21,8 +21,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.prefill_queue import PrefillOrder
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.simulation.executor import some_words
-from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
+from engine.simulation.executor import sample_words
+from engine.simulation.runner import RESYNC_LAG_S, SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
@@ -55,12 +55,12 @@ class Clock:
 def engine(
     clock: Clock,
     times: StepTimes,
-    answers: Answers | None = None,
+    answers: SimulatedAnswers | None = None,
     units: int = 4096,
     order: PrefillOrder = "shortest",
     seats: int = 256,
 ) -> EngineCore:
-    runner = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
+    runner = SimulatedRunner(times, answers or SimulatedAnswers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
     limits = SchedulerConfig(
         max_num_seqs=seats,
         max_num_batched_tokens=times.step_tokens,
@@ -74,7 +74,9 @@ def engine(
 def test_what_comes_back_from_host_memory_takes_time() -> None:
     """Two prompts that do not fit together take turns; the second time around each is loaded."""
     clock, times = Clock(), StepTimes(1e-3, 1e12, 0.0, 0.0, 0.0, 2048, load_s_per_token=1e-5)
-    runner = SimulatedRunner(times, Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep, block_size=16)
+    runner = SimulatedRunner(
+        times, SimulatedAnswers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep, block_size=16
+    )
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=2000)
     core = EngineCore(Scheduler(limits, KVCache(CACHE, 70, host_units=140)), runner, lambda events: None)
     took = []
@@ -188,27 +190,27 @@ def test_what_scheduling_costs_does_not_add_up() -> None:
 def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
     clock = Clock()
     times = StepTimes(step_s=0.01)
-    runner = SimulatedRunner(times, Answers([1], EOS, None), clock=clock, sleep=clock.sleep)
+    runner = SimulatedRunner(times, SimulatedAnswers([1], EOS, None), clock=clock, sleep=clock.sleep)
     core = EngineCore(Scheduler(SchedulerConfig(), KVCache(CACHE, 64)), runner, lambda events: None)
     core.add(request("a", 2, 50), clock.now_s)
     core.step(clock.now_s)
-    assert runner.lateness.lag_s == pytest.approx(0.0, abs=1e-9)
+    assert runner.simulation_lag.lag_s == pytest.approx(0.0, abs=1e-9)
     clock.now_s += 0.5  # the machine did something else
     core.step(clock.now_s)
-    late = runner.lateness
+    late = runner.simulation_lag
     assert late.lag_s_max == pytest.approx(0.5 - times.decode_s(1, 3), rel=0.01)
     core.step(clock.now_s)  # catches up: not a moment slept
-    assert runner.lateness.lag_s > 1.9 * late.lag_s_max
-    clock.now_s += 2 * FORGIVEN_S
+    assert runner.simulation_lag.lag_s > 1.9 * late.lag_s_max
+    clock.now_s += 2 * RESYNC_LAG_S
     core.step(clock.now_s)
-    before, total = clock.now_s, runner.lateness.lag_s
+    before, total = clock.now_s, runner.simulation_lag.lag_s
     core.step(clock.now_s)
     assert clock.now_s - before == pytest.approx(times.decode_s(1, 6), rel=1e-6)
-    assert runner.lateness.lag_s == pytest.approx(total, abs=1e-6)
-    assert runner.lateness.steps == 5
+    assert runner.simulation_lag.lag_s == pytest.approx(total, abs=1e-6)
+    assert runner.simulation_lag.steps == 5
 
 
-def generate_answer(answers: Answers, out: int, **params: Any) -> tuple[list[int], str]:
+def generate_answer(answers: SimulatedAnswers, out: int, **params: Any) -> tuple[list[int], str]:
     clock = Clock()
     core = engine(clock, StepTimes(), answers)
     core.add(request("a", 5, out, **params), clock.now_s)
@@ -222,22 +224,22 @@ def generate_answer(answers: Answers, out: int, **params: Any) -> tuple[list[int
 
 
 def test_answers_end_repeat_and_follow_a_script() -> None:
-    words = Answers([1, 2, 3], EOS, 6)
+    words = SimulatedAnswers([1, 2, 3], EOS, 6)
     tokens, reason = generate_answer(words, 50)
     assert (len(tokens), tokens[-1], reason) == (6, EOS, "stop")
     assert generate_answer(words, 50) == (tokens, reason)
     assert generate_answer(words, 4)[1] == "length"
     longer, reason = generate_answer(words, 20, ignore_eos=True)
     assert (len(longer), reason) == (20, "length")
-    assert len(set(generate_answer(Answers(range(20, 60), EOS, None), 40)[0])) > 5
-    script = Answers([1], EOS, None, [[11, 12, 13]])
+    assert len(set(generate_answer(SimulatedAnswers(range(20, 60), EOS, None), 40)[0])) > 5
+    script = SimulatedAnswers([1], EOS, None, [[11, 12, 13]])
     assert generate_answer(script, 50) == ([11, 12, 13, EOS], "stop")
     assert generate_answer(script, 6, ignore_eos=True) == ([11, 12, 13, EOS, 11, 12], "length")
 
 
 def test_words_are_read_back_as_they_were_said() -> None:
     tokenizer = Tokenizer.load(cached_tokenizer())
-    words = some_words(tokenizer)
+    words = sample_words(tokenizer)
     assert len(set(words)) > 100
     text = tokenizer.decode(words, skip_special_tokens=True)
     assert tokenizer.hf.encode(text, add_special_tokens=False).ids == words

@@ -16,8 +16,8 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.grammars import Grammars, GrammarVocabulary
 from engine.simulation.constrained import ConstrainedAnswers
-from engine.simulation.executor import some_words
-from engine.simulation.runner import Answers
+from engine.simulation.executor import sample_words
+from engine.simulation.runner import SimulatedAnswers
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Constraint, Request, SamplingParams, Sequence
 from events.config import KVEventsConfig
@@ -51,11 +51,11 @@ def grammars() -> Iterator[Grammars]:
 def generate_text(grammars: Grammars, constraint: Constraint, length: int | None = None, tokens: int = 200) -> str:
     """The whole answer; fails where it does not end."""
     answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, length)
-    free = Answers(some_words(TOKENIZER), EOS, length)
+    free = SimulatedAnswers(sample_words(TOKENIZER), EOS, length)
     request = Request(request_id="r", token_ids=[5, 6], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5, 6], prompt_len=2, arrival_s=0.0)
     for _ in range(tokens):
-        token = answers.next_token(seq, free.next)
+        token = answers.next_token(seq, free.next_token)
         assert isinstance(token, int), token
         if token == EOS:
             return TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)
@@ -107,10 +107,13 @@ def test_an_open_thought_is_ended_first(grammars: Grammars) -> None:
 def test_a_preempted_answer_goes_on_as_it_was(grammars: Grammars) -> None:
     """A matcher that was dropped meanwhile reads what was said again."""
     constraint = make_constraint(structured_outputs={"regex": "(abc ){20}d"})
-    answers, free = ConstrainedAnswers(grammars, TOKENIZER, EOS, None), Answers(some_words(TOKENIZER), EOS, None)
+    answers, free = (
+        ConstrainedAnswers(grammars, TOKENIZER, EOS, None),
+        SimulatedAnswers(sample_words(TOKENIZER), EOS, None),
+    )
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := answers.next_token(seq, free.next)) != EOS:
+    while (token := answers.next_token(seq, free.next_token)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
         answers._matcher_states.clear()
@@ -185,13 +188,13 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
     text = "The quick engine answers its requests, one token after the other. " * 40
     constrained_answers, free_answers = (
         ConstrainedAnswers(grammars, TOKENIZER, EOS, None),
-        Answers(some_words(TOKENIZER), EOS, None),
+        SimulatedAnswers(sample_words(TOKENIZER), EOS, None),
     )
     request = Request(
         request_id="r", token_ids=[5], params=SamplingParams(constraint=make_constraint((ScriptTurn(text=text),)))
     )
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := constrained_answers.next_token(seq, free_answers.next)) != EOS:
+    while (token := constrained_answers.next_token(seq, free_answers.next_token)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
     assert seq.token_ids[1:] == TOKENIZER.hf.encode(text, add_special_tokens=False).ids
