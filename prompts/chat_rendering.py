@@ -61,7 +61,7 @@ def render_chat(
         variables_digest = b""
     text_cache = None
     if variables_digest is not None and request.chat_template is None and not continues:
-        text_cache = template.rendered_text_cache(has_tools=request.tools is not None)
+        text_cache = template.get_rendered_text_cache(has_tools=request.tools is not None)
     if sent_messages is None:
         sent_messages = request.messages or []
     context = (variables_digest, add_generation_prompt, suffix_start)
@@ -70,7 +70,7 @@ def render_chat(
         if cached_text is not None:
             return cached_text.partition(MEDIA_MARKER)[0]
     tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
-    content_format = template.content_format(request.chat_template, has_tools=tools is not None)
+    content_format = template.find_content_format(request.chat_template, has_tools=tools is not None)
     # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
     documents = variables.pop("documents", None)
@@ -88,7 +88,7 @@ def render_chat(
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     messages = [_convert_message(message, content_format) for message in sent_messages]
     if "developer" in [message["role"] for message in messages]:
-        source = template.source(request.chat_template, has_tools=tools is not None)
+        source = template.select_source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
             messages = _developer_as_system(messages)
     if request.documents is not None:

@@ -26,7 +26,7 @@ from prompts import template_limits
 from prompts.errors import RequestError
 from prompts.rendered_text_cache import RenderedTextCache
 from prompts.template_analysis import find_copy_conditions
-from prompts.template_suffix import UNRENDERED_MESSAGES, is_any_of, suffix_template
+from prompts.template_suffix import UNRENDERED_MESSAGES, is_any_of, make_suffix_template
 
 ContentFormat = Literal["string", "parts"]
 Message = dict[str, Any]
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _REASONING_NAMES = frozenset(_REASONING_FIELDS)
-SOURCE_CHARS_MAX = 1 << 18
+TEMPLATE_CHARS_MAX = 1 << 18
 """Of a template; the longest known one has 20,000."""
 
 
@@ -150,29 +150,29 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         super().visit_Getitem(node, frame)
         self.write(")")
 
-    def _write_item_lookup(self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, name: str) -> None:
+    def _write_item_lookup(self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item_name: str) -> None:
         """The item of a dictionary, or that it has none; the general way and a bracket follow."""
         is_dict = "type({of}) is dict"
-        self._write_fast_path(owner, frame, f"[{name!r}]", f"{is_dict} and {name!r} in {{of}}")
+        self._write_fast_path(owner, frame, f"[{item_name!r}]", f"{is_dict} and {item_name!r} in {{of}}")
         reference = frame.symbols.ref(owner.name)
-        self.write(f"undefined(obj={reference}, name={name!r}) if {is_dict.replace('{of}', reference)} else ")
+        self.write(f"undefined(obj={reference}, name={item_name!r}) if {is_dict.replace('{of}', reference)} else ")
 
     def _write_fast_path(
-        self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item: str, condition: str
+        self, owner: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item_code: str, condition_code: str
     ) -> None:
         """Write `(of<item> if <condition> else `; the general way and a bracket follow."""
         reference = frame.symbols.ref(owner.name)
         self.write("(")
         self.visit(owner, frame)
-        self.write(f"{item} if {condition.replace('{of}', reference)} else ")
+        self.write(f"{item_code} if {condition_code.replace('{of}', reference)} else ")
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
 
 
-def _make_environment() -> _Environment:
-    env = _Environment(
+def _make_environment() -> _TemplateEnvironment:
+    env = _TemplateEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
@@ -192,8 +192,8 @@ class _CompiledTemplate:
 
     def __init__(self, source: str) -> None:
         env = _make_environment()
-        if len(source) > SOURCE_CHARS_MAX:
-            raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {SOURCE_CHARS_MAX}")
+        if len(source) > TEMPLATE_CHARS_MAX:
+            raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {TEMPLATE_CHARS_MAX}")
         try:
             tree = env.parse(source)
             self.template = env.from_string(source)
@@ -207,8 +207,8 @@ class _CompiledTemplate:
         self._globals = dict(self.template.globals)
         self.copy_conditions = find_copy_conditions(tree, content_is_parts=self.content_format == "parts")
         """What texts must be like to be copied; None where the template may do more with them."""
-        suffix = suffix_template(tree)
-        self.suffix = None if suffix is None else env.from_string(suffix)
+        suffix_tree = make_suffix_template(tree)
+        self.suffix_template = None if suffix_tree is None else env.from_string(suffix_tree)
         """What follows a conversation's known beginning."""
 
     @cached_property
@@ -216,31 +216,31 @@ class _CompiledTemplate:
         """The template and its suffix as they are rendered in bounded time; None where that is not proven."""
         env = _make_environment()
         template_limits.install_limits(env)
-        tree, suffix = template_limits.add_limits(env.parse(self.source)), None
-        if tree is not None and self.suffix is not None:
-            suffix = suffix_template(env.parse(self.source))
-            suffix = None if suffix is None else template_limits.add_limits(suffix)
-        if tree is None or (suffix is None and self.suffix is not None):
+        tree, suffix_tree = template_limits.add_limits(env.parse(self.source)), None
+        if tree is not None and self.suffix_template is not None:
+            suffix_tree = make_suffix_template(env.parse(self.source))
+            suffix_tree = None if suffix_tree is None else template_limits.add_limits(suffix_tree)
+        if tree is None or (suffix_tree is None and self.suffix_template is not None):
             return None
-        return env.from_string(tree), None if suffix is None else env.from_string(suffix)
+        return env.from_string(tree), None if suffix_tree is None else env.from_string(suffix_tree)
 
-    def render(self, values: dict[str, Any], seconds_max: float | None = None) -> str:
+    def render(self, variables: dict[str, Any], seconds_max: float | None = None) -> str:
         """As `template.render`, without copying the globals through two mappings for every request. `seconds_max`: CPU
         time, for a template with `bounded_templates`."""
-        template, suffix = self.template, self.suffix
+        template, suffix = self.template, self.suffix_template
         if seconds_max is not None:
             assert self.bounded_templates is not None
             template, suffix = self.bounded_templates
-        if suffix is not None and UNRENDERED_MESSAGES in values:
+        if suffix is not None and UNRENDERED_MESSAGES in variables:
             template = suffix
-        context = template.new_context({**self._globals, **values}, shared=True)
+        context = template.new_context({**self._globals, **variables}, shared=True)
         if seconds_max is not None:
             context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
         return template.environment.concat(template.root_render_func(context))
 
 
 @lru_cache(maxsize=64)
-def _compile(source: str) -> _CompiledTemplate:
+def _compile_template(source: str) -> _CompiledTemplate:
     return _CompiledTemplate(source)
 
 
@@ -257,14 +257,16 @@ def _make_rendered_text_cache(template: _CompiledTemplate) -> RenderedTextCache 
 
 @lru_cache(maxsize=64)
 def _needs_system_first(source: str, seconds_max: float | None) -> bool:
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], optimized=False)
-    chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    env = _TemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], optimized=False
+    )
+    sample_messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
         if seconds_max is not None:
             template_limits.install_limits(env)
         tree = env.parse(source)
         template = env.from_string(tree if seconds_max is None else template_limits.add_limits(tree) or "")
-        context = template.new_context({"messages": chat, "add_generation_prompt": False})
+        context = template.new_context({"messages": sample_messages, "add_generation_prompt": False})
         if seconds_max is not None:
             context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
         for _ in template.root_render_func(context):
@@ -288,7 +290,7 @@ class ChatTemplate:
         self.keeps_messages_as_sent = False
         """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
         self._rendered_text_caches = {
-            source: _make_rendered_text_cache(_compile(source)) for source in self._templates.values()
+            source: _make_rendered_text_cache(_compile_template(source)) for source in self._templates.values()
         }
         self._seconds_max: float | None = None
         self.is_bounded = True
@@ -298,9 +300,11 @@ class ChatTemplate:
         """Let no rendering take more CPU time than this: others wait for it. Where that cannot be promised, or was seen
         not to do, `is_bounded` says so, and nothing is rendered here."""
         self._seconds_max = seconds_max
-        self.is_bounded = all(_compile(source).bounded_templates is not None for source in self._templates.values())
+        self.is_bounded = all(
+            _compile_template(source).bounded_templates is not None for source in self._templates.values()
+        )
 
-    def source(self, override: str | None = None, *, has_tools: bool = False) -> str:
+    def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
         if override is not None:
             return self._templates.get(override, override) if self._has_named_templates else override
@@ -313,23 +317,23 @@ class ChatTemplate:
             param="chat_template",
         )
 
-    def content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
+    def find_content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
-        return self._compile_for_request(self.source(override, has_tools=has_tools)).content_format
+        return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
 
-    def rendered_text_cache(self, *, has_tools: bool) -> RenderedTextCache | None:
+    def get_rendered_text_cache(self, *, has_tools: bool) -> RenderedTextCache | None:
         """Of what is written around messages, where nothing else is done with them."""
-        return self._rendered_text_caches[self.source(has_tools=has_tools)]
+        return self._rendered_text_caches[self.select_source(has_tools=has_tools)]
 
     def has_suffix_template(self, *, has_tools: bool) -> bool:
         """Whether what follows a known beginning can be rendered by itself."""
-        return self._compile_for_request(self.source(has_tools=has_tools)).suffix is not None
+        return self._compile_for_request(self.select_source(has_tools=has_tools)).suffix_template is not None
 
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
         has one further on."""
         self._check_bounded()
-        sources = (self.source(has_tools=has_tools) for has_tools in (False, True))
+        sources = (self.select_source(has_tools=has_tools) for has_tools in (False, True))
         return any(_needs_system_first(source, self._seconds_max) for source in sources)
 
     def _check_bounded(self) -> None:
@@ -351,7 +355,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
         `suffix_start`: only of what follows so many messages, which stand for a cached prefix
-        (prompts/template_suffix.py); for a template with `suffix`.
+        (prompts/template_suffix.py); for a template with `suffix_template`.
 
         Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
         """
@@ -362,40 +366,45 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         self._check_bounded()
-        template = self._compile_for_request(self.source(chat_template, has_tools=tools is not None))
+        template = self._compile_for_request(self.select_source(chat_template, has_tools=tools is not None))
         if self._seconds_max is not None and template.bounded_templates is None:  # a client's own
             raise RequestError("this chat template may take too long to be rendered here", param="chat_template")
-        chat = list(messages)
+        template_messages = list(messages)
         if not self.keeps_messages_as_sent:
-            for i, message in enumerate(chat):
+            for i, message in enumerate(template_messages):
                 if len(message) != 2 or message.get("content") is None or message.get("role") is None:
-                    chat[i] = _with_reasoning(_without_nulls(message))
+                    template_messages[i] = _with_reasoning(_without_nulls(message))
         final_text: str | None = None
-        whole_chat = None
+        messages_with_calls = None
         if continue_final_message:
-            field = continue_final_message if isinstance(continue_final_message, str) else "content"
-            if chat[-1].get("tool_calls") and field == "content":
-                whole_chat = list(chat)
-                chat[-1] = {**_without_calls(chat[-1]), "content": chat[-1].get("content") or ""}
-            final_text = _tag_final_message(chat, field, template.source)
+            continued_field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            if template_messages[-1].get("tool_calls") and continued_field == "content":
+                messages_with_calls = list(template_messages)
+                template_messages[-1] = {
+                    **_without_calls(template_messages[-1]),
+                    "content": template_messages[-1].get("content") or "",
+                }
+            final_text = _tag_final_message(template_messages, continued_field, template.source)
         context = {
             **self._variables,
             **variables,
-            "messages": chat,
+            "messages": template_messages,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         if suffix_start:
-            context[UNRENDERED_MESSAGES] = chat[:suffix_start]
+            context[UNRENDERED_MESSAGES] = template_messages[:suffix_start]
         else:
             context.pop(UNRENDERED_MESSAGES, None)  # a client's own variable
         text = self._render(template, context)
         if final_text is None:
             return text
-        if whole_chat is None:
+        if messages_with_calls is None:
             return _cut_at_tag(text, final_text)
-        return _cut_ending(self._render(template, {**context, "messages": whole_chat}), _text_after_tag(text))
+        return _remove_turn_ending(
+            self._render(template, {**context, "messages": messages_with_calls}), _text_after_tag(text)
+        )
 
     def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
@@ -413,7 +422,7 @@ class ChatTemplate:
     @staticmethod
     def _compile_for_request(source: str) -> _CompiledTemplate:
         try:
-            return _compile(source)
+            return _compile_template(source)
         except ChatTemplateError as error:
             raise RequestError(str(error), param="chat_template") from error
 
@@ -439,26 +448,31 @@ def _with_reasoning(message: Message) -> Message:
     return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _tag_final_message(chat: list[Message], field: str, source: str) -> str:
+def _tag_final_message(messages: list[Message], field: str, template_source: str) -> str:
     """Append the tag to the text that the model should continue; `chat[-1]` is replaced by a tagged copy."""
     param = "continue_final_message"
-    final = chat[-1].get(field)
-    if final is None:
+    final_content = messages[-1].get(field)
+    if final_content is None:
         raise RequestError(f'{param}: the last message has no "{field}" to continue', param=param)
-    fields = (
-        [name for name in _REASONING_FIELDS if chat[-1].get(name) == final] if field in _REASONING_FIELDS else [field]
+    tagged_fields = (
+        [name for name in _REASONING_FIELDS if messages[-1].get(name) == final_content]
+        if field in _REASONING_FIELDS
+        else [field]
     )
-    if not any(name in source for name in fields):
+    if not any(name in template_source for name in tagged_fields):
         raise RequestError(f'{param}: the chat template does not read "{field}"', param=param)
-    if isinstance(final, str):
-        chat[-1] = {**chat[-1], **dict.fromkeys(fields, final + _CONTINUE_TAG)}
-        return final
-    if isinstance(final, list):
-        for index in range(len(final) - 1, -1, -1):
-            part = final[index]
+    if isinstance(final_content, str):
+        messages[-1] = {**messages[-1], **dict.fromkeys(tagged_fields, final_content + _CONTINUE_TAG)}
+        return final_content
+    if isinstance(final_content, list):
+        for index in range(len(final_content) - 1, -1, -1):
+            part = final_content[index]
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
-                chat[-1] = {**chat[-1], field: [*final[:index], tagged_part, *final[index + 1 :]]}
+                messages[-1] = {
+                    **messages[-1],
+                    field: [*final_content[:index], tagged_part, *final_content[index + 1 :]],
+                }
                 return str(part["text"])
     raise RequestError(f"{param}: the last message has no text to continue", param=param)
 
@@ -481,7 +495,7 @@ def _text_after_tag(text: str) -> str:
     return ending if tag else text.rpartition(_CONTINUE_TAG.strip())[2]
 
 
-def _cut_ending(text: str, ending: str) -> str:
+def _remove_turn_ending(text: str, ending: str) -> str:
     """Leave the last turn open behind its calls. (transformers would drop the calls.)"""
     if not text.endswith(ending):
         raise RequestError(
@@ -509,16 +523,16 @@ def _detect_content_format(tree: jinja2.nodes.Template) -> ContentFormat:
         node = strip_filters(node)
         if isinstance(node, jinja2.nodes.Name):
             return node.name in content_names
-        owner = _key_owner(node, "content")
+        owner = _find_key_owner(node, "content")
         return (isinstance(owner, jinja2.nodes.Name) and owner.name in message_names) or _is_index_of(
             owner, messages_names
         )
 
     for _ in range(3):  # names may be used in a block that stands before the one that assigns them
         for loop in tree.find_all(jinja2.nodes.For):
-            source = strip_filters(loop.iter)
-            over_messages = isinstance(source, jinja2.nodes.Name) and source.name in messages_names
-            if over_messages and isinstance(loop.target, jinja2.nodes.Name):
+            iterated_node = strip_filters(loop.iter)
+            iterates_messages = isinstance(iterated_node, jinja2.nodes.Name) and iterated_node.name in messages_names
+            if iterates_messages and isinstance(loop.target, jinja2.nodes.Name):
                 message_names.add(loop.target.name)
         for assign in tree.find_all(jinja2.nodes.Assign):
             if not isinstance(assign.target, jinja2.nodes.Name):
@@ -538,7 +552,7 @@ def _is_key(node: jinja2.nodes.Node) -> bool:
     )
 
 
-def _key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | None:
+def _find_key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | None:
     """`x` of `x.key` or `x['key']`."""
     if isinstance(node, jinja2.nodes.Getattr) and node.attr == key:
         return node.node

@@ -30,19 +30,19 @@ def is_any_of(value: object, candidates: Iterable[object]) -> bool:
     return any(value is candidate for candidate in candidates)
 
 
-def suffix_template(tree: nodes.Template) -> nodes.Template | None:
+def make_suffix_template(tree: nodes.Template) -> nodes.Template | None:
     """`tree`, changed so that it writes the rest only; None where the text cannot be cut like that."""
     try:
-        _SuffixAnalysis(tree).transform()
+        _SuffixTransformer(tree).transform()
     except _UnsupportedTemplate:
         return None
     return tree
 
 
-class _SuffixAnalysis:
+class _SuffixTransformer:
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
-        self._list_names = {"messages"}
+        self._message_list_names = {"messages"}
         """Names of all messages, or of all but the first."""
         self._slice_index: int | None = None
         """From this node of the template's body on, `messages` may be all but the first."""
@@ -50,11 +50,13 @@ class _SuffixAnalysis:
     def transform(self) -> None:
         tree = self._tree
         for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and self._is_list(assign.node):
+            if isinstance(assign.target, nodes.Name) and self._is_message_list(assign.node):
                 if assign.target.name == "messages":
                     self._check_slice_assignment(assign)
-                self._list_names.add(assign.target.name)
-        loops = [i for i, node in enumerate(tree.body) if isinstance(node, nodes.For) and self._is_list(node.iter)]
+                self._message_list_names.add(assign.target.name)
+        loops = [
+            i for i, node in enumerate(tree.body) if isinstance(node, nodes.For) and self._is_message_list(node.iter)
+        ]
         if len(loops) != 1:
             raise _UnsupportedTemplate
         loop_index = loops[0]
@@ -66,16 +68,16 @@ class _SuffixAnalysis:
             isinstance(loop.iter, nodes.Name) and loop.iter.name == "messages" and self._slice_index is None
         )
         for node in (*tree.body[:loop_index], *tree.body[loop_index + 1 :]):
-            self._check(node, of_message=False)
+            self._check_node(node, in_message_loop=False)
         if self._slice_index is not None:  # from there on, the first is another one
             later_nodes = [*tree.body[self._slice_index + 1 :], *tree.find_all(nodes.Macro)]
             if loop_index <= self._slice_index or any(_reads_first_message(node) for node in later_nodes):
                 raise _UnsupportedTemplate
         for node in loop.body:
-            self._check(node, of_message=True, loops_over_all=loops_over_all)
-        tree.body = [*_without_output(tree.body[:loop_index]), *tree.body[loop_index:]]
-        name = nodes.Name(loop.target.name, "load")
-        is_unrendered = nodes.Test(name, "one_of", [nodes.Name(UNRENDERED_MESSAGES, "load")], [], None, None)
+            self._check_node(node, in_message_loop=True, loops_over_all=loops_over_all)
+        tree.body = [*_remove_output(tree.body[:loop_index]), *tree.body[loop_index:]]
+        loop_variable = nodes.Name(loop.target.name, "load")
+        is_unrendered = nodes.Test(loop_variable, "one_of", [nodes.Name(UNRENDERED_MESSAGES, "load")], [], None, None)
         loop.body = [nodes.If(nodes.Not(is_unrendered), loop.body, [], [])]
         assert tree.environment is not None
         tree.set_environment(tree.environment)
@@ -96,52 +98,56 @@ class _SuffixAnalysis:
                 return
         raise _UnsupportedTemplate
 
-    def _is_list(self, node: nodes.Node) -> bool:
+    def _is_message_list(self, node: nodes.Node) -> bool:
         if isinstance(node, nodes.Name):
-            return node.name in self._list_names and node.ctx == "load"
+            return node.name in self._message_list_names and node.ctx == "load"
         if not isinstance(node, nodes.Getitem) or not isinstance(node.arg, nodes.Slice):
             return False
         list_slice = node.arg
         from_second = isinstance(list_slice.start, nodes.Const) and list_slice.start.value == 1
         return _is_name(node.node, "messages") and from_second and list_slice.stop is None and list_slice.step is None
 
-    def _check(self, node: nodes.Node, *, of_message: bool, loops_over_all: bool = False) -> None:
+    def _check_node(self, node: nodes.Node, *, in_message_loop: bool, loops_over_all: bool = False) -> None:
         """Raises _UnsupportedTemplate where it may look at what it must not. `of_message`: stands in the body of the
         loop over messages, which goes over all of them (`whole`), and in no other loop there."""
-        kind = type(node)
-        if kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block):
+        node_type = type(node)
+        if node_type in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block):
             raise _UnsupportedTemplate
-        if kind is nodes.Macro and any(True for _ in node.find_all(nodes.NSRef)):
+        if node_type is nodes.Macro and any(True for _ in node.find_all(nodes.NSRef)):
             raise _UnsupportedTemplate
         if isinstance(node, nodes.Filter) and node.name == "random":
             raise _UnsupportedTemplate
-        if of_message and kind in (nodes.NSRef, nodes.Break):
+        if in_message_loop and node_type in (nodes.NSRef, nodes.Break):
             raise _UnsupportedTemplate
         if isinstance(node, nodes.Name):
-            if node.name in self._list_names or node.name in _STATEFUL_GLOBALS or (of_message and node.name == "loop"):
+            if (
+                node.name in self._message_list_names
+                or node.name in _STATEFUL_GLOBALS
+                or (in_message_loop and node.name == "loop")
+            ):
                 raise _UnsupportedTemplate
             return
-        if isinstance(node, nodes.Getitem) and self._is_allowed_index(node, of_message and loops_over_all):
+        if isinstance(node, nodes.Getitem) and self._is_allowed_index(node, in_message_loop and loops_over_all):
             return
-        if of_message and self._is_allowed_loop_use(node):
+        if in_message_loop and self._is_allowed_loop_use(node):
             return
-        if isinstance(node, nodes.Assign) and not of_message and self._is_list(node.node):
+        if isinstance(node, nodes.Assign) and not in_message_loop and self._is_message_list(node.node):
             return
-        if isinstance(node, nodes.Test) and node.name == "defined" and self._is_list(node.node):
+        if isinstance(node, nodes.Test) and node.name == "defined" and self._is_message_list(node.node):
             return
         if isinstance(node, nodes.For):
             children = (node.target, *node.body, *node.else_, *((node.test,) if node.test is not None else ()))
-            self._check(node.iter, of_message=of_message, loops_over_all=loops_over_all)
-            if of_message and any(True for _ in node.find_all(nodes.NSRef)):
+            self._check_node(node.iter, in_message_loop=in_message_loop, loops_over_all=loops_over_all)
+            if in_message_loop and any(True for _ in node.find_all(nodes.NSRef)):
                 raise _UnsupportedTemplate
             for part in children:
-                self._check(part, of_message=False)
+                self._check_node(part, in_message_loop=False)
             return
         is_condition = isinstance(node, (nodes.If, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not))
         for child in node.iter_child_nodes():
             if is_condition and _is_name(child, "messages"):
                 continue  # whether there are any: there are
-            self._check(child, of_message=of_message, loops_over_all=loops_over_all)
+            self._check_node(child, in_message_loop=in_message_loop, loops_over_all=loops_over_all)
 
     def _is_allowed_index(self, node: nodes.Getitem, loops_over_all: bool) -> bool:
         """`messages[0]`; in the loop over all also the neighbours, by their number."""
@@ -166,8 +172,8 @@ class _SuffixAnalysis:
         if isinstance(node, nodes.Mod):
             return _loop_attribute(node.left) in ("index", "index0") and _is_const(node.right, 2)
         if isinstance(node, nodes.Compare) and len(node.ops) == 1:
-            first = {"index": 1, "index0": 0}.get(_loop_attribute(node.expr) or "")
-            return first is not None and _is_const(node.ops[0].expr, first)
+            first_index = {"index": 1, "index0": 0}.get(_loop_attribute(node.expr) or "")
+            return first_index is not None and _is_const(node.ops[0].expr, first_index)
         return False
 
 
@@ -193,16 +199,16 @@ def _loop_attribute(node: nodes.Node) -> str | None:
     return node.attr if isinstance(node, nodes.Getattr) and _is_name(node.node, "loop") else None
 
 
-def _without_output(body: list[nodes.Node]) -> list[nodes.Node]:
+def _remove_output(body: list[nodes.Node]) -> list[nodes.Node]:
     """What it sets, without what it writes."""
     silent_nodes: list[nodes.Node] = []
     for node in body:
         if isinstance(node, nodes.If):
-            node.body, node.else_ = _without_output(node.body), _without_output(node.else_)
+            node.body, node.else_ = _remove_output(node.body), _remove_output(node.else_)
             for branch_node in node.elif_:
-                branch_node.body = _without_output(branch_node.body)
+                branch_node.body = _remove_output(branch_node.body)
         elif isinstance(node, nodes.For):
-            node.body, node.else_ = _without_output(node.body), _without_output(node.else_)
+            node.body, node.else_ = _remove_output(node.body), _remove_output(node.else_)
         elif isinstance(node, (nodes.Output, nodes.CallBlock, nodes.FilterBlock)):
             continue
         elif not isinstance(node, (nodes.Assign, nodes.AssignBlock, nodes.Macro)):

@@ -27,7 +27,7 @@ def resolve_formats(
     "auto" is what the chat template shows, "none" is None.
     """
     try:
-        text = "" if template is None else template.source(has_tools=True)
+        text = "" if template is None else template.select_source(has_tools=True)
     except RequestError:  # several, and none is the default
         text = ""
     template_formats = (detect_call_format(text), detect_reasoning_format(text))

@@ -231,7 +231,7 @@ def _bodies(data: bytes) -> None:
 
 def _template(data: bytes) -> None:
     template = ChatTemplate(data.decode(errors="replace"))
-    template.content_format()
+    template.find_content_format()
 
 
 def _examples() -> dict[str, tuple[bytes, ...]]:

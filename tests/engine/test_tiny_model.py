@@ -188,7 +188,7 @@ def test_the_tokenizer_is_cacheable_and_equals_transformers(tmp_path):
         request = parse_chat(json.dumps({"messages": messages, **fields}).encode())
         want = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **fields)
         assert our_tokenizer.encode_chat(request) == want
-    assert our_tokenizer.chat_template.source() == CHAT_TEMPLATE
+    assert our_tokenizer.chat_template.select_source() == CHAT_TEMPLATE
 
 
 # -- the cache folder

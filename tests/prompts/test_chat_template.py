@@ -167,7 +167,7 @@ def test_named_templates_follow_transformers():
 @pytest.mark.parametrize("name", ALL)
 def test_content_format(name):
     want = "parts" if name in chat_templates.LOOPS_OVER_PARTS else "string"
-    assert ChatTemplate(ALL[name]).content_format() == want
+    assert ChatTemplate(ALL[name]).find_content_format() == want
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_content_format(name):
     ],
 )
 def test_content_format_follows_names(source):
-    assert ChatTemplate(source).content_format() == "parts"
+    assert ChatTemplate(source).find_content_format() == "parts"
 
 
 def chat(messages, **fields):

@@ -96,7 +96,7 @@ def render_prompt(template: ChatTemplate, messages: list[dict[str, Any]], genera
     """By the template alone, or as prompts are."""
     if not plain:
         return render_chat(template, BARE.replace(messages=messages, add_generation_prompt=generation))
-    if template.content_format() == "parts":
+    if template.find_content_format() == "parts":
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return template.render(messages, add_generation_prompt=generation)
 
@@ -131,7 +131,7 @@ def test_a_billing_line_is_dropped_where_the_skeleton_is_kept() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_copy_are_known_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
-    text_cache = template.rendered_text_cache(has_tools=False)
+    text_cache = template.get_rendered_text_cache(has_tools=False)
     assert text_cache is not None
     chat = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]
     render_prompt(template, chat, True, plain=False)

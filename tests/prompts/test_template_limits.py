@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.chat_template import SOURCE_CHARS_MAX, ChatTemplate, ChatTemplateError, _make_environment
+from prompts.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, _make_environment
 from prompts.errors import RequestError
 from prompts.template_limits import TEXT_CHARS_MAX, add_limits
 from tests.prompts.chat_templates import ALL
@@ -121,8 +121,8 @@ def test_what_is_not_proven_is_not_rendered_here(source: str) -> None:
 
 
 def test_what_cannot_be_read_says_so() -> None:
-    with pytest.raises(ChatTemplateError, match=f"at most {SOURCE_CHARS_MAX}"):
-        ChatTemplate("a" * (SOURCE_CHARS_MAX + 1))
+    with pytest.raises(ChatTemplateError, match=f"at most {TEMPLATE_CHARS_MAX}"):
+        ChatTemplate("a" * (TEMPLATE_CHARS_MAX + 1))
     with pytest.raises(ChatTemplateError, match="autoescape"):
         ChatTemplate("{% autoescape 'a' * 999999999 %}{% endautoescape %}")
     with pytest.raises(ChatTemplateError):
@@ -145,4 +145,4 @@ def test_macros_that_call_each_other_are_analysed_in_time() -> None:
         f"{{% macro m{i}(x) %}}" + f"{{{{ m{i + 1}(x) }}}}" * 50 + "{% endmacro %}" for i in reversed(range(8))
     )
     template = limited_template("{% macro m8(x) %}{{ x }}{% endmacro %}" + macros + "{{ m0(messages[0].content) }}")
-    assert template.rendered_text_cache(has_tools=False) is None
+    assert template.get_rendered_text_cache(has_tools=False) is None
