@@ -54,19 +54,21 @@ def render_chat(
     """The prompt's text, cut at the first media part. `suffix_start`: as ChatTemplate.render has it.
     `variables_digest`: a digest of the template's variables other than messages. `sent_messages`: messages instead of
     the request's own. Raises RequestError where the template cannot render it."""
-    continues = bool(request.continue_final_message)
-    add_generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    continues_final_message = bool(request.continue_final_message)
+    add_generation_prompt = (
+        not continues_final_message if request.add_generation_prompt is None else request.add_generation_prompt
+    )
     if variables_digest is None and not (request.tools is not None or request.documents is not None
                              or request.chat_template_kwargs or request.reasoning_effort is not None):  # fmt: skip
         variables_digest = b""
     text_cache = None
-    if variables_digest is not None and request.chat_template is None and not continues:
+    if variables_digest is not None and request.chat_template is None and not continues_final_message:
         text_cache = template.get_rendered_text_cache(has_tools=request.tools is not None)
     if sent_messages is None:
         sent_messages = request.messages or []
-    context = (variables_digest, add_generation_prompt, suffix_start)
-    if text_cache is not None and not _have_billing_line(sent_messages):
-        cached_text = text_cache.cached_text(sent_messages, context)
+    variables_key = (variables_digest, add_generation_prompt, suffix_start)
+    if text_cache is not None and not _any_starts_with_billing_line(sent_messages):
+        cached_text = text_cache.get_cached_text(sent_messages, variables_key)
         if cached_text is not None:
             return cached_text.partition(MEDIA_MARKER)[0]
     tools = None if request.tools is None else [_convert_tool(tool) for tool in request.tools]
@@ -90,28 +92,32 @@ def render_chat(
     if "developer" in [message["role"] for message in messages]:
         source = template.select_source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
-            messages = _developer_as_system(messages)
+            messages = _convert_developer_to_system(messages)
     if request.documents is not None:
         documents = request.documents
 
-    def render(chat: list[Message]) -> str:
+    def render(template_messages: list[Message]) -> str:
         return template.render(
-            chat,
+            template_messages,
             tools=tools,
             documents=documents,
             chat_template=request.chat_template,
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=continues,
+            continue_final_message=continues_final_message,
             suffix_start=suffix_start,
             **variables,
         )
 
-    key = None if text_cache is None or not messages else text_cache.cache_key(messages, context)
-    text = render(messages) if text_cache is None or key is None else text_cache.render_cached(key, messages, render)
+    skeleton_key = None if text_cache is None or not messages else text_cache.make_key(messages, variables_key)
+    text = (
+        render(messages)
+        if text_cache is None or skeleton_key is None
+        else text_cache.render_with_skeleton(skeleton_key, messages, render)
+    )
     return text.partition(MEDIA_MARKER)[0]
 
 
-def _have_billing_line(messages: list[Message]) -> bool:
+def _any_starts_with_billing_line(messages: list[Message]) -> bool:
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and content.startswith(BILLING_LINE):
@@ -131,15 +137,15 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
         role == "tool"
         and content_format == "parts"
         and isinstance(content, list)
-        and not any(_is_not_text(part) for part in content)
+        and not any(_is_non_text_part(part) for part in content)
     ):
-        content = "\n".join(_part_text(part) for part in content)
+        content = "\n".join(_read_part_text(part) for part in content)
         content_format = "string"  # also where the template loops over parts: most handle a tool's text only
     template_message: Message = {"role": role, "content": _convert_content(content, content_format)}
     if role == "assistant":
-        calls = message.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            template_message["tool_calls"] = [_convert_tool_call(call) for call in calls]
+        tool_calls = message.get("tool_calls")
+        if isinstance(tool_calls, list) and tool_calls:
+            template_message["tool_calls"] = [_convert_tool_call(call) for call in tool_calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
                 template_message[name] = message[name]
@@ -153,22 +159,22 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
     return template_message
 
 
-def _developer_as_system(messages: list[Message]) -> list[Message]:
+def _convert_developer_to_system(messages: list[Message]) -> list[Message]:
     """For a template that does not name the role: developers speak as the system, and all system texts become the first
     message."""
     renamed_messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
     ]
     other_messages = [message for message in renamed_messages if message["role"] != "system"]
-    systems = [message["content"] for message in renamed_messages if message["role"] == "system"]
-    if len(systems) == 1 and renamed_messages[0]["role"] == "system":
+    system_contents = [message["content"] for message in renamed_messages if message["role"] == "system"]
+    if len(system_contents) == 1 and renamed_messages[0]["role"] == "system":
         return [
             {name: value for name, value in message.items() if name != "tools"}
             if message["role"] == "system"
             else message
             for message in renamed_messages
         ]
-    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in systems]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in system_contents]
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *other_messages]
 
 
@@ -189,7 +195,7 @@ def _without_billing_line(content: Any) -> Any:
     return parts
 
 
-def _is_not_text(part: Any) -> bool:
+def _is_non_text_part(part: Any) -> bool:
     """Not plain text."""
     if isinstance(part, dict):
         return str(part.get("type", "text")) not in TEXT_PARTS or _is_tool_reference(part)
@@ -199,7 +205,7 @@ def _is_not_text(part: Any) -> bool:
 def _convert_content(content: Any, content_format: ContentFormat) -> str | list[Message]:
     if isinstance(content, str):
         return content if content_format == "string" else [{"type": "text", "text": content}]
-    texts = [_part_text(part) for part in content] if isinstance(content, list) else []
+    texts = [_read_part_text(part) for part in content] if isinstance(content, list) else []
     if content_format == "parts":
         return [
             {"type": "tool_reference", "name": text} if _is_tool_reference(part) else {"type": "text", "text": text}
@@ -213,7 +219,7 @@ def _is_tool_reference(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "tool_reference"
 
 
-def _part_text(part: Any) -> str:
+def _read_part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or is_media(part):
@@ -247,10 +253,10 @@ def _convert_tool(tool: Message) -> Message:
     ordered_fields = {name: function.get(name) for name in ("name", "description", "parameters")}
     template_tool = {
         "type": tool.get("type", "function"),
-        "function": {**ordered_fields, **_without_names(function, ordered_fields)},
+        "function": {**ordered_fields, **_drop_fields(function, ordered_fields)},
     }
-    return {**template_tool, **_without_names(tool, template_tool)}
+    return {**template_tool, **_drop_fields(tool, template_tool)}
 
 
-def _without_names(values: Message, names: Message) -> Message:
-    return {key: value for key, value in values.items() if key not in names}
+def _drop_fields(fields: Message, dropped_fields: Message) -> Message:
+    return {key: value for key, value in fields.items() if key not in dropped_fields}

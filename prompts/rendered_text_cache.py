@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 MESSAGES_MAX = 16
 """Of a chat: of longer ones hardly two have the same roles one after the other."""
 _ROLE_CHARS_MAX = 32
-_CHARS_MAX = 65_536
+_TEMPLATE_CHARS_MAX = 65_536
 """Of a skeleton: the rest is the template's and the tools'."""
 SKELETONS_MAX = 64
 """Skeletons; when there are more, all are forgotten."""
 _LEFT_MARK, _RIGHT_MARK = "\x1e", "\x1f"
 """White space that no template writes, around what stands for a text: gone where the template strips it."""
 Message = dict[str, Any]
-Key = tuple[object, ...]
+SkeletonKey = tuple[object, ...]
 
 
 class _TextSlot(NamedTuple):
@@ -61,23 +61,23 @@ class RenderedTextCache:
         self._content_type = list if content_is_parts else str
         self._forbidden_texts = tuple(forbidden_texts)
         self._forbidden_edges = forbidden_edges
-        self._skeletons: dict[Key, _PromptSkeleton | None] = {}
+        self._skeletons: dict[SkeletonKey, _PromptSkeleton | None] = {}
 
-    def cache_key(self, messages: Sequence[Message], variables_key: object = ()) -> Key | None:
+    def make_key(self, messages: Sequence[Message], variables_key: object = ()) -> SkeletonKey | None:
         """What tells the chat from those that have another skeleton; None where it has none. `variables_key`: the other
         variables of the template."""
-        texts = self._message_texts(messages)
+        texts = self._read_message_texts(messages)
         return None if texts is None else (variables_key, *[message["role"] for message in messages])
 
-    def cached_text(self, messages: Sequence[Message], variables_key: object = ()) -> str | None:
+    def get_cached_text(self, messages: Sequence[Message], variables_key: object = ()) -> str | None:
         """The text of a chat as it was sent, where its contents are strings and it has a kept skeleton."""
-        texts = self._message_texts(messages) if self._content_type is str else None
+        texts = self._read_message_texts(messages) if self._content_type is str else None
         if texts is None:
             return None
         skeleton = self._skeletons.get((variables_key, *[message["role"] for message in messages]))
         return None if skeleton is None else skeleton.fill(texts)
 
-    def _message_texts(self, messages: Sequence[Message]) -> list[str] | None:
+    def _read_message_texts(self, messages: Sequence[Message]) -> list[str] | None:
         """What each message of a chat says that may have a skeleton; None of another."""
         if len(messages) > MESSAGES_MAX:
             return None
@@ -86,7 +86,7 @@ class RenderedTextCache:
             role, content = message.get("role"), message.get("content")
             if len(message) != 2 or type(role) is not str or type(content) is not self._content_type:
                 return None
-            text = content if type(content) is str else _single_text(message)
+            text = content if type(content) is str else _get_single_text(message)
             if text is None or len(role) > _ROLE_CHARS_MAX or not self._is_copied_verbatim(text):
                 return None
             texts.append(text)
@@ -105,19 +105,21 @@ class RenderedTextCache:
             char in self._forbidden_edges for char in (text[0], text[-1], stripped_text[0], stripped_text[-1])
         )
 
-    def render_cached(self, key: Key, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> str:
+    def render_with_skeleton(
+        self, skeleton_key: SkeletonKey, messages: Sequence[Message], render: Callable[[list[Message]], str]
+    ) -> str:
         """What `render`, which is the template, makes of the chat. Raises what that raises."""
-        skeleton = self._skeletons.get(key)
-        texts = [_single_text(message) or "" for message in messages]
+        skeleton = self._skeletons.get(skeleton_key)
+        texts = [_get_single_text(message) or "" for message in messages]
         if skeleton is not None:
             return skeleton.fill(texts)
         text = render(list(messages))
-        if key not in self._skeletons and len(text) - sum(map(len, texts)) <= _CHARS_MAX:
+        if skeleton_key not in self._skeletons and len(text) - sum(map(len, texts)) <= _TEMPLATE_CHARS_MAX:
             if len(self._skeletons) >= SKELETONS_MAX:
                 self._skeletons = {}
-            self._skeletons[key] = None
+            self._skeletons[skeleton_key] = None
             new_skeleton = self._build_skeleton(messages, render)
-            self._skeletons[key] = (
+            self._skeletons[skeleton_key] = (
                 new_skeleton if new_skeleton is not None and new_skeleton.fill(texts) == text else None
             )
         return text
@@ -137,20 +139,26 @@ class RenderedTextCache:
             }
             for message, text in zip(messages, marked_texts)
         ]
-        parts = re.split(f"({_LEFT_MARK}?)({'|'.join(placeholders)})({_RIGHT_MARK}?)", render(marked_messages))
+        rendered_parts = re.split(f"({_LEFT_MARK}?)({'|'.join(placeholders)})({_RIGHT_MARK}?)", render(marked_messages))
         slots = [
             _TextSlot(placeholders.index(placeholder), not left_mark, not right_mark, after)
-            for left_mark, placeholder, right_mark, after in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4])
+            for left_mark, placeholder, right_mark, after in zip(
+                rendered_parts[1::4], rendered_parts[2::4], rendered_parts[3::4], rendered_parts[4::4]
+            )
         ]
-        skeleton = _PromptSkeleton(parts[0], slots)
+        skeleton = _PromptSkeleton(rendered_parts[0], slots)
         return (
             None
-            if any(edge in part for edge in (_LEFT_MARK, _RIGHT_MARK) for part in (parts[0], *parts[4::4]))
+            if any(
+                mark in part
+                for mark in (_LEFT_MARK, _RIGHT_MARK)
+                for part in (rendered_parts[0], *rendered_parts[4::4])
+            )
             else skeleton
         )
 
 
-def _single_text(message: Message) -> str | None:
+def _get_single_text(message: Message) -> str | None:
     """All that it says; None where that is not one text."""
     content: str | list[Message] = message["content"]
     if type(content) is str:

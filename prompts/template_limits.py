@@ -22,11 +22,11 @@ from jinja2 import nodes
 TEXT_CHARS_MAX: Final = 1 << 18
 """Of a value. What is rendered like this comes of a body of 64 KiB."""
 PROMPT_CHARS_MAX: Final = 1 << 22
-ITEMS_MAX: Final = 1024
+LIST_ITEMS_MAX: Final = 1024
 """Of a list that a template puts together."""
-_OPERANDS_MAX: Final = 32
+CONCATENATED_NAMES_MAX: Final = 32
 """Names in what is put together at once."""
-_CONST_MAX: Final = 1_000_000
+_NUMBER_MAX: Final = 1_000_000
 _REPLACEMENT_CHARS_MAX: Final = 64
 
 _SAFE_NODES = (
@@ -35,7 +35,7 @@ _SAFE_NODES = (
     nodes.Sub, nodes.FloorDiv, nodes.Neg, nodes.Pos, nodes.List, nodes.Tuple, nodes.For, nodes.Assign, nodes.Macro,
     nodes.Keyword, nodes.Dict, nodes.Name,
 )  # fmt: skip
-_LITERALS = (nodes.List, nodes.Tuple, nodes.Dict)
+_LITERAL_NODES = (nodes.List, nodes.Tuple, nodes.Dict)
 _SAFE_TESTS = frozenset((
     "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge", "gt", "in", "integer",
     "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "one_of", "sameas", "sequence", "string", "true",
@@ -93,14 +93,14 @@ def is_in_time(context: RenderContext, _: object = None) -> bool:
 
 def check_size(value: Any) -> Any:
     """A value that was put together. Raises RenderLimitError where it is too large."""
-    kind = type(value)
-    if kind is str:
-        limit = TEXT_CHARS_MAX
-    elif kind is list or kind is tuple:
-        limit = ITEMS_MAX
+    value_type = type(value)
+    if value_type is str:
+        size_max = TEXT_CHARS_MAX
+    elif value_type is list or value_type is tuple:
+        size_max = LIST_ITEMS_MAX
     else:
         return value
-    if len(value) > limit:
+    if len(value) > size_max:
         raise RenderLimitError("the chat template makes too much of the messages")
     return value
 
@@ -152,18 +152,18 @@ class _UnsupportedTemplate(Exception):
 
 class _TerminationCheck:
     def __init__(self, tree: nodes.Template) -> None:
-        self._macros = {macro.name for macro in tree.find_all(nodes.Macro)}
-        self._arguments = {name.name for macro in tree.find_all(nodes.Macro) for name in macro.args}
+        self._macro_names = {macro.name for macro in tree.find_all(nodes.Macro)}
+        self._argument_names = {name.name for macro in tree.find_all(nodes.Macro) for name in macro.args}
         assigned_names = [name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")]
-        if (self._macros | _SAFE_FUNCTIONS) & set(assigned_names):
+        if (self._macro_names | _SAFE_FUNCTIONS) & set(assigned_names):
             raise _UnsupportedTemplate
         self._namespace_names = _find_namespaces(tree)
         self._nesting_levels = self._find_nesting_levels(tree)
 
     def check(self, node: nodes.Node) -> None:
         """Raises _UnsupportedTemplate."""
-        kind = type(node)
-        if kind is nodes.Const:
+        node_type = type(node)
+        if node_type is nodes.Const:
             self._check_const(node)  # type: ignore[arg-type]
         elif isinstance(node, nodes.For):
             if node.recursive:
@@ -198,17 +198,20 @@ class _TerminationCheck:
             for part in node.body:
                 self.check(part)
             return
-        elif kind not in _SAFE_NODES:
+        elif node_type not in _SAFE_NODES:
             raise _UnsupportedTemplate
         is_concatenation = isinstance(node, (nodes.Add, nodes.Concat))
-        if is_concatenation and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > _OPERANDS_MAX:
+        if (
+            is_concatenation
+            and sum(1 for _ in node.find_all((nodes.Name, nodes.Filter, nodes.Call))) > CONCATENATED_NAMES_MAX
+        ):
             raise _UnsupportedTemplate
         for child in node.iter_child_nodes():
             self.check(child)
 
     @staticmethod
     def _check_const(node: nodes.Const) -> None:
-        if isinstance(node.value, (int, float)) and abs(node.value) > _CONST_MAX:
+        if isinstance(node.value, (int, float)) and abs(node.value) > _NUMBER_MAX:
             raise _UnsupportedTemplate
 
     def _check_filter(self, node: nodes.Filter) -> None:
@@ -237,10 +240,10 @@ class _TerminationCheck:
             if node.kwargs or not all(_is_short_constant(arg) for arg in args):
                 raise _UnsupportedTemplate
         elif name == "tojson":
-            if any(not isinstance(arg, nodes.Const) for arg in args) or any(_is_above(arg, 16) for arg in args):
+            if any(not isinstance(arg, nodes.Const) for arg in args) or any(_is_integer_above(arg, 16) for arg in args):
                 raise _UnsupportedTemplate
         elif name in ("replace", "indent"):
-            if not all(_is_short_constant(arg) for arg in args) or any(_is_above(arg, 16) for arg in args):
+            if not all(_is_short_constant(arg) for arg in args) or any(_is_integer_above(arg, 16) for arg in args):
                 raise _UnsupportedTemplate
         else:
             raise _UnsupportedTemplate
@@ -250,7 +253,7 @@ class _TerminationCheck:
             raise _UnsupportedTemplate
         function = node.node
         if isinstance(function, nodes.Name):
-            if function.name not in self._macros and function.name not in _SAFE_FUNCTIONS:
+            if function.name not in self._macro_names and function.name not in _SAFE_FUNCTIONS:
                 raise _UnsupportedTemplate
             if function.name == "strftime_now" and not all(_is_short_constant(arg) for arg in node.args):
                 raise _UnsupportedTemplate
@@ -276,20 +279,20 @@ class _TerminationCheck:
         could be made: a few statements would make one that is written out without end."""
         levels: dict[str, int] = {}
         self._nesting_levels = levels
-        for _ in range(len(self._arguments) + 64):
-            before = dict(levels)
+        for _ in range(len(self._argument_names) + 64):
+            previous_levels = dict(levels)
             for node in tree.find_all((nodes.Assign, nodes.For, nodes.Call, nodes.Macro)):
-                for name, level in self._assigned_levels(node):
+                for name, level in self._iter_assigned_levels(node):
                     if level > 1:
                         raise _UnsupportedTemplate
                     levels[name] = max(levels.get(name, 0), level)
-            if levels == before:
+            if levels == previous_levels:
                 return levels
         raise _UnsupportedTemplate
 
-    def _assigned_levels(self, node: nodes.Node) -> Iterator[tuple[str, int]]:
+    def _iter_assigned_levels(self, node: nodes.Node) -> Iterator[tuple[str, int]]:
         if isinstance(node, nodes.Assign):
-            target, level = node.target, self._nesting_level(node.node)
+            target, level = node.target, self._get_nesting_level(node.node)
             if isinstance(target, nodes.NSRef):
                 yield _NAMESPACES_KEY, level
             elif isinstance(target, nodes.Name) and target.name in self._namespace_names:
@@ -297,25 +300,27 @@ class _TerminationCheck:
             else:
                 yield from ((name, level) for name in _target_names(target))
         elif isinstance(node, nodes.For):
-            level = self._nesting_level(node.iter)
+            level = self._get_nesting_level(node.iter)
             yield from ((name, level) for name in ("loop", *_target_names(node.target)))
         elif isinstance(node, nodes.Macro):
-            yield from ((_ARGUMENTS_KEY, self._nesting_level(value)) for value in node.defaults)
+            yield from ((_ARGUMENTS_KEY, self._get_nesting_level(value)) for value in node.defaults)
         elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
             values = [*node.args, *(pair.value for pair in node.kwargs)]
-            if node.node.name in self._macros:
-                yield from ((_ARGUMENTS_KEY, self._nesting_level(value)) for value in values)
+            if node.node.name in self._macro_names:
+                yield from ((_ARGUMENTS_KEY, self._get_nesting_level(value)) for value in values)
             elif node.node.name == "namespace":
-                yield from ((_NAMESPACES_KEY, self._nesting_level(value)) for value in values)
+                yield from ((_NAMESPACES_KEY, self._get_nesting_level(value)) for value in values)
 
-    def _nesting_level(self, node: nodes.Node | None) -> int:
+    def _get_nesting_level(self, node: nodes.Node | None) -> int:
         if isinstance(node, nodes.Name):
             if node.name in self._namespace_names:
                 return self._nesting_levels.get(_NAMESPACES_KEY, 0) + 1
             level = self._nesting_levels.get(node.name, 0)
-            return max(level, self._nesting_levels.get(_ARGUMENTS_KEY, 0)) if node.name in self._arguments else level
-        if isinstance(node, _LITERALS):
-            return 1 + max((self._item_level(item) for item in node.iter_child_nodes()), default=0)
+            return (
+                max(level, self._nesting_levels.get(_ARGUMENTS_KEY, 0)) if node.name in self._argument_names else level
+            )
+        if isinstance(node, _LITERAL_NODES):
+            return 1 + max((self._get_item_level(item) for item in node.iter_child_nodes()), default=0)
         if (
             isinstance(node, nodes.Getattr)
             and isinstance(node.node, nodes.Name)
@@ -325,19 +330,19 @@ class _TerminationCheck:
         if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
             if node.node.name not in ("dict", "namespace"):
                 return 0
-            return 1 + max((self._nesting_level(pair.value) for pair in node.kwargs), default=0)
+            return 1 + max((self._get_nesting_level(pair.value) for pair in node.kwargs), default=0)
         if node is None or isinstance(node, (nodes.Const, nodes.Concat, nodes.Compare, nodes.Test, nodes.Not)):
             return 0
         if isinstance(node, nodes.Filter) and node.name in ("trim", "tojson", "string", "join", "length", "count"):
             return 0
-        return max((self._nesting_level(child) for child in node.iter_child_nodes()), default=0)
+        return max((self._get_nesting_level(child) for child in node.iter_child_nodes()), default=0)
 
-    def _item_level(self, node: nodes.Node) -> int:
+    def _get_item_level(self, node: nodes.Node) -> int:
         """The level of an item of a literal: literals in literals are as large as they are written, and no larger."""
         if isinstance(node, nodes.Pair):
-            return self._item_level(node.value)
-        level = self._nesting_level(node)
-        return level - 1 if isinstance(node, _LITERALS) else level
+            return self._get_item_level(node.value)
+        level = self._get_nesting_level(node)
+        return level - 1 if isinstance(node, _LITERAL_NODES) else level
 
 
 def _find_namespaces(tree: nodes.Template) -> set[str]:
@@ -383,7 +388,7 @@ def _is_short_constant(node: nodes.Node) -> bool:
     )
 
 
-def _is_above(node: nodes.Node, limit: int) -> bool:
+def _is_integer_above(node: nodes.Node, limit: int) -> bool:
     return isinstance(node, nodes.Const) and isinstance(node.value, int) and node.value > limit
 
 
@@ -405,15 +410,15 @@ def _is_number(node: nodes.Node) -> bool:
 
 def _insert_checks(tree: nodes.Template) -> None:
     for loop in list(tree.find_all(nodes.For)):
-        loop.body.insert(0, nodes.ExprStmt(_deadline_check(), lineno=loop.lineno))
+        loop.body.insert(0, nodes.ExprStmt(_make_deadline_check(), lineno=loop.lineno))
         if loop.test is not None:
-            loop.test = nodes.And(_deadline_check(), loop.test, lineno=loop.lineno)
+            loop.test = nodes.And(_make_deadline_check(), loop.test, lineno=loop.lineno)
     for macro in list(tree.find_all(nodes.Macro)):
-        macro.body.insert(0, nodes.ExprStmt(_deadline_check(), lineno=macro.lineno))
+        macro.body.insert(0, nodes.ExprStmt(_make_deadline_check(), lineno=macro.lineno))
     _insert_size_checks(tree)
 
 
-def _deadline_check() -> nodes.Test:
+def _make_deadline_check() -> nodes.Test:
     return nodes.Test(nodes.Const(None, lineno=1), "in_time", [], [], None, None, lineno=1)
 
 
@@ -421,17 +426,17 @@ def _insert_size_checks(node: nodes.Node, *, inside_concatenation: bool = False)
     """Have every value measured that is put together, once for all that is put together at once."""
     for name, value in list(node.iter_fields()):
         if isinstance(value, nodes.Node):
-            setattr(node, name, _with_size_check(value, inside_concatenation=inside_concatenation))
+            setattr(node, name, _add_size_check(value, inside_concatenation=inside_concatenation))
         elif isinstance(value, list):
             value[:] = [
-                _with_size_check(item, inside_concatenation=inside_concatenation)
+                _add_size_check(item, inside_concatenation=inside_concatenation)
                 if isinstance(item, nodes.Node)
                 else item
                 for item in value
             ]
 
 
-def _with_size_check(node: nodes.Node, *, inside_concatenation: bool) -> nodes.Node:
+def _add_size_check(node: nodes.Node, *, inside_concatenation: bool) -> nodes.Node:
     is_concatenation = isinstance(node, (nodes.Add, nodes.Concat))
     _insert_size_checks(node, inside_concatenation=is_concatenation)
     can_grow = isinstance(node, nodes.Filter) and node.name in ("join", "replace", "indent", "tojson")

@@ -3,7 +3,7 @@
 Most templates write something first (from the first message, the tools, the request's fields), then one text for each
 message, then an opening for the answer. Where the text of a message hangs on that message alone, on its neighbours, on
 the first message and on what is the same in every turn, the text of a conversation that returns is that of its known
-beginning and what `suffix_template` writes. Templates that look at anything else (the last question, a count, a date)
+beginning and what `make_suffix_template` writes. Templates that look at anything else (the last question, a date)
 have no such part: a doubt is a no.
 
 The rest is rendered of FIRST * n, BEFORE, *messages: nothing is written for those two, who are there to be looked at.
@@ -109,7 +109,7 @@ class _SuffixTransformer:
 
     def _check_node(self, node: nodes.Node, *, in_message_loop: bool, loops_over_all: bool = False) -> None:
         """Raises _UnsupportedTemplate where it may look at what it must not. `of_message`: stands in the body of the
-        loop over messages, which goes over all of them (`whole`), and in no other loop there."""
+        loop over messages, which goes over all of them (`loops_over_all`), and in no other loop there."""
         node_type = type(node)
         if node_type in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block):
             raise _UnsupportedTemplate

@@ -155,9 +155,9 @@ def test_a_wrong_analysis_is_found_when_the_skeleton_is_made() -> None:
     text_cache = RenderedTextCache((), "")
     for text in ("odd", "even"):
         chat = [{"role": "user", "content": text}]
-        key = text_cache.cache_key(chat)
+        key = text_cache.make_key(chat)
         assert key is not None
-        assert text_cache.render_cached(key, chat, render) == render(chat)
+        assert text_cache.render_with_skeleton(key, chat, render) == render(chat)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -169,14 +169,14 @@ def test_what_is_kept_is_bounded() -> None:
 
     for number in range(3 * SKELETONS_MAX):
         chat = [{"role": f"r{number}", "content": "text"}]
-        key = text_cache.cache_key(chat, number)
+        key = text_cache.make_key(chat, number)
         assert key is not None
-        assert text_cache.render_cached(key, chat, render) == f"<r{number}>text"
+        assert text_cache.render_with_skeleton(key, chat, render) == f"<r{number}>text"
         assert 0 < len(text_cache._skeletons) <= SKELETONS_MAX
     before = len(calls)
-    text_cache.render_cached(key, chat, render)
+    text_cache.render_with_skeleton(key, chat, render)
     assert len(calls) == before
     long_chat = [{"role": "user", "content": "text"}] * (MESSAGES_MAX + 1)
-    assert text_cache.cache_key(long_chat) is None
-    assert text_cache.cache_key([{"role": "x" * 99, "content": "text"}]) is None
-    assert text_cache.cache_key([{"role": "user", "content": "text", "name": "a"}]) is None
+    assert text_cache.make_key(long_chat) is None
+    assert text_cache.make_key([{"role": "x" * 99, "content": "text"}]) is None
+    assert text_cache.make_key([{"role": "user", "content": "text", "name": "a"}]) is None
