@@ -136,7 +136,7 @@ def watched(workload: Workload, result: SimulationResult) -> list[ObservedReques
         seen = ObservedRequest(i, at_s, ids, tokens, str(result.worker_of[i]), result.hit_tokens[i])
         seen.first_token_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
         seen.output_tokens = request.output_tokens
-        seen.continues = links.follow(
+        seen.continues_streams = links.follow(
             i, ids, request.full_blocks, lambda earlier, tokens=tokens: lengths[earlier] <= tokens
         )
         found.append(seen)

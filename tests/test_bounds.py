@@ -24,7 +24,7 @@ BOUNDS = re.compile(
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
-    "router/edge/answer_filter.py:HELD_BYTES_MAX": "ours: the end of a read that may begin a key",
+    "router/edge/response_redactor.py:KEY_START_BYTES_MAX": "ours: the end of a read that may begin a key",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/conversation_suffix.py:SUFFIX_BYTES_MAX": "what is longer is read as any other body",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",

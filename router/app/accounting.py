@@ -52,7 +52,7 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
         return
     if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
         prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
-        output_tokens = exchange.progress.reads if route.stream else 0
+        output_tokens = exchange.progress.read_count if route.stream else 0
     else:
         prompt_tokens, cached_tokens, output_tokens = (
             usage.prompt_tokens,

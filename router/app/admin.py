@@ -25,7 +25,7 @@ from router.app.request_reader import RequestReader
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
-from router.edge.reasons import Reasons, shown
+from router.edge.miss_reasons_recorder import MissReasonsRecorder, shown
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import CachedPage, Handler, Response, Routes
@@ -84,7 +84,7 @@ class AdminRoutes:
         peer_messages: Callable[[], dict[str, int]] = dict,
         is_synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
-        reasons: Reasons | None = None,
+        reasons: MissReasonsRecorder | None = None,
         aliases: Mapping[str, str] | None = None,
         forwarded_paths: Collection[str] = (),
     ) -> None:

@@ -170,7 +170,7 @@ class Dashboard:
         """Start the stream of events on `connection`."""
         viewer = Viewer(connection, self._remove_viewer)
         self._viewers.add(viewer)
-        self._proxy.explains = True
+        self._proxy.explains_decisions = True
         viewer.send("state", self._state())
         viewer.send("history", msgspec.json.encode(list(self._points)))
         viewer.send("decisions", msgspec.json.encode(self._rows(self._decisions)))
@@ -178,7 +178,7 @@ class Dashboard:
 
     def _remove_viewer(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
-        self._proxy.explains = bool(self._viewers)
+        self._proxy.explains_decisions = bool(self._viewers)
 
     def tick(self, now: float) -> None:
         """Call a few times a second."""

@@ -50,8 +50,8 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.edge.config import CONNECTIONS_MAX
 from router.edge.exchange import Exchange
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Proxy
-from router.edge.reasons import Reasons
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
@@ -118,8 +118,8 @@ class RouterProcess:
             budget=Budget(config.edge.limits, self._metrics),
         )
         self._proxy.log_share = config.log_decisions
-        self._proxy.tells_cache = config.edge.cache_headers
-        self._proxy.continues = config.edge.continue_streams
+        self._proxy.sends_cache_headers = config.edge.cache_headers
+        self._proxy.continues_streams = config.edge.continue_streams
         self._prompts = PromptReader(
             self._executor,
             override=config.tokenizer,
@@ -133,7 +133,7 @@ class RouterProcess:
         session_names = SessionNames(config.edge.session_headers)
         conversations = ConversationCache(config.conversation_cache_mb << 20)
         self._request_reader = RequestReader(self._core, self._prompts, self._worker_pool, session_names, conversations)
-        self._proxy.on_end.append(self._request_reader.stored_responses.ended)
+        self._proxy.on_end.append(self._request_reader.stored_responses.record_exchange)
         self._tenants = TenantLimits(config.edge, self._metrics)
         names = ModelNames(config.tenancy)
         self._request_reader.model_names = names if names.has_renames else None
@@ -143,7 +143,7 @@ class RouterProcess:
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
-        self._reasons = Reasons(
+        self._reasons = MissReasonsRecorder(
             config.miss_reasons,
             self._core,
             self._proxy,
@@ -261,7 +261,7 @@ class RouterProcess:
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
         self._core.registry.on_state_change = log_state
-        proxy.is_keyed = self._fleet.may_receive_api_key
+        proxy.may_send_key = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._on_exchange_end)
@@ -272,14 +272,14 @@ class RouterProcess:
 
     def _bind_picker(self, config: EppConfig) -> tuple[PickerServer, int]:
         """Take the picker's ports; the picker and its port. Raises OSError where a port cannot be had."""
-        from router.picker.endpoints import Endpoints
+        from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import REWRITE
-        from router.picker.pick import Pick, Picking
+        from router.picker.pick_exchange import PickerState, PickExchange
         from router.picker.server import PickerServer
 
         self._request_reader.model_header = REWRITE
-        picking = Picking(config.picker, Endpoints(self._core.workers))
-        picker = PickerServer(self._make_app(allow_all, kind=Pick), picking, ready=self._admin.unready_reason)
+        picking = PickerState(config.picker, EndpointMap(self._core.workers))
+        picker = PickerServer(self._make_app(allow_all, kind=PickExchange), picking, ready=self._admin.unready_reason)
         tls = None
         if config.picker.self_signed:
             from router.picker.certificate import self_signed

@@ -23,7 +23,7 @@ from prompts.tokenizer import Tokenizer
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
-from router.edge.stored import StoredResponses
+from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.conversation_cache import BODY_BYTES_MIN, CachedConversation, Checkpoint, ConversationCache
@@ -225,7 +225,7 @@ class RequestReader:
             request.pieces = splice(request.pieces, spans.edits(fields, removed_fields))
 
     def _make_intent(self, request: HttpRequest, body_request: RoutingRequest) -> RequestIntent:
-        holding_worker = self.stored_responses.holder(request, body_request.stored_response_id)
+        holding_worker = self.stored_responses.worker_for(request, body_request.stored_response_id)
         headers = RoutingHeaders(request, self._session_names, self.model_header)
         name = headers.model or body_request.model
         if self.model_names is not None and name is not None:

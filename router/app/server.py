@@ -19,11 +19,11 @@ from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer_token
 from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
 from router.app.tenant_limits import TenantLimits, key_name
-from router.edge.answer_filter import key_pattern
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Proxy
-from router.edge.reasons import Reasons
+from router.edge.response_redactor import build_key_pattern
 from router.http.connection import Client, ClientConnection
 from router.http.cors import CorsPolicy
 from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
@@ -34,7 +34,7 @@ from router.metrics import Metrics
 from router.prompting.reader import INLINE_BYTES_MAX, TokenizedPrompt
 
 if TYPE_CHECKING:
-    from router.picker.caller import Caller
+    from router.picker.picker_client import PickerClient
 
 log = logging.getLogger("router")
 
@@ -76,7 +76,7 @@ class RouterApp:
         routes: Routes,
         *,
         guard: Guard,
-        reasons: Reasons | None = None,
+        reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[None]] | None = None,
         make_exchange: Callable[..., Exchange] = Exchange,
         forwards: bool = True,
@@ -96,7 +96,7 @@ class RouterApp:
         self._keys = [key.encode() for key in config.api_keys]
         self._local_routes = routes
         request_reader.allowed_fields = proxy.passed_fields = frozenset(config.passed_fields)
-        proxy.hidden_keys = key_pattern(proxy.passed_fields)
+        proxy.redacted_keys = build_key_pattern(proxy.passed_fields)
         self._guard = guard
         self._reasons = reasons
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
@@ -179,7 +179,7 @@ class RouterApp:
         else:
             self._local_routes.handle(connection, request)
 
-    def pick(self, caller: Caller, request: HttpRequest) -> None:
+    def pick(self, caller: PickerClient, request: HttpRequest) -> None:
         """Choose for a request whose bytes a gateway carries; which paths may pass is the gateway's to say."""
         caller.tenant = self._tenant_of(caller, request)
         self._forward(caller, request)
@@ -202,7 +202,9 @@ class RouterApp:
                 self._place_when_read(
                     exchange,
                     tenant,
-                    reader.read_suffix_in_thread(request, path, conversation_match, lambda: not exchange.done, tenant),
+                    reader.read_suffix_in_thread(
+                        request, path, conversation_match, lambda: not exchange.is_done, tenant
+                    ),
                 )
                 return
             suffix = reader.read_suffix(request, conversation_match)
@@ -211,11 +213,11 @@ class RouterApp:
                 return
         if not reader.is_light(request, path):
             exchange = self._open(connection, request, tenant)
-            self._place_when_read(exchange, tenant, reader.read(request, path, lambda: not exchange.done, tenant))
+            self._place_when_read(exchange, tenant, reader.read(request, path, lambda: not exchange.is_done, tenant))
             return
         intent = reader.read_intent(request, path)
         exchange = self._open(connection, request, tenant)
-        tokens = reader.tokenize(intent, request, lambda: not exchange.done, tenant)
+        tokens = reader.tokenize(intent, request, lambda: not exchange.is_done, tenant)
         if isinstance(tokens, TokenizedPrompt):
             self._place(exchange, tenant, intent, tokens)
         else:
@@ -259,7 +261,9 @@ class RouterApp:
         assert self._discover_model is not None
         await self._discover_model(model)
         request = exchange.request
-        return await self._request_reader.read(request, request.path, lambda: not exchange.done, exchange.client.tenant)
+        return await self._request_reader.read(
+            request, request.path, lambda: not exchange.is_done, exchange.client.tenant
+        )
 
     def _place(
         self,
@@ -272,7 +276,7 @@ class RouterApp:
     ) -> None:
         """Hand a request to the core once its prompt was read. `is_rediscovered`: workers were asked for its model."""
         is_unknown = intent.body_request.model is not None and not self._proxy.core.registry.is_known(intent.model)
-        if is_unknown and not is_rediscovered and self._discover_model is not None and not exchange.done:
+        if is_unknown and not is_rediscovered and self._discover_model is not None and not exchange.is_done:
             self._place_when_read(
                 exchange, tenant, self._read_after_discovery(exchange, intent.model), is_rediscovered=True
             )
@@ -298,7 +302,7 @@ class RouterApp:
                 route.share = self._tenants.shares.get(tenant, 1.0)
             self._proxy.route(exchange, route)
             self._request_reader.store_conversation(intent, tokens, route)
-            if self._reasons is not None and not exchange.done:
+            if self._reasons is not None and not exchange.is_done:
                 self._reasons.enter(exchange, intent)
 
     # Shared -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from router.app.request_reader import RequestIntent, is_worker_path
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
 from router.edge.exchange import Exchange
-from router.edge.mirrored import Mirrored
+from router.edge.mirrored_exchange import MirroredExchange
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Response
@@ -65,8 +65,8 @@ class ShadowApp(RouterApp):
             except RequestError:
                 pass  # whoever answers it will say so
         work = connection.responder
-        exchange = work if isinstance(work, Mirrored) else self._open(connection, request, connection.tenant)
-        assert isinstance(exchange, Mirrored)
+        exchange = work if isinstance(work, MirroredExchange) else self._open(connection, request, connection.tenant)
+        assert isinstance(exchange, MirroredExchange)
         exchange.answer()
 
     def _place(
@@ -78,7 +78,7 @@ class ShadowApp(RouterApp):
         *,
         is_rediscovered: bool = False,
     ) -> None:
-        assert isinstance(exchange, Mirrored)
+        assert isinstance(exchange, MirroredExchange)
         self._metrics.tokenize_s.observe(tokens.seconds)
         route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_s)
         exchange.price(intent, route)
@@ -86,7 +86,7 @@ class ShadowApp(RouterApp):
         exchange.answer()
 
     def _reject(self, exchange: Exchange, error: RequestError) -> None:
-        assert isinstance(exchange, Mirrored)
+        assert isinstance(exchange, MirroredExchange)
         exchange.answer()
 
 
@@ -127,7 +127,7 @@ class ShadowProcess(RouterProcess):
     def _make_app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return ShadowApp(
             self._proxy, self._request_reader, self._tenants, self._metrics, self._config.edge, self._admin.routes,
-            guard=guard, reasons=self._reasons, make_exchange=Mirrored,
+            guard=guard, reasons=self._reasons, make_exchange=MirroredExchange,
         )  # fmt: skip
 
     def _report_page(self, request: HttpRequest, _: str) -> Response:

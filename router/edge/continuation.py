@@ -16,7 +16,7 @@ import msgspec
 from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
 from router.decide.workers import BLOCKCAST, VLLM
-from router.edge.tokens import Tokens
+from router.edge.token_recorder import TokenRecorder
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 
@@ -25,38 +25,46 @@ _CHAT: Final = "/v1/chat/completions"
 _DONE: Final = b"data: [DONE]\n\n"
 NEW_TOKENS_MIN: Final = 32
 """Tokens that a worker must have added to another one's answer before a third goes on."""
-_MODEL_DEFAULT: Final = 16
+_DEFAULT_TOKENS_MAX: Final = 16
 """`max_tokens` of a completion that names none."""
 
 # fmt: off
-_ASKED_AGAIN = frozenset((
+_RESENT_FIELDS = frozenset((
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
     "allowed_token_ids", "priority", "cache_salt", "user", "stream", "stream_options", "response_format",
     "structured_outputs",
 ))
-_IN_THE_PROMPT = frozenset((
+_PROMPT_FIELDS = frozenset((
     "messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
     "return_token_ids", "request_id", "metadata", "store",
 ))
 """Fields that have done their work when the first token comes."""
-_OF_A_CHAT = frozenset((
+_CHAT_OUTPUT_FIELDS = frozenset((
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "continue_final_message",
     "max_completion_tokens",
 ))
 """Fields by which our engine reads the text of a chat's answer, or ends it."""
 # fmt: on
-_ODD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
+_MALFORMED_EVENT_ERRORS = (
+    msgspec.MsgspecError,
+    UnicodeDecodeError,
+    RecursionError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
 """What events of another form than that of these engines raise."""
-_NOTHING = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
+_EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields = msgspec.json.Decoder(_Fields)
 _MEDIA = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
-def continuation(request: HttpRequest) -> Continuation | None:
+def build_continuation(request: HttpRequest) -> StreamContinuation | None:
     """For a streamed request that could go on elsewhere; None for any other."""
     chat = request.path == _CHAT
     if request.is_http_1_0 or len(request.pieces) > 1:
@@ -67,12 +75,12 @@ def continuation(request: HttpRequest) -> Continuation | None:
         fields = _fields.decode(request.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not all(_can_go_on(name, bytes(value), chat) for name, value in fields.items()):
+    if not all(_is_continuable_field(name, bytes(value), chat) for name, value in fields.items()):
         return None
-    return Continuation(fields, request.body, chat) if bytes(fields.get("stream", b"")) == b"true" else None
+    return StreamContinuation(fields, request.body, chat) if bytes(fields.get("stream", b"")) == b"true" else None
 
 
-def _can_go_on(name: str, value: bytes, chat: bool) -> bool:
+def _is_continuable_field(name: str, value: bytes, chat: bool) -> bool:
     if name in ("n", "best_of"):
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
@@ -83,58 +91,67 @@ def _can_go_on(name: str, value: bytes, chat: bool) -> bool:
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":
         return b"continuous_usage_stats" not in value
-    if value in _NOTHING or name in _ASKED_AGAIN or name in _IN_THE_PROMPT:
+    if value in _EMPTY_VALUES or name in _RESENT_FIELDS or name in _PROMPT_FIELDS:
         return True
-    return chat and name in _OF_A_CHAT
+    return chat and name in _CHAT_OUTPUT_FIELDS
 
 
-class Continuation:
+class StreamContinuation:
     """What one answer needs to go on elsewhere."""
 
     __slots__ = (
-        "_asks_ids", "_begins_anew", "_body", "_chat", "_engine", "_fields", "_sent", "_shape", "_tells_usage", "again",
-        "tokens",
+        "_body",
+        "_chat",
+        "_engine",
+        "_event_template",
+        "_fields",
+        "_has_restarted",
+        "_tokens_sent",
+        "_wants_token_ids",
+        "_wants_usage",
+        "continuation_body",
+        "recorder",
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, chat: bool) -> None:
         self._fields, self._body, self._chat = fields, body, chat
-        self._asks_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
-        self._tells_usage = b"true" in bytes(fields.get("stream_options", b""))
+        self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
+        self._wants_usage = b"true" in bytes(fields.get("stream_options", b""))
         self._engine = ""
-        self._begins_anew = False
-        self._shape: dict[str, Any] | None = None
+        self._has_restarted = False
+        self._event_template: dict[str, Any] | None = None
         """Of the first answer's events, once another worker goes on."""
-        self._sent = 0
+        self._tokens_sent = 0
         """Tokens that the client had when the last worker died."""
-        self.again: bytes | None = None
+        self.continuation_body: bytes | None = None
         """What the other worker is asked."""
-        self.tokens: Tokens | None = None
+        self.recorder: TokenRecorder | None = None
         """Notes the tokens of the answer under way; None where the worker does not tell them."""
 
     # Asking -------------------------------------------------------------------------------------------------------
 
     @property
-    def _as_chat(self) -> bool:
+    def _continues_as_chat(self) -> bool:
         """The other worker is asked the same chat again."""
         return self._chat and self._engine == BLOCKCAST
 
     @property
     def path(self) -> bytes | None:
-        """Where the body of `ask` is to be sent; None: where the client sent its own."""
-        return None if self.again is None or self._as_chat else _COMPLETIONS
+        """Where the body of `request_body_for` is to be sent; None: where the client sent its own."""
+        return None if self.continuation_body is None or self._continues_as_chat else _COMPLETIONS
 
     @property
-    def goes_on(self) -> bool:
+    def is_continued(self) -> bool:
         """A worker continues what another one began."""
-        return self.again is not None
+        return self.continuation_body is not None
 
-    def ask(self, engine: str) -> tuple[bytes] | None:
+    def request_body_for(self, engine: str) -> tuple[bytes] | None:
         """The body for a worker of this engine; None where it cannot go on with another one's answer."""
-        if self.again is not None:
-            return (self.again,) if engine == self._engine else None
+        if self.continuation_body is not None:
+            return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
-        self.tokens = Tokens(not self._asks_ids) if self._is_exact() else None
-        if self.tokens is None or self._asks_ids:
+        self.recorder = TokenRecorder(not self._wants_token_ids) if self._is_exact() else None
+        if self.recorder is None or self._wants_token_ids:
             return (self._body,)
         if "return_token_ids" in self._fields:  # of one name said twice the last counts
             return (msgspec.json.encode({**self._fields, "return_token_ids": True}),)
@@ -146,7 +163,7 @@ class Continuation:
         the new text only, and reads no calls out of a completion."""
         if self._engine != VLLM:
             return self._engine == BLOCKCAST
-        value = self._value
+        value = self._field_value
         return not (
             value("stop")
             or value("tools")
@@ -157,176 +174,197 @@ class Continuation:
             or (value("seed") is not None and value("temperature") != 0)
         )
 
-    def rest(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
+    def continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
         """The worker died: what is to be routed now. None where the answer cannot go on. `tokens_max`: of the model.
 
-        Changes nothing: `begin_rest` does, once there is a worker for it.
+        Changes nothing: `start_continuation` does, once there is a worker for it.
         """
-        tokens = self.tokens
-        if tokens is None or tokens.odd or tokens.finished or (tokens.parsed and self._engine != BLOCKCAST):
+        recorder = self.recorder
+        if (
+            recorder is None
+            or recorder.is_unrecognized
+            or recorder.has_finish_reason
+            or (recorder.has_parsed_output and self._engine != BLOCKCAST)
+        ):
             return None
-        if tokens.events == 0:  # the client has a head, and nothing of the answer: the whole of it, once
-            return None if self._begins_anew else route
-        prompt, answer = tokens.prompt, tokens.answer
-        if self._engine == VLLM and tokens.spoken < len(answer):  # of the last ones the text is not complete
-            if self._asks_ids:
+        if recorder.event_count == 0:  # the client has a head, and nothing of the answer: the whole of it, once
+            return None if self._has_restarted else route
+        prompt, answer = recorder.prompt_ids, recorder.output_ids
+        if self._engine == VLLM and recorder.text_token_count < len(
+            answer
+        ):  # of the last ones the text is not complete
+            if self._wants_token_ids:
                 return None
-            answer = answer[: tokens.spoken]
-        if not prompt or (self._shape or _shape(tokens.last)) is None:
+            answer = answer[: recorder.text_token_count]
+        if not prompt or (self._event_template or _event_template(recorder.last_event)) is None:
             return None
-        if self._shape is not None and len(answer) < self._sent + NEW_TOKENS_MIN:
+        if self._event_template is not None and len(answer) < self._tokens_sent + NEW_TOKENS_MIN:
             return None  # it ended soon after it went on: this may be a request that kills its workers
         ids = prompt + answer
-        if self._asked_for(ids, len(answer), tokens_max) is None:
+        if self._build_body(ids, len(answer), tokens_max) is None:
             return None
-        left = max(route.output_tokens_max - len(answer), 1) if route.output_tokens_max else 0
-        least = max(route.output_tokens_min - len(answer), 0)
+        remaining_tokens_max = max(route.output_tokens_max - len(answer), 1) if route.output_tokens_max else 0
+        remaining_tokens_min = max(route.output_tokens_min - len(answer), 0)
         return route.replace(
-            token_ids=ids, prompt_tokens=len(ids), output_tokens_max=left, output_tokens_min=least, deadline_s=None
+            token_ids=ids,
+            prompt_tokens=len(ids),
+            output_tokens_max=remaining_tokens_max,
+            output_tokens_min=remaining_tokens_min,
+            deadline_s=None,
         )
 
-    def begin_rest(self, rest: RouteRequest, tokens_max: int | None) -> None:
+    def start_continuation(self, continuation_route: RouteRequest, tokens_max: int | None) -> None:
         """Another worker is asked next: what the client has not seen is forgotten."""
-        tokens = self.tokens
-        assert tokens is not None
-        tokens.rewind(self._engine == VLLM)
-        if tokens.events == 0:
-            self._begins_anew = True
+        recorder = self.recorder
+        assert recorder is not None
+        recorder.rewind(self._engine == VLLM)
+        if recorder.event_count == 0:
+            self._has_restarted = True
             return
-        if self._shape is None:
-            self._shape = _shape(tokens.last)
-        ids, self._sent = rest.token_ids, len(tokens.answer)
+        if self._event_template is None:
+            self._event_template = _event_template(recorder.last_event)
+        ids, self._tokens_sent = continuation_route.token_ids, len(recorder.output_ids)
         assert isinstance(ids, array)
-        self.again = msgspec.json.encode(self._asked_for(ids, self._sent, tokens_max))
+        self.continuation_body = msgspec.json.encode(self._build_body(ids, self._tokens_sent, tokens_max))
 
-    def _asked_for(self, ids: array[int], answered: int, tokens_max: int | None) -> dict[str, Any] | None:
+    def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
         """The body for the worker that goes on; None where it would not be exact."""
-        if self._as_chat:
-            kept = {name: value for name, value in self._fields.items() if name in _ASKED_AGAIN or name in _OF_A_CHAT}
+        if self._continues_as_chat:
+            resent_fields = {
+                name: value
+                for name, value in self._fields.items()
+                if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
+            }
             last = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
-            told = {"prompt_token_ids": ids.tolist(), "answered_tokens": answered, "return_token_ids": True}
-            return {**kept, "messages": last, **told}
-        body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _ASKED_AGAIN}
+            extra_fields = {
+                "prompt_token_ids": ids.tolist(),
+                "answered_tokens": answered_tokens,
+                "return_token_ids": True,
+            }
+            return {**resent_fields, "messages": last, **extra_fields}
+        body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
-        limit = self._value("max_completion_tokens") if self._chat else None
+        limit = self._field_value("max_completion_tokens") if self._chat else None
         if limit is None:
-            limit = self._value("max_tokens")
+            limit = self._field_value("max_tokens")
         if limit is None and not self._chat:
-            limit = _MODEL_DEFAULT
+            limit = _DEFAULT_TOKENS_MAX
         if self._engine == BLOCKCAST:
-            return body | {"max_tokens": limit, "answered_tokens": answered}
+            return body | {"max_tokens": limit, "answered_tokens": answered_tokens}
         if limit is not None:
-            limit -= answered
+            limit -= answered_tokens
         elif tokens_max is not None:
             limit = tokens_max - len(ids)
         if limit is None or limit < 1:
             return None
-        least = max((self._value("min_tokens") or 0) - answered, 0)
-        return body | {"max_tokens": limit, "min_tokens": least}
+        remaining_tokens_min = max((self._field_value("min_tokens") or 0) - answered_tokens, 0)
+        return body | {"max_tokens": limit, "min_tokens": remaining_tokens_min}
 
-    def _value(self, name: str) -> Any:
+    def _field_value(self, name: str) -> Any:
         raw = self._fields.get(name)
         return None if raw is None else msgspec.json.decode(raw)
 
     @property
-    def failed(self) -> bool:
+    def has_worker_failed(self) -> bool:
         """The worker said so, in an event that is kept back."""
-        return self.tokens is not None and self.tokens.failed
+        return self.recorder is not None and self.recorder.has_worker_failed
 
     @property
     def is_truncated(self) -> bool:
         """Whether an answer that ends now lacks its end."""
-        return self.tokens is not None and self.tokens.is_truncated
+        return self.recorder is not None and self.recorder.is_truncated
 
-    def release(self) -> bytes:
+    def release_failure_event(self) -> bytes:
         """That event, where nobody goes on."""
-        return self.tokens.release() if self.tokens is not None else b""
+        return self.recorder.release_failure_event() if self.recorder is not None else b""
 
     # Answering ----------------------------------------------------------------------------------------------------
 
-    def pass_on(self, content: bytes, *, ends: bool) -> bytes:
+    def convert_content(self, content: bytes, *, ends: bool) -> bytes:
         """What the client gets for the next bytes of a worker's answer, which may be its last. Raises ProtocolError
         where it is no answer."""
-        assert self.tokens is not None
-        events = self.tokens.feed(content)
+        assert self.recorder is not None
+        events = self.recorder.feed(content)
         if ends:
-            events += self.tokens.finish()
-        if self._shape is None or not events:
+            events += self.recorder.finish()
+        if self._event_template is None or not events:
             return events
         try:
-            return b"".join(map(self._as_first, filter(None, events.split(b"\n\n"))))
-        except _ODD as error:
-            self.tokens.odd = True  # what was noted of these events was not sent: nobody ends the answer by it
+            return b"".join(map(self._convert_event, filter(None, events.split(b"\n\n"))))
+        except _MALFORMED_EVENT_ERRORS as error:
+            self.recorder.is_unrecognized = (
+                True  # what was noted of these events was not sent: nobody ends the answer by it
+            )
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
-    def _as_first(self, event: bytes) -> bytes:
+    def _convert_event(self, event: bytes) -> bytes:
         """An event of the worker that goes on, in the shape of the first one's."""
         if event.startswith(b":"):
             return event + b"\n\n"  # a comment, which keeps connections alive
         data = event.removeprefix(b"data:").strip()
         if data == _DONE[6:-2]:
             return _DONE
-        told = msgspec.json.decode(data)
-        assert self._shape is not None
-        made, choices = dict(self._shape), []
-        for choice in told["choices"]:
-            delta, reason = _words(choice, self._as_chat), choice.get("finish_reason")
-            if "role" in delta or (not any(delta.values()) and reason is None and not self._asks_ids):
+        event_fields = msgspec.json.decode(data)
+        assert self._event_template is not None
+        converted, choices = dict(self._event_template), []
+        for choice in event_fields["choices"]:
+            delta, reason = _delta_of(choice, self._continues_as_chat), choice.get("finish_reason")
+            if "role" in delta or (not any(delta.values()) and reason is None and not self._wants_token_ids):
                 return b""
-            one = dict(self._shape["choices"][0])
-            one |= {"delta": delta} if self._chat else {"text": delta.get("content") or ""}
+            converted_choice = dict(self._event_template["choices"][0])
+            converted_choice |= {"delta": delta} if self._chat else {"text": delta.get("content") or ""}
             if reason is not None:
-                one |= {"finish_reason": reason, "stop_reason": choice.get("stop_reason")}
-            if self._asks_ids:
-                one["token_ids"] = choice.get("token_ids")
-            choices.append(one)
-        made["choices"] = choices
-        if told.get("usage") is not None:
-            made["usage"] = self._whole(told["usage"])
-        return b"data: " + msgspec.json.encode(made) + b"\n\n"
+                converted_choice |= {"finish_reason": reason, "stop_reason": choice.get("stop_reason")}
+            if self._wants_token_ids:
+                converted_choice["token_ids"] = choice.get("token_ids")
+            choices.append(converted_choice)
+        converted["choices"] = choices
+        if event_fields.get("usage") is not None:
+            converted["usage"] = self._total_usage(event_fields["usage"])
+        return b"data: " + msgspec.json.encode(converted) + b"\n\n"
 
-    def _whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def _total_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer."""
-        made = dict(usage)
+        converted = dict(usage)
         if self._engine == VLLM:
-            made["prompt_tokens"] -= self._sent
-            made["completion_tokens"] += self._sent
-        details = made.get("prompt_tokens_details")
+            converted["prompt_tokens"] -= self._tokens_sent
+            converted["completion_tokens"] += self._tokens_sent
+        details = converted.get("prompt_tokens_details")
         if details and details.get("cached_tokens") is not None:
-            cached = min(details["cached_tokens"], made["prompt_tokens"])
-            made["prompt_tokens_details"] = {**details, "cached_tokens": cached}
-        return made
+            cached = min(details["cached_tokens"], converted["prompt_tokens"])
+            converted["prompt_tokens_details"] = {**details, "cached_tokens": cached}
+        return converted
 
-    def ending(self, *, usage_sent: bool) -> bytes | None:
+    def missing_end(self, *, usage_sent: bool) -> bytes | None:
         """What is missing of an answer whose last token has been sent; None where it has not."""
-        tokens = self.tokens
-        if tokens is None or tokens.odd or not tokens.finished:
+        recorder = self.recorder
+        if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
-        if not self._tells_usage or usage_sent:
+        if not self._wants_usage or usage_sent:
             return _DONE
-        prompt, answer = len(tokens.prompt), len(tokens.answer)
+        prompt, answer = len(recorder.prompt_ids), len(recorder.output_ids)
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
-        shape = self._shape or _shape(tokens.last)
+        shape = self._event_template or _event_template(recorder.last_event)
         if shape is None:
             return None
-        made = {**shape, "choices": [], "usage": usage}
-        return b"data: " + msgspec.json.encode(made) + b"\n\n" + _DONE
+        converted = {**shape, "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(converted) + b"\n\n" + _DONE
 
 
-def _words(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:
+def _delta_of(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:
     """What an event of the worker that goes on says, as a chat's. Some frontends leave out what is null or empty."""
     delta: dict[str, Any] = choice.get("delta") or {} if as_chat else {"content": choice.get("text") or ""}
     return delta
 
 
-def _shape(event: bytes) -> dict[str, Any] | None:
+def _event_template(event: bytes) -> dict[str, Any] | None:
     """An event without what is its own; None where it is none of one choice."""
     try:
-        told: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
-        told.pop("prompt_token_ids", None)
-        (choice,) = told["choices"]
+        event_fields: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
+        event_fields.pop("prompt_token_ids", None)
+        (choice,) = event_fields["choices"]
         for name in ("delta", "text", "token_ids", "prompt_token_ids"):
             choice.pop(name, None)
-    except _ODD:
+    except _MALFORMED_EVENT_ERRORS:
         return None
-    return told
+    return event_fields

@@ -16,9 +16,9 @@ import msgspec
 from prompts.errors import describe_context_overflow
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
-from router.edge.carrier import Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.exchange import Exchange
+from router.edge.exchange_services import ExchangeServices, is_final_refusal
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.http.budget import Budget
 from router.http.config import HttpLimits
@@ -29,7 +29,7 @@ from router.metrics import Metrics
 log = logging.getLogger("router")
 
 
-class Proxy(Carrier):
+class Proxy(ExchangeServices):
     """All exchanges, and the hands of the core."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Proxy(Carrier):
         super().__init__(core, pool, metrics, now, worker_authorization)
         self.scheduler = pool.scheduler
         self.budget = budget if budget is not None else Budget(HttpLimits(), metrics)
-        self.explains = False
+        self.explains_decisions = False
         """Keep every candidate's terms in decisions: while somebody watches."""
         self.log_share = 0.0
         """Share of requests whose decisions are logged with every candidate's terms."""
@@ -78,29 +78,29 @@ class Proxy(Carrier):
 
     def route(self, exchange: Exchange, route: RouteRequest) -> None:
         """Ask the core for a worker and do what it says."""
-        if exchange.done:
+        if exchange.is_done:
             return
         route.allowed_workers = self.core.registry.reachable_workers
-        exchange.asks(route)
+        exchange.add_routing_hints(route)
         exchange.route = route
-        exchange.in_core = True
-        exchange.sampled = self.log_share > 0 and random.random() < self.log_share
-        self._do(self.core.route(route, self.now(), explain=self.explains or exchange.sampled))
+        exchange.is_in_core = True
+        exchange.is_sampled = self.log_share > 0 and random.random() < self.log_share
+        self._execute(self.core.route(route, self.now(), explain=self.explains_decisions or exchange.is_sampled))
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
-            self._do(instruction)
+            self._execute(instruction)
 
-    def _do(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         if isinstance(instruction, WorkerLost):
-            self._tell(self.on_worker_lost, instruction.worker_id)
+            self._notify(self.on_worker_lost, instruction.worker_id)
             return
         exchange = self.exchanges.get(instruction.request_id)
         if exchange is None:
             return
         try:
             if isinstance(instruction, Forward):
-                if exchange.sampled:
+                if exchange.is_sampled:
                     fields = {
                         **instruction.decision.to_json_fields(),
                         "request_id": exchange.trace_id.decode("latin-1"),
@@ -109,43 +109,46 @@ class Proxy(Carrier):
                     log.info("decision %s", text, extra={"fields": {"decision": fields}})
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
-                exchange.in_core = False
+                exchange.is_in_core = False
                 exchange.refuse(
-                    instruction.status, instruction.code, _words(instruction, exchange), instruction.retry_after_s
+                    instruction.status,
+                    instruction.code,
+                    _refusal_message(instruction, exchange),
+                    instruction.retry_after_s,
                 )
         except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
             exchange.crash(error)
 
-    def _tell(self, listeners: list[Callable[..., None]], what: object) -> None:
+    def _notify(self, listeners: list[Callable[..., None]], event: object) -> None:
         """Tell all; one that raises keeps nothing from the others."""
         for listener in listeners:
             try:
-                listener(what)
+                listener(event)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
 
-    def endpoint(self, worker_id: str) -> Endpoint | None:
+    def endpoint_of(self, worker_id: str) -> Endpoint | None:
         worker = self.core.workers.get(worker_id)
         if worker is None or not worker.spec.url:
             return None
-        known = self._endpoints.get(worker_id)
-        if known is None or known[0] != worker.spec.url:
-            known = self._endpoints[worker_id] = (worker.spec.url, Endpoint.parse(worker.spec.url))
-        return known[1]
+        entry = self._endpoints.get(worker_id)
+        if entry is None or entry[0] != worker.spec.url:
+            entry = self._endpoints[worker_id] = (worker.spec.url, Endpoint.parse(worker.spec.url))
+        return entry[1]
 
     def sweep(self, now: float) -> None:
         """Enforce the timeouts of all exchanges; call every `sweep_s`."""
-        moved: dict[str, float] = {}
+        progress_times: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self._timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
-            self._look_at_worker(exchange, now)
-            moved_s, decision = exchange.moved_s, exchange.decision
+            self._migrate_if_needed(exchange, now)
+            moved_s, decision = exchange.last_progress_s, exchange.decision
             if moved_s is not None and decision is not None:
-                moved[decision.worker] = max(moved_s, moved.get(decision.worker, moved_s))
-        for worker_id in self.core.update_stalled_workers(moved, now):
+                progress_times[decision.worker] = max(moved_s, progress_times.get(decision.worker, moved_s))
+        for worker_id in self.core.update_stalled_workers(progress_times, now):
             if worker_id in self.core.stall_detector.stalled_workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)
             else:
@@ -153,39 +156,46 @@ class Proxy(Carrier):
         for worker_id in self._endpoints.keys() - self.core.workers.keys():
             del self._endpoints[worker_id]
 
-    def _look_at_worker(self, exchange: Exchange, now: float) -> None:
+    def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
         """Move what is on a worker that is gone, is down or stands still."""
         decision = exchange.decision
-        if decision is None or exchange.done:
+        if decision is None or exchange.is_done:
             return
-        worker, still = self.core.workers.get(decision.worker), self.core.stall_detector
+        worker, stall_detector = self.core.workers.get(decision.worker), self.core.stall_detector
         try:
             if worker is None and exchange.first_byte_s is None:
-                exchange.move("the worker was removed")
+                exchange.migrate("the worker was removed")
             elif worker is not None and worker.is_down and worker.probe != exchange.request_id:
-                exchange.move("the worker is down")
+                exchange.migrate("the worker is down")
             elif worker is not None and worker.is_asleep and exchange.first_byte_s is None:
-                exchange.move("the worker sleeps")
-            elif decision.worker in still.stalled_workers and now - (exchange.moved_s or now) >= still.stall_s:
-                exchange.move("the worker stands still", stalled=True)
+                exchange.migrate("the worker sleeps")
+            elif (
+                decision.worker in stall_detector.stalled_workers
+                and now - (exchange.last_progress_s or now) >= stall_detector.stall_s
+            ):
+                exchange.migrate("the worker stands still", stalled=True)
         except Exception as error:  # noqa: BLE001  a boundary
             exchange.crash(error)
 
-    def forget(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
+    def withdraw(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
         """What the core would do about this very request is not wanted any more."""
         now = self.now()
         instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
-        if not gives_up(instructions, request_id):
+        if not is_final_refusal(instructions, request_id):
             instructions = instructions + self.core.abort_request(request_id, now)
-        self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
+        self.perform(
+            instruction
+            for instruction in instructions
+            if isinstance(instruction, WorkerLost) or instruction.request_id != request_id
+        )
 
-    def first_byte(self, request_id: str) -> None:
-        self._tell(self.on_first_byte, self.exchanges[request_id])
+    def notify_first_byte(self, request_id: str) -> None:
+        self._notify(self.on_first_byte, self.exchanges[request_id])
 
-    def ended(self, request_id: str) -> None:
-        self._tell(self.on_end, self.exchanges.pop(request_id))
+    def notify_end(self, request_id: str) -> None:
+        self._notify(self.on_end, self.exchanges.pop(request_id))
 
-    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+    def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         for listener in self.on_failure:
             try:
@@ -194,7 +204,7 @@ class Proxy(Carrier):
                 self.metrics.record_crash("listener", error)
 
 
-def _words(refusal: Refuse, exchange: Exchange) -> str:
+def _refusal_message(refusal: Refuse, exchange: Exchange) -> str:
     """Why a request is refused, as clients of its API know it."""
     route = exchange.route
     if refusal.context_max is None or route is None:

@@ -22,7 +22,7 @@ JOIN_BYTES_MAX: Final = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
 SILENT_S_MAX: Final = 30
 """A worker's machine that acknowledges nothing for so long is gone: its connections break."""
-TURN_BYTES: Final = 16 * 1024
+SLICE_BYTES: Final = 16 * 1024
 """Of one read that is handed over before others get their turn, where a byte may cost much: 2,700 chunks of a byte."""
 
 
@@ -57,16 +57,16 @@ class Endpoint:
 class UpstreamUser(Protocol):
     """What a connection tells whoever holds it, and what it raised meanwhile."""
 
-    def connected(self, connection: UpstreamConnection) -> None: ...
+    def connection_opened(self, connection: UpstreamConnection) -> None: ...
 
-    def not_connected(self, error: Exception) -> None: ...
+    def connection_failed(self, error: Exception) -> None: ...
 
     def upstream_data(self, data: bytes) -> None: ...
 
     def crash(self, error: Exception) -> None: ...
 
     @property
-    def in_turns(self) -> bool:
+    def reads_in_slices(self) -> bool:
         """Long reads are handed over in parts, between the turns of others."""
 
     def upstream_lost(self, reason: str) -> None:
@@ -77,8 +77,19 @@ class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
 
     __slots__ = (
-        "_ended", "_full", "_paused", "_pool", "_rest", "_sends", "_unsent", "heads", "idle_since_s",
-        "target", "transport", "user", "uses",
+        "_is_buffer_full",
+        "_is_paused",
+        "_is_send_scheduled",
+        "_loss_reason",
+        "_pool",
+        "_unread_data",
+        "_unsent_pieces",
+        "head_parser",
+        "idle_since_s",
+        "request_count",
+        "target",
+        "transport",
+        "user",
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
@@ -87,20 +98,20 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: Any = None
         """An asyncio transport, or uvloop's, which is none by its type."""
         self.user: UpstreamUser | None = None
-        self.heads = ResponseHeadParser()
-        self.uses = 0
+        self.head_parser = ResponseHeadParser()
+        self.request_count = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
-        self._rest = b""
+        self._unread_data = b""
         """Of a long read; meanwhile nothing more is read."""
-        self._paused = False
+        self._is_paused = False
         """By the user."""
-        self._unsent: deque[bytes] = deque()
+        self._unsent_pieces: deque[bytes] = deque()
         """Of a long body."""
-        self._full = False
+        self._is_buffer_full = False
         """What was written waits for the worker to read it."""
-        self._sends = False
+        self._is_send_scheduled = False
         """`_send_on` will be called."""
-        self._ended = ""
+        self._loss_reason = ""
         """Why the connection was lost."""
         self.idle_since_s = 0.0
 
@@ -112,31 +123,31 @@ class UpstreamConnection(asyncio.Protocol):
         if user is None:
             self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
             return
-        if self._rest:  # a transport that is paused may still hand over what it has decrypted
-            self._rest += data
+        if self._unread_data:  # a transport that is paused may still hand over what it has decrypted
+            self._unread_data += data
             return
         try:
-            if len(data) > TURN_BYTES and user.in_turns:
-                self._rest = data[TURN_BYTES:]
+            if len(data) > SLICE_BYTES and user.reads_in_slices:
+                self._unread_data = data[SLICE_BYTES:]
                 if self.transport is not None:
                     self.transport.pause_reading()
-                self._pool.scheduler.schedule(self._next_turn)
-                data = data[:TURN_BYTES]
+                self._pool.scheduler.schedule(self._deliver_unread)
+                data = data[:SLICE_BYTES]
             user.upstream_data(data)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
-    def _next_turn(self) -> None:
-        data = self._rest
-        if not data or self._paused:
+    def _deliver_unread(self) -> None:
+        data = self._unread_data
+        if not data or self._is_paused:
             return
-        self._rest = b""
+        self._unread_data = b""
         self.data_received(data)
-        if self._rest:
+        if self._unread_data:
             return
         if self.transport is None:
-            self._end()
-        elif not self._paused:
+            self._notify_lost()
+        elif not self._is_paused:
             self.resume_reading()
 
     def eof_received(self) -> bool:
@@ -144,76 +155,76 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.transport = None
-        self._unsent.clear()
-        self._pool.forget(self)
-        self._ended = str(exc) if exc else "closed by the worker"
-        if not self._rest:  # else its user gets that first, in its turns
-            self._end()
+        self._unsent_pieces.clear()
+        self._pool.discard(self)
+        self._loss_reason = str(exc) if exc else "closed by the worker"
+        if not self._unread_data:  # else its user gets that first, in its turns
+            self._notify_lost()
 
-    def _end(self) -> None:
+    def _notify_lost(self) -> None:
         user, self.user = self.user, None
         if user is None:
             return
         try:
-            user.upstream_lost(self._ended)
+            user.upstream_lost(self._loss_reason)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
     def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
         """Write one request, whose body is in pieces; none is copied where it is long, and each has a turn."""
         assert self.transport is not None
-        self.uses += 1
+        self.request_count += 1
         if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:
             self.transport.write(head + body[0])
             return
         self.transport.writelines((head, body[0]))
-        self._unsent.extend(body[1:])
-        self._send_later()
+        self._unsent_pieces.extend(body[1:])
+        self._schedule_send()
 
-    def _send_later(self) -> None:
-        if self._unsent and not self._sends and not self._full:
-            self._sends = True
-            self._pool.scheduler.schedule(self._send_on)
+    def _schedule_send(self) -> None:
+        if self._unsent_pieces and not self._is_send_scheduled and not self._is_buffer_full:
+            self._is_send_scheduled = True
+            self._pool.scheduler.schedule(self._send_next_piece)
 
-    def _send_on(self) -> None:
-        self._sends = False
+    def _send_next_piece(self) -> None:
+        self._is_send_scheduled = False
         try:
-            if self.transport is not None and self._unsent and not self._full:
-                self.transport.write(self._unsent.popleft())
-                self._send_later()
+            if self.transport is not None and self._unsent_pieces and not self._is_buffer_full:
+                self.transport.write(self._unsent_pieces.popleft())
+                self._schedule_send()
         except Exception as error:  # noqa: BLE001  a boundary
             if self.user is not None:
                 self.user.crash(error)
 
     def pause_writing(self) -> None:
-        self._full = True
+        self._is_buffer_full = True
 
     def resume_writing(self) -> None:
-        self._full = False
-        self._send_later()
+        self._is_buffer_full = False
+        self._schedule_send()
 
     @property
-    def has_more(self) -> bool:
+    def has_unread(self) -> bool:
         """More was read than its user was given, or it was answered before all was sent."""
-        return bool(self._rest or self._unsent)
+        return bool(self._unread_data or self._unsent_pieces)
 
     def pause_reading(self) -> None:
-        self._paused = True
+        self._is_paused = True
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        self._paused = False
-        if self._rest:
-            self._pool.scheduler.schedule(self._next_turn)
+        self._is_paused = False
+        if self._unread_data:
+            self._pool.scheduler.schedule(self._deliver_unread)
         elif self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def close(self) -> None:
         """Give up the connection, and with it whatever the worker is still computing for it."""
         self.user = None
-        self._rest = b""
-        self._unsent.clear()
+        self._unread_data = b""
+        self._unsent_pieces.clear()
         if self.transport is not None:
             self.transport.abort()
 
@@ -235,11 +246,11 @@ class UpstreamPool:
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
         self._tls = tls if tls is not None else ssl.create_default_context()
-        self.opened = 0
+        self.connections_opened = 0
         """Connections made since the start."""
         self.scheduler = FairScheduler()
 
-    def take(self, target: Endpoint) -> UpstreamConnection | None:
+    def acquire(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""
         idle = self._idle.get(target)
         while idle:
@@ -258,9 +269,9 @@ class UpstreamPool:
             try:
                 connection = await self.connect(target)
             except (OSError, asyncio.TimeoutError, ValueError) as failure:  # ValueError: a name that cannot be one
-                user.not_connected(failure)
+                user.connection_failed(failure)
             else:
-                user.connected(connection)
+                user.connection_opened(connection)
         except Exception as error:  # noqa: BLE001  a boundary
             if connection is not None and connection.user is None:
                 connection.close()
@@ -273,12 +284,12 @@ class UpstreamPool:
         def factory() -> UpstreamConnection:
             return UpstreamConnection(self, target)
 
-        opening = loop.create_connection(factory, target.host, target.port, ssl=self._tls if target.tls else None)
-        _, connection = await asyncio.wait_for(opening, self._connect_s_max)
+        connecting = loop.create_connection(factory, target.host, target.port, ssl=self._tls if target.tls else None)
+        _, connection = await asyncio.wait_for(connecting, self._connect_s_max)
         if connection.transport is not None:  # else it was closed at once, and is forgotten already
             self._all.add(connection)
-            _notice_loss(connection.transport.get_extra_info("socket"))
-        self.opened += 1
+            _enable_keepalive(connection.transport.get_extra_info("socket"))
+        self.connections_opened += 1
         return connection
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
@@ -287,7 +298,7 @@ class UpstreamPool:
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
-        if connection.has_more:
+        if connection.has_unread:
             connection.close()
             return
         idle = self._idle.setdefault(connection.target, [])
@@ -297,7 +308,7 @@ class UpstreamPool:
         connection.idle_since_s = now
         idle.append(connection)
 
-    def forget(self, connection: UpstreamConnection) -> None:
+    def discard(self, connection: UpstreamConnection) -> None:
         self._all.discard(connection)
         idle = self._idle.get(connection.target)
         if idle and connection in idle:
@@ -309,8 +320,8 @@ class UpstreamPool:
         """Close what was idle for too long; call every second or so."""
         for target in list(self._idle):
             idle = self._idle[target]
-            old = [connection for connection in idle if now - connection.idle_since_s > self._idle_s_max]
-            for connection in old:
+            expired = [connection for connection in idle if now - connection.idle_since_s > self._idle_s_max]
+            for connection in expired:
                 idle.remove(connection)
                 connection.close()
             if not idle:
@@ -326,7 +337,7 @@ class UpstreamPool:
         return len(self._all), sum(map(len, self._idle.values()))
 
 
-def _notice_loss(sock: Any) -> None:
+def _enable_keepalive(sock: Any) -> None:
     """Have the kernel ask the other side of a silent connection whether it is there: a machine that lost its power or
     its network sends nothing, an end of the connection least of all."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

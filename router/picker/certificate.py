@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-LIFE = datetime.timedelta(days=3650)
+LIFETIME = datetime.timedelta(days=3650)
 
 
 def self_signed(host: str) -> tuple[bytes, bytes]:
@@ -23,9 +23,11 @@ def self_signed(host: str) -> tuple[bytes, bytes]:
         names.append(x509.IPAddress(ipaddress.ip_address(host)))
     except ValueError:
         names.append(x509.DNSName(host))
-    began = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)  # clocks differ
+    valid_from = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)  # clocks differ
     certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), began, began + LIFE)
+        x509.CertificateBuilder(
+            name, name, key.public_key(), x509.random_serial_number(), valid_from, valid_from + LIFETIME
+        )
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, SHA256())

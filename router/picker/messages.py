@@ -79,7 +79,7 @@ def read_status(headers: Any) -> tuple[int, bool]:
     return status, events
 
 
-def subset(message: Request) -> list[str] | None:
+def read_subset_hint(message: Request) -> list[str] | None:
     """The endpoints that may be picked; None where the gateway does not say."""
     if not message.HasField("metadata_context"):
         return None
@@ -92,7 +92,7 @@ def subset(message: Request) -> list[str] | None:
     return [text.strip() for text in value.string_value.split(",") if text.strip()]
 
 
-def served(message: Request) -> str | None:
+def read_served_endpoint(message: Request) -> str | None:
     """The endpoint that answered, where Envoy says."""
     metadata = message.metadata_context.filter_metadata.get(LB)
     if metadata is not None and SERVED in metadata.fields:
@@ -103,7 +103,7 @@ def served(message: Request) -> str | None:
     return None
 
 
-def mutation(set_headers: Iterable[Header], removed: Iterable[str] = ()) -> Any:
+def build_header_mutation(set_headers: Iterable[Header], removed_headers: Iterable[str] = ()) -> Any:
     """Each header set replaces what was there."""
     options = [
         base_pb2.HeaderValueOption(
@@ -111,26 +111,30 @@ def mutation(set_headers: Iterable[Header], removed: Iterable[str] = ()) -> Any:
         )
         for name, value in set_headers
     ]
-    return pb.HeaderMutation(set_headers=options, remove_headers=list(removed))
+    return pb.HeaderMutation(set_headers=options, remove_headers=list(removed_headers))
 
 
-def destination(response: Response, endpoints: str) -> None:
+def set_destination_metadata(response: Response, endpoints: str) -> None:
     """Say it in the metadata too, where load balancing policies look."""
     response.dynamic_metadata.update({LB: {ENDPOINTS: endpoints}})
 
 
-def streamed(pieces: Iterable[bytes], ends: bool) -> Iterator[Any]:
+def split_body(pieces: Iterable[bytes], ends: bool) -> Iterator[Any]:
     """A body as BodyResponses of at most PIECE_BYTES; the last says that it is, unless trailers follow."""
-    cuts = [piece[at : at + PIECE_BYTES] for piece in pieces for at in range(0, len(piece), PIECE_BYTES)]
-    for number, cut in enumerate(cuts or [b""], 1):
-        streamed = pb.StreamedBodyResponse(body=cut, end_of_stream=ends and number >= len(cuts))
-        yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
+    slices = [piece[at : at + PIECE_BYTES] for piece in pieces for at in range(0, len(piece), PIECE_BYTES)]
+    for number, slice_bytes in enumerate(slices or [b""], 1):
+        streamed_response = pb.StreamedBodyResponse(body=slice_bytes, end_of_stream=ends and number >= len(slices))
+        yield pb.BodyResponse(
+            response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed_response))
+        )
 
 
-def immediate(status: int, headers: Iterable[Header], body: bytes) -> Response:
+def build_immediate_response(status: int, headers: Iterable[Header], body: bytes) -> Response:
     """An answer of our own instead of a worker's."""
     return pb.ProcessingResponse(
-        immediate_response=pb.ImmediateResponse(status={"code": status}, headers=mutation(headers), body=body)
+        immediate_response=pb.ImmediateResponse(
+            status={"code": status}, headers=build_header_mutation(headers), body=body
+        )
     )
 
 

@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from router.picker.caller import Caller, PickerApplication
-from router.picker.conversation import OutOfTurn
-from router.picker.pick import Picking
+from router.picker.ext_proc_stream import UnexpectedMessage
+from router.picker.pick_exchange import PickerState
+from router.picker.picker_client import PickerApplication, PickerClient
 
 log = logging.getLogger("router")
 
@@ -34,16 +34,16 @@ STREAMS_MAX = 100_000
 class PickerServer:
     """`bind` it, `start` it, `beat` it, `stop` it."""
 
-    def __init__(self, app: PickerApplication, picking: Picking, *, ready: Callable[[], str | None]) -> None:
+    def __init__(self, app: PickerApplication, picking: PickerState, *, ready: Callable[[], str | None]) -> None:
         """`ready`: why requests had better go elsewhere; None where they may come."""
         self._app = app
         self._picking = picking
         self._ready = ready
         self._servers: list[grpc.aio.Server] = []
         self._health = health_aio.HealthServicer()
-        self._told: bool | None = None
-        self._telling: set[asyncio.Task[None]] = set()
-        self._warned = False
+        self._reported_ready: bool | None = None
+        self._health_updates: set[asyncio.Task[None]] = set()
+        self._has_warned = False
         self.streams = 0
         """Open now."""
 
@@ -67,11 +67,11 @@ class PickerServer:
         main.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         bound = _bind(main, host, port, certificate, "--port")
-        told = _bind(health, host, health_port, None, "--health-port")
+        bound_health_port = _bind(health, host, health_port, None, "--health-port")
         for server in (main, health):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             self._servers.append(server)
-        log.info("gRPC health checks on %s:%d", host, told)
+        log.info("gRPC health checks on %s:%d", host, bound_health_port)
         return bound
 
     async def start(self) -> None:
@@ -84,42 +84,42 @@ class PickerServer:
 
     def beat(self, now: float) -> None:
         """Tell health checks what is new, names what they stand for. Call often."""
-        self._picking.endpoints.beat(now)
+        self._picking.endpoints.refresh(now)
         ready = self._ready() is None
-        if ready is not self._told:
-            self._told = ready
-            task = asyncio.get_running_loop().create_task(self._tell(ready))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+        if ready is not self._reported_ready:
+            self._reported_ready = ready
+            task = asyncio.get_running_loop().create_task(self._set_health(ready))
+            self._health_updates.add(task)
+            task.add_done_callback(self._health_updates.discard)
 
     async def stop(self, grace_s: float) -> None:
         """Requests under way have `grace_s` to end."""
-        await self._tell(ready=False)
+        await self._set_health(ready=False)
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
-    async def _tell(self, ready: bool) -> None:
+    async def _set_health(self, ready: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in READY:
             await self._health.set(name, status)
 
     async def _process(self, _: Any, context: Any) -> None:
         """One request of Envoy's. Whatever comes ends no other stream."""
-        caller = Caller(self._app, self._picking, context.peer())
+        caller = PickerClient(self._app, self._picking, context.peer())
         self.streams += 1
         try:
-            while not caller.over and not caller.abandoned:
+            while not caller.is_over and not caller.is_abandoned:
                 message = await context.read()
                 if message is grpc.aio.EOF:
                     break
                 caller.receive(message)
-                if caller.waits:
-                    await caller.decided
-                for response in caller.take():
+                if caller.is_choosing:
+                    await caller.decision_made
+                for response in caller.pop_responses():
                     await context.write(response)
-        except (OutOfTurn, DecodeError) as error:
+        except (UnexpectedMessage, DecodeError) as error:
             self._app.record_rejection(400)
-            if not self._warned:
-                self._warned = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning("a gateway sends what does not follow: %s (told once)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
@@ -128,7 +128,7 @@ class PickerServer:
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.streams -= 1
-            caller.closed()
+            caller.close()
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:

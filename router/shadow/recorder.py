@@ -20,7 +20,7 @@ import xxhash
 from prompts.segments import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
-from router.edge.mirrored import MIRRORED, Mirrored
+from router.edge.mirrored_exchange import MIRRORED, MirroredExchange
 from router.shadow.config import ShadowConfig
 from router.shadow.observed_request import ObservedRequest, PrefixLinks
 from router.shadow.replay import ObservedEngine
@@ -45,7 +45,7 @@ class UnplacedRequest:
     seen: ObservedRequest
     route: RouteRequest
     priced: Decision
-    exchange: Mirrored
+    exchange: MirroredExchange
     goal: int
     """Tokens that its worker's cache will have of it."""
     held: dict[str, int]
@@ -73,7 +73,7 @@ class Recorder:
     _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
     """serial -> (tokens, digest) of a prompt."""
 
-    def record_copy(self, exchange: Mirrored) -> None:
+    def record_copy(self, exchange: MirroredExchange) -> None:
         """A copy was answered."""
         route, decision = exchange.route, exchange.decision
         if route is None or route.token_ids is None or decision is None:

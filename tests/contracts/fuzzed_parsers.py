@@ -28,8 +28,8 @@ from prompts.routing import parse_routing
 from prompts.schemas import parse_chat, parse_completion
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.tracker import LoadTracker
-from router.edge.continuation import Continuation
-from router.edge.progress import find_usage
+from router.edge.continuation import StreamContinuation
+from router.edge.response_progress import find_usage
 from router.fleet import worker_responses
 from router.fleet.discovery import parse_worker_flag
 from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
@@ -167,15 +167,15 @@ def _stream(data: bytes) -> None:
     """A worker's events: what is kept of them, their tokens, and the usage at their end."""
     find_usage(data[-4096:])
     for shape in (None, {"id": "1", "choices": [{"index": 0}]}):
-        answer = Continuation({}, b'{"stream":true}', True)
-        answer.ask("vllm")
-        answer._shape = shape  # as where another worker goes on
+        answer = StreamContinuation({}, b'{"stream":true}', True)
+        answer.request_body_for("vllm")
+        answer._event_template = shape  # as where another worker goes on
         for piece in _pieces(data):
-            if answer.tokens is not None:
-                answer.pass_on(piece, ends=False)
-        if answer.tokens is not None:
-            answer.pass_on(b"", ends=True)
-        answer.release()
+            if answer.recorder is not None:
+                answer.convert_content(piece, ends=False)
+        if answer.recorder is not None:
+            answer.convert_content(b"", ends=True)
+        answer.release_failure_event()
 
 
 def _worker(data: bytes) -> None:

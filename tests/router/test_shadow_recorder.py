@@ -8,7 +8,7 @@ from typing import Any
 from core_by_hand import make, request
 
 from router.decide.messages import Decision
-from router.edge.mirrored import MIRRORED
+from router.edge.mirrored_exchange import MIRRORED
 from router.shadow.config import ShadowConfig
 from router.shadow.recorder import Recorder
 

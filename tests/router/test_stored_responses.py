@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from router.edge.stored import StoredResponses
+from router.edge.stored_responses import StoredResponses
 
 
 def ended(book: StoredResponses, beginning: bytes, worker: str = "w", **more: Any) -> None:
     request = SimpleNamespace(path=more.get("path", "/v1/responses"))
-    progress = SimpleNamespace(beginning=beginning)
+    progress = SimpleNamespace(first_bytes=beginning)
     outcome, decision = more.get("outcome", "status_200"), SimpleNamespace(worker=worker)
-    book.ended(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
+    book.record_exchange(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
 
 
 def holder(book: StoredResponses, path: str, previous: str | None = None) -> str | None:
-    return book.holder(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
+    return book.worker_for(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.edge.reasons import KnownFacts
+from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
 from router.miss_reasons.analyzer import Prompt, compute_short_keys
@@ -104,7 +104,7 @@ class Fleet:
         decision = placement.decision
         prompt, facts = (
             self.prompt(route, routing_request),
-            KnownFacts(self.core, self.emptied_at_s, lambda _: self.tokenizer),
+            FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer),
         )
         removed = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
         removed_prefix = None if removed is None else RemovedPrefix(removed[0], self.holders[removed[1]], removed[2])

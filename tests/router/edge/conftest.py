@@ -307,10 +307,10 @@ class Edge:
         self.admin = AdminRoutes(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=self.now, version="test"
         )
-        self.proxy.tells_cache = config.cache_headers
+        self.proxy.sends_cache_headers = config.cache_headers
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.remove_request(exchange.request_id))
-        self.proxy.on_end.append(reading.stored_responses.ended)
+        self.proxy.on_end.append(reading.stored_responses.record_exchange)
         self.app = RouterApp(
             self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or allow_all
         )

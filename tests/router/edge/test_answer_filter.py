@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.answer_filter import KEYS, AnswerFilter, key_pattern
+from router.edge.response_redactor import KEYS, ResponseRedactor, build_key_pattern
 
-PATTERN = key_pattern(frozenset())
+PATTERN = build_key_pattern(frozenset())
 SECRET = {"remote": [{"x": 'a"}]\\'}], "n": -1.5e3, "t": "\u00e4"}
 VALUES = st.sampled_from([SECRET, [1, [2]], 'te"xt', "", 12, -3.5, None, True, {}, []])
 EMPTY = {dict: {}, list: [], int: 0, float: 0, type(None): None, bool: True}
@@ -27,7 +27,7 @@ def test_values_are_blanked_wherever_the_bytes_are_cut(fields: Any, separators: 
     body = dict(fields)
     data = json.dumps({"choices": [body]}, separators=separators).encode()
     assert PATTERN is not None
-    found = AnswerFilter(PATTERN)
+    found = ResponseRedactor(PATTERN)
     ends = sorted(min(cut, len(data)) for cut in cuts)
     parts = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)])]
     out = b"".join(found.feed(part, ends=i == len(parts) - 1) for i, part in enumerate(parts))
@@ -112,7 +112,7 @@ def test_streams_are_stripped(edge: Any, make_post: Any, engine: str) -> None:
 
 def test_chunks_of_http_stay_where_they_are() -> None:
     assert PATTERN is not None
-    found = AnswerFilter(PATTERN, is_chunked=True)
+    found = ResponseRedactor(PATTERN, is_chunked=True)
     whole = b'1a\r\n{"dp_rank":12,"worker_id":{"a":[1]}}\r\n'
     assert found.feed(whole, ends=False) == b'1a\r\n{"dp_rank":0 ,"worker_id":{       }}\r\n'
     cut = b'f\r\n{"worker_id":{"a"\r\n4\r\n:1}}\r\n'

@@ -17,9 +17,9 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
 from router.edge.exchange import Exchange
-from router.edge.progress import Progress
 from router.edge.proxy import Proxy
-from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamConnection, UpstreamPool
+from router.edge.response_progress import ResponseProgress
+from router.edge.upstream import JOIN_BYTES_MAX, SLICE_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
@@ -30,11 +30,11 @@ from router.metrics import Metrics
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
 CHUNKS = 40
-KINDS = (Exchange, Progress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
-FINAL = """crash client_gone _let_go _end ended aborted record_crash abort_response abort close _drop_connection
-_cancel_responder forget __init__ perform _tell refuse respond respond_error finish write _close counts
-check_invariants expire sweep tick _handle_requests _start_request connection_made connection_lost data_received
-eof_received attempt_failed _do _open"""
+KINDS = (Exchange, ResponseProgress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
+FINAL = """crash client_gone _release _end notify_end ended aborted record_crash abort_response abort close
+_drop_connection _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error finish write
+_close counts check_invariants expire sweep tick _handle_requests _start_request connection_made connection_lost
+data_received eof_received record_failed_attempt attempt_failed _execute _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
 
 
@@ -376,7 +376,7 @@ class Reader:
     """Whoever a connection reads for: what it gets, and what else ran between."""
 
     def __init__(self, in_turns: bool = True) -> None:
-        self.in_turns = in_turns
+        self.reads_in_slices = in_turns
         self.got: list[bytes] = []
         self.events: list[str] = []
 
@@ -427,7 +427,7 @@ class Transport:
         self.aborted = True
 
 
-LONG = bytes(range(256)) * (4 * TURN_BYTES // 256) + b"end"
+LONG = bytes(range(256)) * (4 * SLICE_BYTES // 256) + b"end"
 
 
 def reading(scenario: Any, **how: Any) -> None:
@@ -450,7 +450,7 @@ def test_a_long_read_leaves_turns_to_others() -> None:
             reader.events.append("others")
             await asyncio.sleep(0)
         assert b"".join(reader.got) == LONG
-        assert max(map(len, reader.got)) == TURN_BYTES
+        assert max(map(len, reader.got)) == SLICE_BYTES
         assert all(reader.events[i] == "others" for i, event in enumerate(reader.events[:-1], 1) if event == "data")
 
     reading(scenario)
@@ -495,7 +495,7 @@ def test_a_worker_that_leaves_in_the_middle_of_a_long_read_is_heard_to_the_end_i
             await asyncio.sleep(0)
         assert b"".join(reader.got) == LONG
         assert reader.events == ["data"] * 5 + ["lost"]
-        assert max(map(len, reader.got)) == TURN_BYTES
+        assert max(map(len, reader.got)) == SLICE_BYTES
 
     reading(scenario)
 
@@ -632,7 +632,7 @@ def test_what_was_read_beyond_an_answer_is_nobodys() -> None:
         connection.data_received(LONG)
         pool.release(connection, 0.0)
         assert transport.aborted
-        assert pool.take(connection.target) is None
+        assert pool.acquire(connection.target) is None
         await asyncio.sleep(0)
         assert len(reader.got) == 1
 

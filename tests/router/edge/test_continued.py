@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.continuation import continuation
-from router.edge.tokens import EVENT_BYTES_MAX, Tokens
+from router.edge.continuation import build_continuation
+from router.edge.token_recorder import EVENT_BYTES_MAX, TokenRecorder
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
 
@@ -53,14 +53,14 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
     ],
 )
 def test_what_cannot_go_on_is_not_asked_for_tokens(more: dict[str, Any]) -> None:
-    assert continuation(request(CHAT)) is not None
-    assert continuation(request({**CHAT, **more})) is None
+    assert build_continuation(request(CHAT)) is not None
+    assert build_continuation(request({**CHAT, **more})) is None
 
 
 def test_prompts_that_are_several_cannot_go_on() -> None:
     body = {"model": "m", "stream": True}
     for prompt, can in (("Hi", True), ([1, 2], True), (["Hi"], False), ([[1], [2]], False)):
-        assert (continuation(request({**body, "prompt": prompt}, "/v1/completions")) is not None) is can
+        assert (build_continuation(request({**body, "prompt": prompt}, "/v1/completions")) is not None) is can
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_prompts_that_are_several_cannot_go_on() -> None:
 )
 def test_only_our_engine_takes_back_all_of_its_state(more: dict[str, Any], exact: bool) -> None:
     for engine, wanted in (("blockcast", True), ("vllm", exact), ("sglang", False), ("", False)):
-        made = continuation(request({**CHAT, **more}))
+        made = build_continuation(request({**CHAT, **more}))
         assert made is not None
-        (asked,) = made.ask(engine) or (b"",)
+        (asked,) = made.request_body_for(engine) or (b"",)
         body = json.loads(asked)
         assert body.get("return_token_ids", False) is wanted, engine
-        assert (made.tokens is not None) is wanted
+        assert (made.recorder is not None) is wanted
 
 
 # ---------------------------------------------------------------- the notes
@@ -109,13 +109,18 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
     plain = whole.replace(b',"prompt_token_ids":[4,70]', b"").replace(b',"token_ids":[1,2,4294967295]', b"")
     plain = plain.replace(b'"token_ids":[3],', b"")
     for cut in range(len(whole)):
-        hidden, shown = Tokens(True), Tokens(False)
+        hidden, shown = TokenRecorder(True), TokenRecorder(False)
         assert hidden.feed(whole[:cut]) + hidden.feed(whole[cut:]) == plain
         assert shown.feed(whole[:cut]) + shown.feed(whole[cut:]) == whole
         for tokens in (hidden, shown):
-            assert tokens.prompt.tolist() == [4, 70]
-            assert tokens.answer.tolist() == [1, 2, 4294967295, 3]
-            assert (tokens.spoken, tokens.finished, tokens.odd, tokens.failed) == (3, True, False, False)
+            assert tokens.prompt_ids.tolist() == [4, 70]
+            assert tokens.output_ids.tolist() == [1, 2, 4294967295, 3]
+            assert (
+                tokens.text_token_count,
+                tokens.has_finish_reason,
+                tokens.is_unrecognized,
+                tokens.has_worker_failed,
+            ) == (3, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -129,40 +134,40 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
     ],
 )
 def test_what_is_not_text_is_noticed(delta: dict[str, Any], odd: bool, parsed: bool) -> None:
-    tokens = Tokens(True)
+    tokens = TokenRecorder(True)
     tokens.feed(event(choices=[{"index": 0, "delta": delta, "token_ids": [1]}]))
-    assert (tokens.odd, tokens.parsed) == (odd, parsed)
+    assert (tokens.is_unrecognized, tokens.has_parsed_output) == (odd, parsed)
 
 
 @pytest.mark.parametrize("ids", [{}, {"token_ids": None}, {"token_ids": []}, {"token_ids": ["a"]}, {"token_ids": 5}])
 def test_text_without_its_ids_is_noticed(ids: dict[str, Any]) -> None:
     """vLLM tells none where it hides reasoning."""
-    tokens = Tokens(True)
+    tokens = TokenRecorder(True)
     tokens.feed(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=[1]))
-    assert not tokens.odd
+    assert not tokens.is_unrecognized
     tokens.feed(event(choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": None, **ids}]))
-    assert tokens.odd
+    assert tokens.is_unrecognized
 
 
 def test_a_failure_told_in_the_middle_is_kept_back() -> None:
-    tokens = Tokens(True)
+    tokens = TokenRecorder(True)
     text = event(choices=[{"index": 0, "text": "a", "token_ids": [1]}])
     error = event(error={"message": "dead"}) + b"data: [DONE]\n\n"
     assert b"token_ids" not in tokens.feed(text + error)
-    assert tokens.failed
+    assert tokens.has_worker_failed
     assert tokens.feed(b"more") == b""
-    assert tokens.release() == error + b"more"
+    assert tokens.release_failure_event() == error + b"more"
     assert tokens.feed(b"x") == b"x"
-    assert not tokens.failed
+    assert not tokens.has_worker_failed
 
 
 def test_who_streams_more_ids_than_are_kept_is_not_continued() -> None:
-    tokens = Tokens(True)
+    tokens = TokenRecorder(True)
     many = event(choices=[{"index": 0, "text": "a", "token_ids": [7] * (1 << 20)}])
     for expected in (1 << 20, 2 << 20, 2 << 20):
         assert b"token_ids" not in tokens.feed(many)
-        assert len(tokens.answer) == expected
-    assert tokens.odd
+        assert len(tokens.output_ids) == expected
+    assert tokens.is_unrecognized
 
 
 @given(st.data())
@@ -170,12 +175,21 @@ def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None
     whole = b"".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=30)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     for hide in (False, True):
-        once, cut = Tokens(hide), Tokens(hide)
-        at_once = once.feed(whole) + once.finish() + once.release()
+        once, cut = TokenRecorder(hide), TokenRecorder(hide)
+        at_once = once.feed(whole) + once.finish() + once.release_failure_event()
         in_parts = b"".join(cut.feed(whole[a:b]) for a, b in zip([0, *cuts], [*cuts, len(whole)]))
-        assert in_parts + cut.finish() + cut.release() == at_once
+        assert in_parts + cut.finish() + cut.release_failure_event() == at_once
         assert hide or at_once == whole
-        for name in ("prompt", "answer", "spoken", "last", "events", "odd", "parsed", "finished"):
+        for name in (
+            "prompt_ids",
+            "output_ids",
+            "text_token_count",
+            "last_event",
+            "event_count",
+            "is_unrecognized",
+            "has_parsed_output",
+            "has_finish_reason",
+        ):
             assert getattr(once, name) == getattr(cut, name)
 
 
@@ -189,16 +203,16 @@ def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None
     ],
 )
 def test_what_is_left_of_an_event_is_json(fields: bytes, left: bytes) -> None:
-    assert Tokens(True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
+    assert TokenRecorder(True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
 
 
 def test_a_long_event_costs_what_it_is_long_and_is_passed_on_once_it_is_too_long() -> None:
-    tokens, piece = Tokens(True), b"x" * 64
+    tokens, piece = TokenRecorder(True), b"x" * 64
     for _ in range(EVENT_BYTES_MAX // len(piece)):  # minutes, if each were joined to all before it
         assert tokens.feed(piece) == b""
     assert len(tokens.feed(piece)) == EVENT_BYTES_MAX + len(piece)
     assert tokens.feed(piece) == piece
-    assert tokens.odd
+    assert tokens.is_unrecognized
 
 
 # ---------------------------------------------------------------- through the router
@@ -389,7 +403,7 @@ def test_an_answer_is_never_ended_by_text_that_was_not_sent(edge: Any, make_post
     """The worker that goes on tells a finish reason in an event that cannot be passed on."""
     last = event(**nonsense, finish_reason="stop")
 
-    async def odd(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def malformed_events(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         spoken = event(choices=[{"index": 0, "text": "more", "token_ids": [7]}])
         writer.write(HEAD + chunk(spoken + b"data: {\n\n" + last) + b"0\r\n\r\n")
 
@@ -397,7 +411,7 @@ def test_an_answer_is_never_ended_by_text_that_was_not_sent(edge: Any, make_post
         await edge.start()
         log: list[dict[str, Any]] = []
         await edge.worker(worker("a", 3, log), "a", engine="vllm")
-        await edge.worker(odd, "b", engine="vllm")
+        await edge.worker(malformed_events, "b", engine="vllm")
         answers = [await edge.exchange(make_post(json.dumps(COMPLETION).encode(), b"/v1/completions"))]
         assert [content_of(answer)[1] for answer in answers] == [False]
         assert edge.metrics.broken_streams == {"continued": 1, "cut": 1}
@@ -574,7 +588,7 @@ def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: A
 def test_it_can_be_switched_off(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
-        edge.proxy.continues = False
+        edge.proxy.continues_streams = False
         log: list[dict[str, Any]] = []
         for name in "ab":
             await edge.worker(worker(name, 2, log), name, engine="blockcast")

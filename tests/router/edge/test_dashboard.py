@@ -94,7 +94,7 @@ def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_p
         assert {one["worker"] for one in row["candidates"]} == {"w0", "w1"}
         assert (row["prompt_tokens"], row["cached_tokens"], row["outcome"]) == (192, 64, "status_200")
         writer.close()
-        await edge.until(lambda: not edge.proxy.explains)
+        await edge.until(lambda: not edge.proxy.explains_decisions)
         point = json.loads(json.dumps(dashboard._points[-1]))
         assert (point["prompt_tokens"], point["actual_tokens"]) == (384, 128)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.decide.messages import ReportedUsage
-from router.edge.progress import Progress
+from router.edge.response_progress import ResponseProgress
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -68,17 +68,17 @@ STREAMS: dict[str, tuple[str, list[bytes], ReportedUsage]] = {
 @pytest.mark.parametrize("reads", ["events", "whole"])
 def test_usage_is_found_wherever_it_stands(what: str, reads: str) -> None:
     path, events, expected = STREAMS[what]
-    progress = Progress(0.0)
+    progress = ResponseProgress(0.0)
     for data in events if reads == "events" else [b"".join(events)]:
-        assert not progress.is_final(path)
-        progress.note(data, 0.0)
+        assert not progress.has_final_event(path)
+        progress.record(data, 0.0)
     assert progress.usage() == expected
-    assert progress.is_final(path) is (what != "no end")
+    assert progress.has_final_event(path) is (what != "no end")
 
 
 def test_a_whole_answer_may_tell_its_usage_first() -> None:
-    progress = Progress(0.0)
-    progress.note(b'{"id":"x","usage":{"input_tokens":100,"output_tokens":5},"content":["%b"]}' % (b"x" * 9000), 0.0)
+    progress = ResponseProgress(0.0)
+    progress.record(b'{"id":"x","usage":{"input_tokens":100,"output_tokens":5},"content":["%b"]}' % (b"x" * 9000), 0.0)
     assert progress.usage() == ReportedUsage(100, None, 5)
 
 
@@ -91,10 +91,10 @@ def test_a_whole_answer_may_tell_its_usage_first() -> None:
     ],
 )  # fmt: skip
 def test_what_only_looks_like_the_last_event_is_none(data: bytes) -> None:
-    progress = Progress(0.0)
-    progress.note(b"data: {}\n\n", 0.0)
-    progress.note(data, 0.0)
-    assert not progress.is_final(MESSAGES)
+    progress = ResponseProgress(0.0)
+    progress.record(b"data: {}\n\n", 0.0)
+    progress.record(data, 0.0)
+    assert not progress.has_final_event(MESSAGES)
 
 
 def chunk(data: bytes) -> bytes:

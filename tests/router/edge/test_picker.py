@@ -22,9 +22,9 @@ from router.edge.config import EdgeConfig
 from router.http.config import HttpLimits
 from router.picker.certificate import self_signed
 from router.picker.config import PickerConfig
-from router.picker.endpoints import Endpoints
+from router.picker.endpoint_map import EndpointMap
 from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE, REWRITE
-from router.picker.pick import Pick, Picking
+from router.picker.pick_exchange import PickerState, PickExchange
 from router.picker.server import READY, PickerServer
 
 BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
@@ -33,8 +33,8 @@ BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
 class Envoy:
     """Streams to one picker."""
 
-    def __init__(self, edge: Any, server: PickerServer, port: int, picking: Picking, tls: bytes | None) -> None:
-        self.edge, self.server, self.port, self.picking = edge, server, port, picking
+    def __init__(self, edge: Any, server: PickerServer, port: int, picking: PickerState, tls: bytes | None) -> None:
+        self.edge, self.server, self.port, self.picker_state = edge, server, port, picking
         self.ended: list[Any] = []
         edge.proxy.on_end.append(self.ended.append)
         trusted = None if tls is None else grpc.ssl_channel_credentials(tls)
@@ -98,7 +98,7 @@ async def picker(
     await edge.start(**settings)
     for number in range(workers):
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
-    picking = Picking(config or PickerConfig(), Endpoints(edge.core.workers))
+    picking = PickerState(config or PickerConfig(), EndpointMap(edge.core.workers))
     given = {key: value for key, value in settings.items() if key == "api_keys"}
     if "limits" in settings:
         given["limits"] = settings["limits"]
@@ -110,7 +110,7 @@ async def picker(
         EdgeConfig(**given),
         edge.admin.routes,
         guard=lambda *_: None,
-        make_exchange=Pick,
+        make_exchange=PickExchange,
     )
     server = PickerServer(app, picking, ready=edge.admin.unready_reason)
     certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
@@ -261,7 +261,7 @@ def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
             assert asked == [7000, -1999, 2, 0, 1, 0]
             for stream in streams:
                 stream.cancel()
-            await edge.until(lambda: not envoy.picking.in_flight)
+            await edge.until(lambda: not envoy.picker_state.in_flight)
 
     edge.run(scenario())
 
@@ -352,7 +352,7 @@ def test_a_name_is_looked_up(edge: Any) -> None:
             models = (ServedModel("tiny", "tiny", max_model_len=4096),)
             edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), edge.now())
             envoy.server.beat(edge.now() + 5)
-            await edge.until(lambda: envoy.picking.endpoints.of("named") is not None)
+            await edge.until(lambda: envoy.picker_state.endpoints.endpoint_of("named") is not None)
             stream, chosen = await envoy.ask()
             assert endpoints(chosen) == ["127.0.0.1:9100"]
             stream.cancel()

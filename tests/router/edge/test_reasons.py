@@ -17,7 +17,7 @@ from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
 from router.decide.workers import ServedModel
-from router.edge.reasons import Reasons
+from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.miss_reasons.analyzer import MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
@@ -75,7 +75,7 @@ class Talk:
 
 def nothing_is_left(edge: Any) -> bool:
     """Whether all requests have ended, and what was to be said of them went with that."""
-    return not edge.proxy.exchanges and all(exchange.looked is None for exchange in edge.ended)
+    return not edge.proxy.exchanges and all(exchange.miss_analysis is None for exchange in edge.ended)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
     """Starts a router with a tokenizer and reasons before one worker."""
     write_tokenizer(tmp_path, 2048, 200_000)
 
-    async def start(**settings: Any) -> Reasons:
+    async def start(**settings: Any) -> MissReasonsRecorder:
         await edge.start(policy="kv")
         usage = {"prompt_tokens": 9, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
         await edge.worker(edge.reply(json.dumps({"choices": [], "usage": usage}).encode()))
@@ -92,7 +92,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         edge.core.add_worker(replace(worker.spec, models=models), 0.0)
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
         edge.prompts._folders["tiny"] = str(tmp_path)
-        reasons = Reasons(
+        reasons = MissReasonsRecorder(
             MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.core,
             edge.proxy,
@@ -147,7 +147,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         await router()
         talk = Talk(edge, make_post)
         for settings, words in (({}, "that were answered"), ({"enabled": False}, "--reasons")):
-            edge.admin._reasons = Reasons(
+            edge.admin._reasons = MissReasonsRecorder(
                 MissReasonsConfig(**{"share": 1.0, **settings}), edge.core, edge.proxy, edge.prompts, edge.worker_pool,
                 edge.metrics, emptied={},
             )  # fmt: skip

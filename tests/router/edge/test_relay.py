@@ -101,7 +101,7 @@ def test_a_stream_passes_as_it_comes_and_its_usage_is_found(edge: Any, make_post
         assert await reader.readexactly(5) == b"0\r\n\r\n"
         await edge.settle()
         assert ended[0].usage.completion_tokens == 20
-        assert ended[0].progress.reads >= 9
+        assert ended[0].progress.read_count >= 9
         writer.close()
 
     edge.run(scenario())

@@ -138,7 +138,7 @@ def test_the_workers_key_goes_to_whom_the_operator_named(edge: Any, make_post: A
         await edge.start(policy="round_robin")
         workers = {name: await edge.worker(edge.reply(), name) for name in ("named", "added")}
         edge.proxy.worker_authorization = b"Bearer of-the-workers"
-        edge.proxy.is_keyed = lambda worker_id: worker_id == "named"
+        edge.proxy.may_send_key = lambda worker_id: worker_id == "named"
         for name in workers:
             headers = [key("client"), f"x-blockcast-worker: {name}".encode()]
             assert status(await edge.exchange(make_post(body(), b"/v1/completions", headers))) == 200

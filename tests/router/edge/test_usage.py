@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.messages import ReportedUsage
-from router.edge.progress import find_usage
+from router.edge.response_progress import find_usage
 
 counts = st.integers(min_value=0, max_value=10**9 - 1) | st.none()
 

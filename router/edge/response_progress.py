@@ -15,19 +15,19 @@ from router.decide.messages import ReportedUsage
 TAIL_BYTES: Final = 2048
 TAIL_READS: Final = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
-BEGINNING_BYTES: Final = 2048
+FIRST_BYTES: Final = 2048
 """Holds the event that starts a message, whose usage may be all that is told of the prompt."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_LAST = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"
+_FINAL_EVENT = rb"(?:message_stop|response\.(?:completed|incomplete|failed))"
 _BLANK_LINE = rb"\n\r?\n(?:\r\n)?\Z"
 """The end of an event that is the end of what came, with the end of its chunk."""
 _EVENT_END = re.compile(_BLANK_LINE)
 _FINAL = re.compile(
     rb"(?:\A|\n)(?:data: ?\[DONE\][\r\n]*\Z|(?:event: ?"
-    + _LAST
+    + _FINAL_EVENT
     + rb'\r?\ndata:|data: ?\{"type": ?"'
-    + _LAST
+    + _FINAL_EVENT
     + rb'")[^\n]*'
     + _BLANK_LINE
     + rb")"
@@ -39,31 +39,31 @@ _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 """A count of more digits is not believed."""
 
 
-class Progress:
+class ResponseProgress:
     """Of one answer."""
 
-    __slots__ = ("_tail", "began", "beginning", "last_byte_s", "reads")
+    __slots__ = ("_tail", "first_bytes", "has_started", "last_byte_s", "read_count")
 
     def __init__(self, now: float) -> None:
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
-        self.reads = 0
+        self.read_count = 0
         """Reads that were passed on: about as many as there were chunks."""
-        self.began = False
+        self.has_started = False
         """The worker that is at it has begun to speak."""
-        self.beginning = b""
+        self.first_bytes = b""
         """Of the answer: its name is there."""
         self.last_byte_s = now
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Another worker goes on with the answer."""
-        self.began, self.reads = False, 0
+        self.has_started, self.read_count = False, 0
 
-    def note(self, data: bytes, now: float) -> None:
+    def record(self, data: bytes, now: float) -> None:
         """The exchange passed on `data`."""
         self.last_byte_s = now
-        self.reads += 1
-        if len(self.beginning) < BEGINNING_BYTES:
-            self.beginning += data[:BEGINNING_BYTES]
+        self.read_count += 1
+        if len(self.first_bytes) < FIRST_BYTES:
+            self.first_bytes += data[:FIRST_BYTES]
         if data:
             self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
 
@@ -73,15 +73,15 @@ class Progress:
         last = find_usage(b"".join(self._tail))
         if last is not None and last.prompt_tokens:
             return last
-        found = _USAGE.search(self.beginning)
-        first = None if found is None else _read_usage(self.beginning, found.end())
+        match = _USAGE.search(self.first_bytes)
+        first = None if match is None else _read_usage(self.first_bytes, match.end())
         if first is None or not first.prompt_tokens:
             return last
-        is_start = b'"message_start"' in self.beginning  # what it says of the answer is not the end of it
+        is_start = b'"message_start"' in self.first_bytes  # what it says of the answer is not the end of it
         output = last.completion_tokens if last is not None else None if is_start else first.completion_tokens
         return ReportedUsage(first.prompt_tokens, first.cached_tokens, output)
 
-    def is_final(self, path: str) -> bool:
+    def has_final_event(self, path: str) -> bool:
         """Whether the last event of a stream to a request for `path` was passed on, by its API's rules."""
         tail = b"".join(self._tail)
         if _FINAL.search(tail) is not None:
@@ -92,25 +92,27 @@ class Progress:
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
-    at = tail.rfind(b'"usage"')
-    while at >= 0 and (found := _USAGE.match(tail, at)) is None:
-        at = tail.rfind(b'"usage"', 0, at)
-    return None if at < 0 or found is None else _read_usage(tail, found.end())
+    position = tail.rfind(b'"usage"')
+    while position >= 0 and (match := _USAGE.match(tail, position)) is None:
+        position = tail.rfind(b'"usage"', 0, position)
+    return None if position < 0 or match is None else _read_usage(tail, match.end())
 
 
 def _read_usage(text: bytes, start: int) -> ReportedUsage:
     """The `usage` object that has its first key from `start` on."""
     prompt, cached, completion = [_count(text, start, key) for key in _COUNTS]
     if prompt is None:
-        new, read, said, kept = [_count(text, start, key) for key in _OTHER_COUNTS]
-        if new is not None or said is not None:
-            whole = None if new is None else new + (read or 0) + (kept or 0)
-            return ReportedUsage(whole, cached if read is None else read, completion if said is None else said)
+        uncached, cache_read, output, cache_written = [_count(text, start, key) for key in _OTHER_COUNTS]
+        if uncached is not None or output is not None:
+            prompt_total = None if uncached is None else uncached + (cache_read or 0) + (cache_written or 0)
+            return ReportedUsage(
+                prompt_total, cached if cache_read is None else cache_read, completion if output is None else output
+            )
     return ReportedUsage(prompt, cached, completion)
 
 
-def _count(tail: bytes, at: int, key: bytes) -> int | None:
+def _count(tail: bytes, position: int, key: bytes) -> int | None:
     """The whole number that `key` has after `at`; None where it has none, or where `tail` may have cut it off."""
-    at = tail.find(key, at)
-    found = _NUMBER.match(tail, at + len(key)) if at >= 0 else None
-    return int(found[1]) if found is not None else None
+    position = tail.find(key, position)
+    match = _NUMBER.match(tail, position + len(key)) if position >= 0 else None
+    return int(match[1]) if match is not None else None

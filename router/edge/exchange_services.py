@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterable
 
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
-from router.edge.answer_filter import key_pattern
+from router.edge.response_redactor import build_key_pattern
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.metrics import Metrics
 
 log = logging.getLogger("router")
 
-RETRYABLE = {
+RETRYABLE_STATUSES = {
     429: FailureKind.OVERLOADED,
     500: FailureKind.INTERNAL,
     502: FailureKind.SERVER_ERROR,
     503: FailureKind.SERVER_ERROR,
 }
-OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+LOCAL_ERRNOS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """Why a connection could not be made that says nothing about the worker."""
 
 
-class Carrier:
+class ExchangeServices:
     """router/edge/proxy.py is it."""
 
     def __init__(
@@ -41,62 +41,62 @@ class Carrier:
         self.now = now
         self.worker_authorization = worker_authorization
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
-        self.is_keyed: Callable[[str], bool] = lambda worker_id: True
+        self.may_send_key: Callable[[str], bool] = lambda worker_id: True
         """Whether a worker may be sent that; the others get no authorization at all."""
-        self.tells_cache = True
+        self.sends_cache_headers = True
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.passed_fields: frozenset[str] = frozenset()
         """Fields and headers of workers that clients may set, and are answered."""
-        self.hidden_keys = key_pattern(self.passed_fields)
+        self.redacted_keys = build_key_pattern(self.passed_fields)
         """The others, in answers."""
-        self.continues = True
+        self.continues_streams = True
         """Streams whose worker dies go on at another one."""
 
-    def endpoint(self, worker_id: str) -> Endpoint | None:
+    def endpoint_of(self, worker_id: str) -> Endpoint | None:
         """Where a worker listens; None where it is known no more."""
         raise NotImplementedError
 
-    def engine(self, worker_id: str) -> str:
+    def engine_of(self, worker_id: str) -> str:
         """What it says it is; empty where it does not say."""
         worker = self.core.workers.get(worker_id)
         return worker.spec.engine if worker is not None else ""
 
-    def of_engine(self, engine: str) -> frozenset[str]:
+    def workers_of_engine(self, engine: str) -> frozenset[str]:
         """Workers that say they are this engine."""
         return frozenset(name for name, worker in self.core.workers.items() if worker.spec.engine == engine)
 
-    def tokens_max(self, model: str) -> int | None:
+    def model_tokens_max(self, model: str) -> int | None:
         """How many tokens a model takes, where that is known."""
         served = self.core.resolve_model(model)
         return served.max_model_len if served is not None else None
 
-    def broke(self, trace_id: bytes, what: str, reason: str) -> None:
+    def record_broken_stream(self, trace_id: bytes, event: str, reason: str) -> None:
         """An answer broke off in the middle, and was continued, completed or cut."""
-        self.metrics.broken_streams[what] += 1
-        log.info("the answer to %s broke off and was %s: %s", trace_id.decode("latin-1"), what, reason)
+        self.metrics.broken_streams[event] += 1
+        log.info("the answer to %s broke off and was %s: %s", trace_id.decode("latin-1"), event, reason)
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         """Do what the core says."""
         raise NotImplementedError
 
-    def forget(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
-        """Tell the core of a request's last failure, or that it ended without one. `silent_s`: as in `failed`."""
+    def withdraw(self, request_id: str, kind: FailureKind | None, silent_s: float = 0.0) -> None:
+        """Tell the core of a request's last failure, or that it ended without one. `silent_s`: as in `fail_attempt`."""
         raise NotImplementedError
 
-    def first_byte(self, request_id: str) -> None:
+    def notify_first_byte(self, request_id: str) -> None:
         """The first byte of an answer was passed on."""
         raise NotImplementedError
 
-    def ended(self, request_id: str) -> None:
+    def notify_end(self, request_id: str) -> None:
         """An exchange ended, once."""
         raise NotImplementedError
 
-    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+    def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         """An attempt failed, whether or not it is repeated."""
         raise NotImplementedError
 
 
-def gives_up(instructions: list[Instruction], request_id: str) -> bool:
+def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
     """Whether the core has nobody else for this request."""
     first = instructions[0] if instructions else None
     return isinstance(first, Refuse) and first.request_id == request_id

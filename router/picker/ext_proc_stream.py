@@ -22,7 +22,7 @@ from typing import Protocol
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from prompts.errors import RequestError
-from router.http.request import PIECE_BYTES as KEPT_BYTES
+from router.http.request import PIECE_BYTES as BODY_PIECE_BYTES
 from router.http.request import HttpRequest
 from router.picker.messages import (
     BUFFERED,
@@ -33,18 +33,18 @@ from router.picker.messages import (
     Header,
     Request,
     Response,
-    destination,
-    immediate,
-    mutation,
+    build_header_mutation,
+    build_immediate_response,
     read_head,
+    read_served_endpoint,
     read_status,
-    served,
-    streamed,
-    subset,
+    read_subset_hint,
+    set_destination_metadata,
+    split_body,
 )
 
 
-class OutOfTurn(Exception):
+class UnexpectedMessage(Exception):
     """The gateway sent what does not follow from what it sent before."""
 
 
@@ -67,57 +67,57 @@ class Choice:
     """ip:port, the first choice first."""
     headers: Sequence[Header] = ()
     """Set besides, on what the worker gets."""
-    removed: Sequence[str] = ()
+    removed_headers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerBegun:
+class ResponseStart:
     """The head of an answer."""
 
     status: int
-    served: str | None
+    served_by: str | None
     """The endpoint it came from, where Envoy says."""
-    events: bool
+    is_event_stream: bool
     """It is a stream of server-sent events."""
 
 
-class Party(Protocol):
+class ExtProcHandler(Protocol):
     """Whom the conversation is about: told as soon as each thing is known."""
 
-    def complete(self, request: HttpRequest) -> None:
+    def request_complete(self, request: HttpRequest) -> None:
         """Choose, now or later: `choose` or `refuse` is called."""
 
-    def keeps(self, size: int) -> None:
+    def book_body_bytes(self, size: int) -> None:
         """So many bytes of its body are kept. Raises RequestError where that is too much."""
 
-    def begun(self, answer: AnswerBegun) -> Sequence[Header]:
+    def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         """Headers for the client."""
 
-    def content(self, data: bytes) -> None:
+    def response_content(self, data: bytes) -> None:
         """Of an answer, where its body comes by here."""
 
-    def ended(self) -> None:
+    def response_ended(self) -> None:
         """The whole answer has passed."""
 
 
-class Conversation:
+class ExtProcStream:
     """See the module's docstring. `receive` may call the party, which may call `choose` at once."""
 
-    def __init__(self, party: Party, body_bytes_max: int) -> None:
-        self._party = party
+    def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
+        self._handler = handler
         self._body_bytes_max = body_bytes_max
-        self._out: list[Response] = []
+        self._responses: list[Response] = []
         self._request: HttpRequest | None = None
         self._request_mode = self._response_mode = DUPLEX
         self._pieces: list[bytes] = []
         self._body = bytearray()
-        self._size = 0
+        self._body_bytes = 0
         self._head_answered = False
-        self._trailers = False
-        self._given: tuple[bytes, ...] = ()
+        self._has_trailers = False
+        self._original_pieces: tuple[bytes, ...] = ()
         """The body as it came."""
         self.phase = Phase.HEAD
-        self.hint: list[str] | None = None
+        self.allowed_endpoints: list[str] | None = None
         """Endpoints that may be chosen; None: all."""
 
     @property
@@ -126,13 +126,13 @@ class Conversation:
         return self._request
 
     @property
-    def sees_answer(self) -> bool:
+    def sees_response_body(self) -> bool:
         """Whether the body of the answer comes by here."""
         return bool(self._response_mode != NONE)
 
-    def take(self) -> list[Response]:
+    def pop_responses(self) -> list[Response]:
         """What is to be sent, once."""
-        out, self._out = self._out, []
+        out, self._responses = self._responses, []
         return out
 
     def receive(self, message: Request) -> None:
@@ -149,11 +149,11 @@ class Conversation:
         elif kind == "response_body":
             self._response_body(message.response_body)
         elif kind == "response_trailers":
-            self._in(kind, Phase.HEAD, Phase.CHOSEN, Phase.ANSWER)
-            self._out.append(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
+            self._expect_phase(kind, Phase.HEAD, Phase.CHOSEN, Phase.ANSWER)
+            self._responses.append(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
             self._end()
         else:
-            raise OutOfTurn("a message without a request in it")
+            raise UnexpectedMessage("a message without a request in it")
 
     # Answers to the request -----------------------------------------------------------------------------------------
 
@@ -165,40 +165,42 @@ class Conversation:
         self.phase = Phase.CHOSEN
         endpoints = ",".join(choice.endpoints)
         set_headers = [(ENDPOINTS.encode(), endpoints.encode()), *choice.headers]
-        changed = self._head_answered and request.pieces is not self._given
-        if changed and b"content-length" in request.headers:
+        is_body_changed = self._head_answered and request.pieces is not self._original_pieces
+        if is_body_changed and b"content-length" in request.headers:
             set_headers.append((b"content-length", b"%d" % request.body_bytes))
-        common = pb.CommonResponse(header_mutation=mutation(set_headers, choice.removed), clear_route_cache=True)
+        common_response = pb.CommonResponse(
+            header_mutation=build_header_mutation(set_headers, choice.removed_headers), clear_route_cache=True
+        )
         if not self._head_answered:
-            first = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
+            first = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common_response))
         else:
-            if changed:
-                common.body_mutation.body = b"".join(request.pieces)
-            first = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
-        destination(first, endpoints)
-        self._out.append(first)
+            if is_body_changed:
+                common_response.body_mutation.body = b"".join(request.pieces)
+            first = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common_response))
+        set_destination_metadata(first, endpoints)
+        self._responses.append(first)
         if self._request_mode == DUPLEX and request.has_body:
-            bodies = streamed(request.pieces, ends=not self._trailers)
-            self._out += [pb.ProcessingResponse(request_body=body) for body in bodies]
-            if self._trailers:
-                self._out.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
-        self._forget()
+            bodies = split_body(request.pieces, ends=not self._has_trailers)
+            self._responses += [pb.ProcessingResponse(request_body=body) for body in bodies]
+            if self._has_trailers:
+                self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+        self._release_body()
 
     def refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Answer the client ourselves."""
         assert self.phase in (Phase.HEAD, Phase.BODY, Phase.CHOOSING), f"refused while {self.phase.value}"
         self.phase = Phase.OVER
-        self._out = [immediate(status, headers, body)]
-        self._forget()
+        self._responses = [build_immediate_response(status, headers, body)]
+        self._release_body()
 
     # From Envoy -----------------------------------------------------------------------------------------------------
 
     def _head(self, message: Request) -> None:
-        self._in("request_headers", Phase.HEAD)
+        self._expect_phase("request_headers", Phase.HEAD)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        self.hint = subset(message)
+        self.allowed_endpoints = read_subset_hint(message)
         request = self._request = read_head(message.request_headers)
         self.phase = Phase.BODY
         if not request.has_body or self._request_mode not in (DUPLEX, BUFFERED):
@@ -206,76 +208,80 @@ class Conversation:
             self._complete(request)
         elif self._request_mode == BUFFERED:
             self._head_answered = True
-            self._out.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
+            self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
     def _request_body(self, body: Request) -> None:
-        self._in("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
+        self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         request = self._request
         if self.phase is not Phase.BODY or request is None:
             if self._request_mode in (DUPLEX, BUFFERED):
-                raise OutOfTurn("a request's body after its end")
-            self._out.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
+                raise UnexpectedMessage("a request's body after its end")
+            self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
             return
-        self._size += len(body.body)
-        if self._size > self._body_bytes_max:
+        self._body_bytes += len(body.body)
+        if self._body_bytes > self._body_bytes_max:
             raise RequestError(f"request body over {self._body_bytes_max} bytes", param=None, status=413)
         self._body += body.body
-        if len(self._body) >= KEPT_BYTES:
+        if len(self._body) >= BODY_PIECE_BYTES:
             self._pieces.append(bytes(self._body))
             self._body = bytearray()
-        self._party.keeps(self._size)
+        self._handler.book_body_bytes(self._body_bytes)
         if body.end_of_stream or body.end_of_stream_without_message or self._request_mode == BUFFERED:
             self._complete(request)
 
     def _request_trailers(self) -> None:
-        self._in("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
+        self._expect_phase("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         if self.phase is Phase.BODY and self._request is not None and self._request_mode == DUPLEX:
-            self._trailers = True
+            self._has_trailers = True
             self._complete(self._request)
         else:
-            self._out.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+            self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
 
     def _complete(self, request: HttpRequest) -> None:
         if self._body or not self._pieces:
             self._pieces.append(bytes(self._body))
-        self._given = request.pieces = tuple(self._pieces)
+        self._original_pieces = request.pieces = tuple(self._pieces)
         self._pieces, self._body = [], bytearray()
         self.phase = Phase.CHOOSING
-        self._party.complete(request)
+        self._handler.request_complete(request)
 
     def _response_headers(self, message: Request) -> None:
         # In the middle of the request: Envoy or a filter answered by itself.
-        self._in("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
+        self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
         status, events = read_status(message.response_headers)
-        told: Sequence[Header] = ()
+        client_headers: Sequence[Header] = ()
         if self.phase is not Phase.HEAD:
-            told = self._party.begun(AnswerBegun(status, served(message), events))
+            client_headers = self._handler.response_started(
+                ResponseStart(status, read_served_endpoint(message), events)
+            )
         self.phase = Phase.ANSWER
-        common = pb.CommonResponse(header_mutation=mutation(told)) if told else None
-        self._out.append(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)))
+        common_response = (
+            pb.CommonResponse(header_mutation=build_header_mutation(client_headers)) if client_headers else None
+        )
+        self._responses.append(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common_response)))
         if message.response_headers.end_of_stream:
             self._end()
 
     def _response_body(self, body: Request) -> None:
-        self._in("response_body", Phase.ANSWER)
+        self._expect_phase("response_body", Phase.ANSWER)
         ends = body.end_of_stream or body.end_of_stream_without_message
         if body.body:
-            self._party.content(body.body)
+            self._handler.response_content(body.body)
         if self._response_mode == DUPLEX:
-            self._out += [pb.ProcessingResponse(response_body=one) for one in streamed((body.body,), ends)]
+            self._responses += [pb.ProcessingResponse(response_body=chunk) for chunk in split_body((body.body,), ends)]
         else:
-            self._out.append(pb.ProcessingResponse(response_body=pb.BodyResponse()))
+            self._responses.append(pb.ProcessingResponse(response_body=pb.BodyResponse()))
         if ends:
             self._end()
 
     def _end(self) -> None:
         self.phase = Phase.OVER
-        self._party.ended()
+        self._handler.response_ended()
 
-    def _in(self, what: str, *phases: Phase) -> None:
+    def _expect_phase(self, message_kind: str, *phases: Phase) -> None:
         if self.phase not in phases:
-            raise OutOfTurn(f"{what} while {self.phase.value}")
+            raise UnexpectedMessage(f"{message_kind} while {self.phase.value}")
 
-    def _forget(self) -> None:
+    def _release_body(self) -> None:
         """The body is on its way."""
-        self._pieces, self._body, self._given = [], bytearray(), ()
+        self._pieces, self._body, self._original_pieces = [], bytearray(), ()

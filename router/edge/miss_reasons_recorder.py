@@ -21,8 +21,8 @@ from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
-from router.edge.comparison import Comparison, Sampling
 from router.edge.exchange import Exchange
+from router.edge.prompt_comparison import Comparison, Sampling
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
 from router.metrics import Metrics
@@ -44,7 +44,7 @@ HINT = (
 )
 
 
-class Reasons:
+class MissReasonsRecorder:
     """One a process."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Reasons:
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = KnownFacts(core, emptied, prompts.tokenizer_of)
+        self._facts = FactsAdapter(core, emptied, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
         self._outlining: set[asyncio.Task[None]] = set()
@@ -91,7 +91,7 @@ class Reasons:
                 self._by_header.add(read.conversation_keys()[-1])
             sampling = self._sampling(read)
             if sampling.is_compared:
-                exchange.looked = Comparison(read, sampling)
+                exchange.miss_analysis = Comparison(read, sampling)
                 for key in read.conversation_keys():
                     self._by_header.record_prompt(key, self._proxy.now())
                     self._by_operator.record_prompt(key, self._proxy.now())
@@ -140,8 +140,8 @@ class Reasons:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _first_byte(self, exchange: Exchange) -> None:
-        route, decision, found = exchange.route, exchange.decision, exchange.looked
-        if route is None or decision is None or not exchange.in_core or route.token_ids is None:
+        route, decision, found = exchange.route, exchange.decision, exchange.miss_analysis
+        if route is None or decision is None or not exchange.is_in_core or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
             prompt = self._core.cache_state.query_of(route.request_id)
@@ -149,7 +149,7 @@ class Reasons:
             name = exchange.trace_id.decode("latin-1")
             if found is None:
                 now, tokens = self._proxy.now(), len(route.token_ids)
-                exchange.looked = self.analyzer.record_placed(
+                exchange.miss_analysis = self.analyzer.record_placed(
                     name, route.session, tokens, decision, gone, now, time.time()
                 )
             elif isinstance(found, Comparison) and not found.has_begun:
@@ -158,15 +158,15 @@ class Reasons:
             self._failed(error)
 
     def _ended(self, exchange: Exchange) -> None:
-        found, exchange.looked = exchange.looked, None
+        found, exchange.miss_analysis = exchange.miss_analysis, None
         if found is None or exchange.outcome != "status_200":
             return
         usage, route, said = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
             said = usage.completion_tokens
         elif route is not None and route.stream:
-            said = exchange.progress.reads
-        ended = usage, said, self._proxy.now(), exchange.sampled
+            said = exchange.progress.read_count
+        ended = usage, said, self._proxy.now(), exchange.is_sampled
         if isinstance(found, Comparison):
             found.ended = ended
         else:
@@ -188,8 +188,8 @@ class Reasons:
             )
             if comparison.ended is not None:
                 self._end(begun, comparison.ended)
-            elif exchange is not None and exchange.looked is comparison:
-                exchange.looked = begun
+            elif exchange is not None and exchange.miss_analysis is comparison:
+                exchange.miss_analysis = begun
 
         if comparison.pieces is None:
             compare()
@@ -259,7 +259,7 @@ class Reasons:
         return BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
 
 
-class KnownFacts:
+class FactsAdapter:
     """What the ledger wants to know of workers and tokens."""
 
     def __init__(

@@ -13,49 +13,49 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.http.request import HttpRequest
-from router.picker.conversation import AnswerBegun, Choice, Conversation, OutOfTurn, Phase
-from router.picker.messages import BUFFERED, DUPLEX, NONE, PIECE_BYTES, STREAMED, subset
+from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase, ResponseStart, UnexpectedMessage
+from router.picker.messages import BUFFERED, DUPLEX, NONE, PIECE_BYTES, STREAMED, read_subset_hint
 
 LIMIT = 1 << 20
 
 
-class Party:
+class RecordingHandler:
     """Notes what it is told; chooses at once unless told to wait."""
 
     def __init__(self) -> None:
-        self.conversation = Conversation(self, LIMIT)
+        self.stream = ExtProcStream(self, LIMIT)
         self.requests: list[HttpRequest] = []
-        self.answers: list[AnswerBegun] = []
-        self.said = b""
-        self.kept = 0
-        self.ends = 0
-        self.at_once = True
+        self.response_starts: list[ResponseStart] = []
+        self.response_body = b""
+        self.booked_bytes = 0
+        self.end_count = 0
+        self.chooses_at_once = True
         self.body: bytes | None = None
 
-    def complete(self, request: HttpRequest) -> None:
+    def request_complete(self, request: HttpRequest) -> None:
         self.requests.append(request)
         if self.body is not None:
             request.pieces = (self.body,)
-        if self.at_once:
-            self.conversation.choose(Choice(["10.0.0.1:8000", "10.0.0.2:8000"], [(b"x-set", b"\xc3\xa9")], ["x-gone"]))
+        if self.chooses_at_once:
+            self.stream.choose(Choice(["10.0.0.1:8000", "10.0.0.2:8000"], [(b"x-set", b"\xc3\xa9")], ["x-gone"]))
 
-    def keeps(self, size: int) -> None:
-        self.kept = size
+    def book_body_bytes(self, size: int) -> None:
+        self.booked_bytes = size
 
-    def begun(self, answer: AnswerBegun) -> Sequence[tuple[bytes, bytes]]:
-        self.answers.append(answer)
+    def response_started(self, answer: ResponseStart) -> Sequence[tuple[bytes, bytes]]:
+        self.response_starts.append(answer)
         return ((b"x-told", b"yes"),)
 
-    def content(self, data: bytes) -> None:
-        self.said += data
+    def response_content(self, data: bytes) -> None:
+        self.response_body += data
 
-    def ended(self) -> None:
-        self.ends += 1
+    def response_ended(self) -> None:
+        self.end_count += 1
 
     def send(self, *messages: Any) -> list[Any]:
         for message in messages:
-            self.conversation.receive(message)
-        return self.conversation.take()
+            self.stream.receive(message)
+        return self.stream.pop_responses()
 
 
 def head(
@@ -95,13 +95,13 @@ def echoed(responses: Sequence[Any], kind: str) -> tuple[bytes, list[bool]]:
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 300_000])
 @pytest.mark.parametrize("config", [True, False])
 def test_full_duplex_answers_after_the_body_s_end(size: int, config: bool) -> None:
-    party, data = Party(), bytes(range(256)) * (size // 256) + b"x" * (size % 256)
-    assert party.send(head(config=config)) == []
-    assert party.send(*[body(data[at : at + 7000]) for at in range(0, size, 7000)]) == []
-    assert party.kept == size
-    first, *rest = party.send(body(b"", ends=True))
-    assert party.requests[0].body == data
-    assert party.requests[0].path == "/v1/completions"
+    handler, data = RecordingHandler(), bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    assert handler.send(head(config=config)) == []
+    assert handler.send(*[body(data[at : at + 7000]) for at in range(0, size, 7000)]) == []
+    assert handler.booked_bytes == size
+    first, *rest = handler.send(body(b"", ends=True))
+    assert handler.requests[0].body == data
+    assert handler.requests[0].path == "/v1/completions"
     common = first.request_headers.response
     assert common.clear_route_cache
     options = common.header_mutation.set_headers
@@ -119,17 +119,17 @@ def test_full_duplex_answers_after_the_body_s_end(size: int, config: bool) -> No
 
 
 def test_trailers_end_a_body_too() -> None:
-    party = Party()
-    party.send(head(), body(b"abc"))
-    responses = party.send(pb.ProcessingRequest(request_trailers={}))
+    handler = RecordingHandler()
+    handler.send(head(), body(b"abc"))
+    responses = handler.send(pb.ProcessingRequest(request_trailers={}))
     assert kinds(responses) == ["request_headers", "request_body", "request_trailers"]
     assert echoed(responses, "request_body") == (b"abc", [False])
 
 
 def test_buffered_is_answered_with_the_body() -> None:
-    party = Party()
-    assert kinds(party.send(head(mode=BUFFERED, answer=NONE))) == ["request_headers"]
-    (chosen,) = party.send(body(b"{}", ends=True))
+    handler = RecordingHandler()
+    assert kinds(handler.send(head(mode=BUFFERED, answer=NONE))) == ["request_headers"]
+    (chosen,) = handler.send(body(b"{}", ends=True))
     common = chosen.request_body.response
     assert common.clear_route_cache
     assert common.header_mutation.set_headers[0].header.key == "x-gateway-destination-endpoint"
@@ -138,10 +138,10 @@ def test_buffered_is_answered_with_the_body() -> None:
 
 
 def test_a_buffered_body_that_was_changed_is_sent_with_its_length() -> None:
-    party = Party()
-    party.body = b"another"
-    party.send(head(mode=BUFFERED, answer=NONE, **{"content-length": "2"}))
-    (chosen,) = party.send(body(b"{}", ends=True))
+    handler = RecordingHandler()
+    handler.body = b"another"
+    handler.send(head(mode=BUFFERED, answer=NONE, **{"content-length": "2"}))
+    (chosen,) = handler.send(body(b"{}", ends=True))
     common = chosen.request_body.response
     assert common.body_mutation.body == b"another"
     assert {o.header.key: o.header.raw_value for o in common.header_mutation.set_headers}["content-length"] == b"7"
@@ -149,74 +149,74 @@ def test_a_buffered_body_that_was_changed_is_sent_with_its_length() -> None:
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, NONE, STREAMED])
 def test_a_request_without_a_body_is_picked_on_its_headers(mode: int) -> None:
-    party = Party()
-    assert kinds(party.send(head(ends=True, mode=mode))) == ["request_headers"]
-    assert party.requests[0].path == ""  # a POST without one is read by nobody
-    party = Party()
-    party.send(head(ends=True, mode=mode, method="GET"))
-    assert party.requests[0].path == "/v1/completions"
+    handler = RecordingHandler()
+    assert kinds(handler.send(head(ends=True, mode=mode))) == ["request_headers"]
+    assert handler.requests[0].path == ""  # a POST without one is read by nobody
+    handler = RecordingHandler()
+    handler.send(head(ends=True, mode=mode, method="GET"))
+    assert handler.requests[0].path == "/v1/completions"
 
 
 def test_a_body_that_is_streamed_passes_after_a_choice_by_load() -> None:
-    party = Party()
-    assert kinds(party.send(head(mode=STREAMED))) == ["request_headers"]
-    assert kinds(party.send(body(b"a"), body(b"b", ends=True))) == ["request_body", "request_body"]
-    assert party.requests[0].path == ""
+    handler = RecordingHandler()
+    assert kinds(handler.send(head(mode=STREAMED))) == ["request_headers"]
+    assert kinds(handler.send(body(b"a"), body(b"b", ends=True))) == ["request_body", "request_body"]
+    assert handler.requests[0].path == ""
 
 
 def test_the_answer_by_way_of_here() -> None:
-    party = Party()
-    party.send(head(), body(b"{}", ends=True))
-    (first,) = party.send(answer_head())
+    handler = RecordingHandler()
+    handler.send(head(), body(b"{}", ends=True))
+    (first,) = handler.send(answer_head())
     assert first.response_headers.response.header_mutation.set_headers[0].header.raw_value == b"yes"
-    assert party.answers == [AnswerBegun(200, None, True)]
+    assert handler.response_starts == [ResponseStart(200, None, True)]
     data = b"y" * 130_000
-    responses = party.send(pb.ProcessingRequest(response_body={"body": data}))
+    responses = handler.send(pb.ProcessingRequest(response_body={"body": data}))
     assert echoed(responses, "response_body") == (data, [False] * 3)
-    (last,) = party.send(pb.ProcessingRequest(response_body={"end_of_stream": True}))
+    (last,) = handler.send(pb.ProcessingRequest(response_body={"end_of_stream": True}))
     assert last.response_body.response.body_mutation.streamed_response.end_of_stream
-    assert (party.said, party.ends, party.conversation.phase) == (data, 1, Phase.OVER)
+    assert (handler.response_body, handler.end_count, handler.stream.phase) == (data, 1, Phase.OVER)
 
 
 def test_the_answer_s_trailers_are_its_end() -> None:
-    party = Party()
-    party.send(head(mode=BUFFERED, answer=NONE), body(b"{}", ends=True), answer_head())
-    assert kinds(party.send(pb.ProcessingRequest(response_trailers={}))) == ["response_trailers"]
-    assert party.ends == 1
+    handler = RecordingHandler()
+    handler.send(head(mode=BUFFERED, answer=NONE), body(b"{}", ends=True), answer_head())
+    assert kinds(handler.send(pb.ProcessingRequest(response_trailers={}))) == ["response_trailers"]
+    assert handler.end_count == 1
 
 
 def test_who_served_is_read_from_metadata_or_attributes() -> None:
     for fill in ("metadata", "attributes"):
-        party, answer = Party(), answer_head()
-        party.send(head(ends=True))
+        handler, answer = RecordingHandler(), answer_head()
+        handler.send(head(ends=True))
         if fill == "metadata":
             served = {"x-gateway-destination-endpoint-served": "10.0.0.2:8000"}
             answer.metadata_context.filter_metadata["envoy.lb"].update(served)
         else:
             answer.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": "10.0.0.2:8000"})
-        party.send(answer)
-        assert party.answers[0].served == "10.0.0.2:8000"
+        handler.send(answer)
+        assert handler.response_starts[0].served_by == "10.0.0.2:8000"
 
 
 @pytest.mark.parametrize("hint", ["10.0.0.1:8000, 10.0.0.2:8000", ["10.0.0.1:8000", "10.0.0.2:8000"]])
 def test_subset_hints_are_lists_or_text(hint: Any) -> None:
     message = head()
-    assert subset(message) is None
+    assert read_subset_hint(message) is None
     name = "x-gateway-destination-endpoint-subset"
     message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({name: hint})
-    assert subset(message) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert read_subset_hint(message) == ["10.0.0.1:8000", "10.0.0.2:8000"]
     message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({name: []})
-    assert subset(message) == []
+    assert read_subset_hint(message) == []
 
 
 def test_a_body_too_large_is_the_client_s_fault() -> None:
-    party = Party()
-    party.send(head())
+    handler = RecordingHandler()
+    handler.send(head())
     with pytest.raises(RequestError) as caught:
-        party.send(*[body(b"x" * 60_000)] * 20)
+        handler.send(*[body(b"x" * 60_000)] * 20)
     assert caught.value.status == 413
-    party.conversation.refuse(413, [(b"content-type", b"application/json")], b"{}")
-    (response,) = party.conversation.take()
+    handler.stream.refuse(413, [(b"content-type", b"application/json")], b"{}")
+    (response,) = handler.stream.pop_responses()
     assert response.immediate_response.status.code == 413
     assert response.immediate_response.body == b"{}"
 
@@ -226,17 +226,17 @@ def test_a_body_too_large_is_the_client_s_fault() -> None:
 )
 def test_headers_that_no_parser_would_pass_are_refused(name: str, value: str) -> None:
     with pytest.raises(RequestError) as caught:
-        Party().send(head(**{name: value}))
+        RecordingHandler().send(head(**{name: value}))
     assert caught.value.status == 400
 
 
 def test_an_answer_that_envoy_made_itself_passes() -> None:
-    party = Party()
-    assert kinds(party.send(answer_head("503", ends=True))) == ["response_headers"]
-    party = Party()
-    party.at_once = False
-    party.send(head(), body(b"{}", ends=True))
-    assert kinds(party.send(answer_head("504", ends=True))) == ["response_headers"]
+    handler = RecordingHandler()
+    assert kinds(handler.send(answer_head("503", ends=True))) == ["response_headers"]
+    handler = RecordingHandler()
+    handler.chooses_at_once = False
+    handler.send(head(), body(b"{}", ends=True))
+    assert kinds(handler.send(answer_head("504", ends=True))) == ["response_headers"]
 
 
 _data = st.binary(max_size=30)
@@ -254,13 +254,13 @@ MESSAGES = st.one_of(
 @given(st.lists(MESSAGES, max_size=12), st.booleans())
 def test_whatever_comes_is_answered_or_out_of_turn(messages: list[Any], at_once: bool) -> None:
     """What is out of turn changes nothing; one request is complete once, and ends once."""
-    party = Party()
-    party.at_once = at_once
+    handler = RecordingHandler()
+    handler.chooses_at_once = at_once
     for message in messages:
-        before = party.conversation.phase
+        before = handler.stream.phase
         try:
-            party.send(message)
-        except OutOfTurn:
-            assert party.conversation.phase is before
-    assert len(party.requests) <= 1
-    assert party.ends <= 1
+            handler.send(message)
+        except UnexpectedMessage:
+            assert handler.stream.phase is before
+    assert len(handler.requests) <= 1
+    assert handler.end_count <= 1

@@ -20,12 +20,12 @@ from router.http.decoding import BodyDecoder, DecodingTask, body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, error_headers, refusal
 from router.http.request import HttpRequest
-from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
+from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase, ResponseStart
 from router.picker.messages import FAIRNESS, OBJECTIVE, Request, Response
-from router.picker.pick import Pick
+from router.picker.pick_exchange import PickExchange
 
 if TYPE_CHECKING:
-    from router.picker.pick import Picking
+    from router.picker.pick_exchange import PickerState
 
 NAME_BYTES_MAX = 256
 
@@ -37,7 +37,7 @@ class PickerApplication(Protocol):
     budget: Budget
     scheduler: FairScheduler
 
-    def pick(self, caller: Caller, request: HttpRequest) -> None:
+    def pick(self, caller: PickerClient, request: HttpRequest) -> None:
         """Find a worker, now or later. Raises RequestError."""
 
     def record_rejection(self, status: int) -> None: ...
@@ -45,81 +45,81 @@ class PickerApplication(Protocol):
     def record_crash(self, place: str, error: Exception) -> None: ...
 
 
-class Caller:
+class PickerClient:
     """One request. `receive` what Envoy sends; while `waits`, wait for `decided`; send what `take` gives."""
 
-    def __init__(self, app: PickerApplication, picking: Picking, peer: str) -> None:
+    def __init__(self, app: PickerApplication, picking: PickerState, peer: str) -> None:
         self._app = app
-        self.picking = picking
+        self.picker_state = picking
         self.peer = self.tenant = peer
         self.responder: Responder | None = None
         self.has_response_started = False
         self.cors_headers = b""
-        self._pick: Pick | None = None
+        self._pick: PickExchange | None = None
         self._path = ""
-        self._held = 0
-        self._booked = ""
+        self._booked_bytes = 0
+        self._booked_tenant = ""
         """On whom."""
-        self._conversation = Conversation(self, app.limits.body_bytes_max)
-        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.abandoned = False
+        self._stream = ExtProcStream(self, app.limits.body_bytes_max)
+        self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_abandoned = False
         self.objective: str | None = None
-        self.fairness = ""
+        self.fairness_id = ""
 
     @property
-    def waits(self) -> bool:
+    def is_choosing(self) -> bool:
         """The next thing to happen is not Envoy's."""
-        return self._conversation.phase is Phase.CHOOSING
+        return self._stream.phase is Phase.CHOOSING
 
     @property
-    def over(self) -> bool:
-        return self._conversation.phase is Phase.OVER
+    def is_over(self) -> bool:
+        return self._stream.phase is Phase.OVER
 
     @property
-    def sees_answer(self) -> bool:
-        return self._conversation.sees_answer
+    def sees_response_body(self) -> bool:
+        return self._stream.sees_response_body
 
     @property
-    def hint(self) -> list[str] | None:
-        return self._conversation.hint
+    def allowed_endpoints(self) -> list[str] | None:
+        return self._stream.allowed_endpoints
 
-    def take(self) -> list[Response]:
-        return self._conversation.take()
+    def pop_responses(self) -> list[Response]:
+        return self._stream.pop_responses()
 
     def receive(self, message: Request) -> None:
         """Raises OutOfTurn. Whatever else goes wrong ends this request alone."""
         try:
-            self._conversation.receive(message)
+            self._stream.receive(message)
         except RequestError as refused:
             self._app.record_rejection(refused.status)
             self._cancel_responder()
             self.respond_error(refused)
 
-    def closed(self) -> None:
+    def close(self) -> None:
         """Envoy asks no more, or cannot be told any more."""
         try:
             pick, self._pick = self._pick, None
-            if pick is not None and not pick.done:
-                pick.left()
+            if pick is not None and not pick.is_done:
+                pick.stream_closed()
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.record_crash("picker", error)
         self._cancel_responder()
-        if self._held:
-            self._app.budget.change(self._booked, self._held, 0)
-            self._held = 0
+        if self._booked_bytes:
+            self._app.budget.change(self._booked_tenant, self._booked_bytes, 0)
+            self._booked_bytes = 0
 
     # The conversation's party ---------------------------------------------------------------------------------------
 
-    def _client(self) -> str:
+    def _client_address(self) -> str:
         """As the gateway says, which is one peer for all of them."""
-        request = self._conversation.request
-        told = None if request is None else request.header(b"x-forwarded-for")
-        return (told or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
+        request = self._stream.request
+        forwarded_for = None if request is None else request.header(b"x-forwarded-for")
+        return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
-    def complete(self, request: HttpRequest) -> None:
-        self._path, self.peer = request.path, self._client()
+    def request_complete(self, request: HttpRequest) -> None:
+        self._path, self.peer = request.path, self._client_address()
         self.objective = _text(request.header(OBJECTIVE))
-        self.fairness = _text(request.header(FAIRNESS)) or ""
+        self.fairness_id = _text(request.header(FAIRNESS)) or ""
         try:
             coding = body_coding(request) if request.body_bytes else None
             if coding is None:
@@ -134,7 +134,7 @@ class Caller:
     def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         encoded_bytes = request.body_bytes
 
-        def then(refused: RequestError | None) -> None:
+        def on_decoded(refused: RequestError | None) -> None:
             self.responder = None
             try:
                 if refused is not None:
@@ -145,55 +145,62 @@ class Caller:
             except Exception as error:  # noqa: BLE001  a boundary: this request fails
                 self.crash(error)
 
-        def hold(decoded_bytes: int) -> None:
-            self.keeps(encoded_bytes + decoded_bytes)
+        def book_decoded_bytes(decoded_bytes: int) -> None:
+            self.book_body_bytes(encoded_bytes + decoded_bytes)
 
-        self.responder = DecodingTask(request, decoder, self._app.scheduler, self._booked or self._client(), hold, then)
+        self.responder = DecodingTask(
+            request,
+            decoder,
+            self._app.scheduler,
+            self._booked_tenant or self._client_address(),
+            book_decoded_bytes,
+            on_decoded,
+        )
 
     def _refuse(self, error: RequestError) -> None:
         self._app.record_rejection(error.status)
         self._cancel_responder()
         self.respond_error(error)
 
-    def opened(self, pick: Pick) -> None:
+    def attach_pick(self, pick: PickExchange) -> None:
         """The exchange of this request."""
         self._pick = pick
 
-    def keeps(self, size: int) -> None:
-        kept = size if size > UNCOUNTED_BYTES else 0
-        if kept != self._held:
-            self._booked = self._booked or self._client()
-            self._app.budget.change(self._booked, self._held, kept)
-            self._held = kept
+    def book_body_bytes(self, size: int) -> None:
+        booked_bytes = size if size > UNCOUNTED_BYTES else 0
+        if booked_bytes != self._booked_bytes:
+            self._booked_tenant = self._booked_tenant or self._client_address()
+            self._app.budget.change(self._booked_tenant, self._booked_bytes, booked_bytes)
+            self._booked_bytes = booked_bytes
 
-    def begun(self, answer: AnswerBegun) -> Sequence[Header]:
-        if self._conversation.phase is not Phase.CHOSEN or self._pick is None:
+    def response_started(self, answer: ResponseStart) -> Sequence[Header]:
+        if self._stream.phase is not Phase.CHOSEN or self._pick is None:
             self._cancel_responder()  # answered by Envoy before it was sent anywhere
             return ()
-        return self._pick.begun(answer)
+        return self._pick.response_started(answer)
 
-    def content(self, data: bytes) -> None:
+    def response_content(self, data: bytes) -> None:
         if self._pick is not None:
-            self._pick.content(data)
+            self._pick.response_content(data)
 
-    def ended(self) -> None:
+    def response_ended(self) -> None:
         if self._pick is not None:
-            self._pick.completed()
+            self._pick.complete_response()
 
     # The exchange's client ------------------------------------------------------------------------------------------
 
-    def chosen(self, choice: Choice) -> None:
-        if self._conversation.phase is Phase.CHOOSING:
-            self._conversation.choose(choice)
-            self._decide()
+    def send_choice(self, choice: Choice) -> None:
+        if self._stream.phase is Phase.CHOOSING:
+            self._stream.choose(choice)
+            self._signal_decision()
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
-        if self._conversation.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
+        if self._stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
             return  # Envoy has gone on with it
         self.responder = None
         fields = [(b"content-type", JSON), *headers, *error_headers(error, headers)]
-        self._conversation.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
-        self._decide()
+        self._stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
+        self._signal_decision()
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
@@ -207,9 +214,9 @@ class Caller:
 
     def abandon(self) -> None:
         """It has taken too long."""
-        self.abandoned = True
+        self.is_abandoned = True
         self._cancel_responder()
-        self._decide()
+        self._signal_decision()
 
     def abort_response(self) -> None:
         self.abandon()
@@ -220,9 +227,9 @@ class Caller:
     def finish(self, *, keep_alive: bool) -> None:
         self.responder = None
 
-    def _decide(self) -> None:
-        if not self.decided.done():
-            self.decided.set_result(None)
+    def _signal_decision(self) -> None:
+        if not self.decision_made.done():
+            self.decision_made.set_result(None)
 
     def _cancel_responder(self) -> None:
         work, self.responder = self.responder, None

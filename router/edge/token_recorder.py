@@ -31,143 +31,157 @@ _PLAIN_DELTAS = (b"}", b'"content"', b'"role"')
 _list_of_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
 
 
-class Tokens:
+class TokenRecorder:
     """Of one answer, whose content is given to `feed`."""
 
     __slots__ = (
-        "_hide", "_passes", "_pending", "_searched", "answer", "done", "events", "failed", "finished", "last", "odd",
-        "parsed", "prompt", "spoken",
+        "_is_passthrough",
+        "_pending",
+        "_removes_ids",
+        "_search_start",
+        "event_count",
+        "has_finish_reason",
+        "has_parsed_output",
+        "has_worker_failed",
+        "is_done",
+        "is_unrecognized",
+        "last_event",
+        "output_ids",
+        "prompt_ids",
+        "text_token_count",
     )  # fmt: skip
 
-    def __init__(self, hide: bool) -> None:
-        """`hide`: token ids are taken out of what is passed on."""
-        self.prompt = array("I")
-        self.answer = array("I")
-        self.spoken = 0
-        """Tokens of `answer` when text last came with them."""
-        self.last = b""
+    def __init__(self, removes_ids: bool) -> None:
+        """`removes_ids`: token ids are taken out of what is passed on."""
+        self.prompt_ids = array("I")
+        self.output_ids = array("I")
+        self.text_token_count = 0
+        """Tokens of `output_ids` when text last came with them."""
+        self.last_event = b""
         """The last event with a choice, as it was passed on."""
-        self.events = 0
+        self.event_count = 0
         """Events passed on."""
-        self.odd = False
+        self.is_unrecognized = False
         """What is neither text, thought nor call was told, or text without its ids."""
-        self.parsed = False
+        self.has_parsed_output = False
         """A thought or a tool's call was told."""
-        self.finished = False
+        self.has_finish_reason = False
         """A finish reason has come."""
-        self.done = False
+        self.is_done = False
         """The stream's last event, [DONE], has come."""
-        self.failed = False
+        self.has_worker_failed = False
         """An event says that the worker failed."""
-        self._hide = hide
-        self._passes = False
+        self._removes_ids = removes_ids
+        self._is_passthrough = False
         """Everything is passed on as it comes."""
         self._pending = bytearray()
         """Of an event that has not ended."""
-        self._searched = 0
+        self._search_start = 0
         """No blank line of `_pending` begins before."""
 
     def feed(self, content: bytes) -> bytes:
         """Take the next bytes of the content; return the whole events that may be passed on."""
-        if self._passes:
+        if self._is_passthrough:
             return content
-        if not self._pending and _is_one_event(content):  # as nearly always
-            return self._event(content)
+        if not self._pending and _is_single_event(content):  # as nearly always
+            return self._record_event(content)
         pending = self._pending
         pending += content
-        passed, taken = [], 0
-        if not self.failed and _BLANK_LINE.search(pending, self._searched):
+        complete_events, consumed = [], 0
+        if not self.has_worker_failed and _BLANK_LINE.search(pending, self._search_start):
             for blank_line in _BLANK_LINE.finditer(bytes(pending)):
-                event = bytes(pending[taken : blank_line.end()])
+                event = bytes(pending[consumed : blank_line.end()])
                 if event.startswith(_FAILURE):
-                    self.failed = True
+                    self.has_worker_failed = True
                     break
-                passed.append(self._event(event))
-                taken = blank_line.end()
-            del pending[:taken]
-        self._searched = max(len(pending) - _BLANK_LINE_BYTES, 0)
+                complete_events.append(self._record_event(event))
+                consumed = blank_line.end()
+            del pending[:consumed]
+        self._search_start = max(len(pending) - _BLANK_LINE_BYTES, 0)
         if len(pending) > EVENT_BYTES_MAX:
-            self.odd = True
-            passed.append(self.release())
-        return b"".join(passed)
+            self.is_unrecognized = True
+            complete_events.append(self.release_failure_event())
+        return b"".join(complete_events)
 
     def finish(self) -> bytes:
         """The answer is complete: return what came behind the last blank line, as an event."""
         event = bytes(self._pending)
-        if not event or self.failed:
+        if not event or self.has_worker_failed:
             return b""
-        self.failed = event.startswith(_FAILURE)
-        if self.failed:
+        self.has_worker_failed = event.startswith(_FAILURE)
+        if self.has_worker_failed:
             return b""
         self._pending.clear()
-        return self._event(event)
+        return self._record_event(event)
 
-    def release(self) -> bytes:
+    def release_failure_event(self) -> bytes:
         """Return an event that says that the worker failed, and what follows it: kept back until now."""
-        self._passes = True
-        self.failed = False
-        held, self._pending = bytes(self._pending), bytearray()
-        return held
+        self._is_passthrough = True
+        self.has_worker_failed = False
+        pending, self._pending = bytes(self._pending), bytearray()
+        return pending
 
     @property
     def is_truncated(self) -> bool:
         """Whether an answer that ends now lacks its end. False where its events are not understood."""
-        return self.events > 0 and not (self.odd or self.finished or self.done or self._passes)
+        return self.event_count > 0 and not (
+            self.is_unrecognized or self.has_finish_reason or self.is_done or self._is_passthrough
+        )
 
     def rewind(self, exact: bool) -> None:
         """Another worker goes on: forget the event that never ended, and if `exact` tokens whose text is incomplete."""
         if exact:
-            del self.answer[self.spoken :]
+            del self.output_ids[self.text_token_count :]
         self._pending.clear()
-        self._searched = 0
-        self.failed = False
+        self._search_start = 0
+        self.has_worker_failed = False
 
-    def _event(self, event: bytes) -> bytes:
+    def _record_event(self, event: bytes) -> bytes:
         """Note what an event says; return what is passed on of it."""
-        self.events += 1
+        self.event_count += 1
         if b'"' not in event:
-            self.done = self.done or event.startswith(_DONE)
+            self.is_done = self.is_done or event.startswith(_DONE)
             return event  # a comment, or [DONE]
-        before = len(self.answer)
-        at = event.find(b'token_ids"')
-        if at >= 0:
-            at = max(at - _BEFORE_KEY, 0)
-            event = event[:at] + _IDS.sub(self._take, event[at:])
+        before = len(self.output_ids)
+        position = event.find(b'token_ids"')
+        if position >= 0:
+            position = max(position - _BEFORE_KEY, 0)
+            event = event[:position] + _IDS.sub(self._record_ids, event[position:])
         delta, text = event.find(b'"delta":{'), b'"text":"'
         if delta >= 0:
             text = b'"content":"'
             if b'"reasoning' in event or b'"tool_calls":[{' in event:
-                self.parsed = True
+                self.has_parsed_output = True
             elif not event.startswith(_PLAIN_DELTAS, delta + 9):
-                self.odd = True
+                self.is_unrecognized = True
         if _FINISH.search(event) is not None:
-            self.finished = True
-        at = event.find(text)
-        if at >= 0 and event[at + len(text) : at + len(text) + 1] not in (b'"', b""):
-            self.spoken = len(self.answer)
-            if self.spoken == before and not self.finished:
-                self.odd = True
+            self.has_finish_reason = True
+        position = event.find(text)
+        if position >= 0 and event[position + len(text) : position + len(text) + 1] not in (b'"', b""):
+            self.text_token_count = len(self.output_ids)
+            if self.text_token_count == before and not self.has_finish_reason:
+                self.is_unrecognized = True
         if b'"choices":[{' in event:
-            self.last = event
+            self.last_event = event
         return event
 
-    def _take(self, found: re.Match[bytes]) -> bytes:
+    def _record_ids(self, match: re.Match[bytes]) -> bytes:
         """Note ids; return what is left of them in the event."""
-        value = found[2] or found[4]
+        value = match[2] or match[4]
         try:
             ids = [] if value == b"null" else _list_of_ids.decode(value or b"")
         except msgspec.MsgspecError:
-            self.odd = True  # not what was asked for: no worker goes on from here
-            return found[0]
-        if len(self.answer) + len(ids) > IDS_MAX:
-            self.odd = True
-        elif not (found[1] or found[3]):
-            self.answer.extend(ids)
-        elif not self.prompt:
-            self.prompt = array("I", ids)
-        return b"" if self._hide else found[0]
+            self.is_unrecognized = True  # not what was asked for: no worker goes on from here
+            return match[0]
+        if len(self.output_ids) + len(ids) > IDS_MAX:
+            self.is_unrecognized = True
+        elif not (match[1] or match[3]):
+            self.output_ids.extend(ids)
+        elif not self.prompt_ids:
+            self.prompt_ids = array("I", ids)
+        return b"" if self._removes_ids else match[0]
 
 
-def _is_one_event(content: bytes) -> bool:
+def _is_single_event(content: bytes) -> bool:
     """Whether an event of one line that says of no failure is all there is."""
     return 0 < content.find(b"\n") == len(content) - 2 and content[-1] == 10 and not content.startswith(_FAILURE)

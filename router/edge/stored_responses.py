@@ -22,29 +22,29 @@ class StoredResponses:
 
     def __init__(self, count_max: int = STORED_MAX) -> None:
         self._count_max = count_max
-        self._holders: OrderedDict[str, str] = OrderedDict()
+        self._workers: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._workers)
 
-    def ended(self, exchange: Exchange) -> None:
+    def record_exchange(self, exchange: Exchange) -> None:
         """Note what an exchange that ended has stored, if it was one that stores."""
         request, decision = exchange.request, exchange.decision
         if request.path != RESPONSES or decision is None or not exchange.outcome.startswith("status_200"):
             return
-        found = _NAME.search(exchange.progress.beginning)
-        if found is not None:
-            self.note(found[1].decode(), decision.worker)
+        match = _NAME.search(exchange.progress.first_bytes)
+        if match is not None:
+            self.record(match[1].decode(), decision.worker)
 
-    def note(self, name: str, worker: str) -> None:
-        self._holders[name] = worker
-        self._holders.move_to_end(name)
-        if len(self._holders) > self._count_max:
-            self._holders.popitem(last=False)
+    def record(self, name: str, worker: str) -> None:
+        self._workers[name] = worker
+        self._workers.move_to_end(name)
+        if len(self._workers) > self._count_max:
+            self._workers.popitem(last=False)
 
-    def holder(self, request: HttpRequest, previous: str | None) -> str | None:
+    def worker_for(self, request: HttpRequest, previous: str | None) -> str | None:
         """The worker that this request has to go to; None where any will do, or none is known. `previous`: the response
         that it goes on from."""
         if request.path.startswith(RESPONSES + "/"):
             previous = request.path[len(RESPONSES) + 1 :].partition("/")[0]
-        return None if previous is None else self._holders.get(previous)
+        return None if previous is None else self._workers.get(previous)

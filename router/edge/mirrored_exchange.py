@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from router.decide.messages import Decision, RouteRequest
-from router.edge.carrier import Carrier
 from router.edge.exchange import Exchange
+from router.edge.exchange_services import ExchangeServices
 from router.http.connection import Client
 from router.http.request import HttpRequest
 
@@ -15,19 +15,21 @@ MIRRORED: Final = "mirrored"
 _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
-class Mirrored(Exchange):
+class MirroredExchange(Exchange):
     """One copy. The core is asked for prices only, so none of its books has the copy."""
 
     __slots__ = ("asked",)
 
-    def __init__(self, proxy: Carrier, client: Client, request: HttpRequest, request_id: str, trace_id: bytes) -> None:
+    def __init__(
+        self, proxy: ExchangeServices, client: Client, request: HttpRequest, request_id: str, trace_id: bytes
+    ) -> None:
         super().__init__(proxy, client, request, request_id, trace_id)
         self.asked: Any = None
         """What the request asks for, where that could be read."""
 
     def price(self, asked: Any, route: RouteRequest) -> None:
         """Note what the router would have done, with the terms of every candidate."""
-        found = self._proxy.core.explain(route, self._proxy.now())
+        found = self._services.core.explain(route, self._services.now())
         if isinstance(found, Decision):
             self.asked, self.route, self.decision = asked, route, found
 

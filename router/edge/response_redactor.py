@@ -1,0 +1,120 @@
+"""Values in an answer that are no client's to know: where KV lies, which worker computed (prompts/worker_fields.py).
+
+Blanks them out in place, so that the length of an answer stays what its head says. Refuses to know HTTP, and of JSON
+all but these keys: a quotation mark in a JSON string is escaped, so no generated text can look like one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+KEYS: Final = (
+    "kv_transfer_params", "ec_transfer_params", "kv_hints", "remote_engine_id", "remote_block_ids", "remote_host",
+    "remote_port", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank",
+    "disaggregated_params", "worker_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank",
+    "decode_dp_rank",
+)  # fmt: skip
+"""Those that engines answer. `request_id` and the like are the client's own."""
+KEY_START_BYTES_MAX: Final = 64
+"""End of a read that may be the beginning of such a key."""
+_KEY_START = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
+_KEY_START_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
+"""Last bytes of what `_BEGUN` finds: a whole event ends with none of them."""
+_NUMBER: Final = b"0123456789+-.eE"
+_OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
+
+
+class ResponseRedactor:
+    """Of one answer, whose content is given to `feed`."""
+
+    __slots__ = (
+        "_depth",
+        "_is_blanking",
+        "_is_chunked",
+        "_is_escaped",
+        "_is_in_number",
+        "_is_in_string",
+        "_key",
+        "_pending",
+    )
+
+    def __init__(self, key: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
+        """`is_chunked`: what is fed has the chunks of HTTP in it, and a value that is cut by one stays as it is."""
+        self._key = key
+        self._is_chunked = is_chunked
+        self._pending = b""
+        self._is_blanking = False
+        """The next byte belongs to a value that is being blanked."""
+        self._depth = 0
+        """Of the value that is being blanked."""
+        self._is_in_string = self._is_escaped = self._is_in_number = False
+
+    def feed(self, content: bytes, *, ends: bool) -> bytes:
+        """Take the next bytes of the content; return what may be passed on, in all as long as what came."""
+        data, out = self._pending + content, bytearray()
+        position = self._blank(data, 0, out) if self._is_blanking else 0
+        while (match := self._key.search(data, position)) is not None:
+            out += data[position : match.end()]
+            position = self._blank_value(data, match.end(), out)
+            if self._is_chunked and (self._is_blanking or b"\r" in data[match.end() : position]):
+                out[-(position - match.end()) or len(out) :] = data[match.end() : position]
+                self._is_blanking = self._is_escaped = False
+        end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
+        self._pending = data[end:]
+        if position == 0 and end == len(data):  # as nearly always
+            return data
+        out += data[position:end]
+        return bytes(out)
+
+    def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
+        """Begin with the first byte of a value, which stays: an empty object, array or text, or 0, is left of it."""
+        first = data[position]
+        self._depth, self._is_in_string, self._is_in_number = int(first in _OPENING), first == _QUOTE, first in _NUMBER
+        self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
+        if not self._is_blanking:
+            return position  # true, false, null
+        out.append(ord("0") if self._is_in_number else first)
+        return self._blank(data, position + 1, out)
+
+    def _blank(self, data: bytes, position: int, out: bytearray) -> int:
+        """Blank from there to the end of the value; return where that is."""
+        while position < len(data) and self._is_blanking:
+            byte = data[position]
+            if self._is_in_number:
+                self._is_in_number = self._is_blanking = byte in _NUMBER
+                if not self._is_blanking:
+                    break
+            elif self._is_in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif byte == _BACKSLASH:
+                    self._is_escaped = True
+                elif byte == _QUOTE:
+                    self._is_in_string = False
+            elif byte == _QUOTE:
+                self._is_in_string = True
+            else:
+                self._depth += (byte in _OPENING) - (byte in _CLOSING)
+            self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
+            out.append(byte if not self._is_blanking else 0x20)
+            position += 1
+        return position
+
+
+def _end_before_key(data: bytes, start: int) -> int:
+    """Return where a key begins that may go on in the next read; the end of `data` where none does."""
+    if data[-1:] not in _KEY_START_ENDS:
+        return len(data)
+    key_start = _KEY_START.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
+    return len(data) if key_start is None else key_start.start()
+
+
+def build_key_pattern(allowed_fields: frozenset[str]) -> re.Pattern[bytes] | None:
+    """What finds these keys with the first byte of a value behind them, but for those that are `passed`."""
+    names = [name for name in KEYS if name not in allowed_fields]
+    if not names:
+        return None
+    # Most keys of an answer begin with another letter, which is looked at once and not for every name.
+    letters = "".join(sorted({name[0] for name in names}))
+    return re.compile(rb'"(?=[%b])(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % (letters.encode(), "|".join(names).encode()))
