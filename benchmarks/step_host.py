@@ -259,8 +259,8 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
         parts.watch("model", owner, name)
     if runner._graphs is not None:
         parts.watch("launch", runner._graphs, "forward")
-    submit = core._submit
-    core._submit = lambda plan: parts.timed("launch", parts.timed("launch", submit)(plan))
+    submit = core._submit_step
+    core._submit_step = lambda plan: parts.timed("launch", parts.timed("launch", submit)(plan))
     return parts
 
 
@@ -287,7 +287,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     config = SchedulerConfig(
         max_num_seqs=max(count, 1), max_num_batched_tokens=options.max_tokens, max_model_len=engine.max_len
     )
-    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlap=engine.overlap)
+    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlaps_steps=engine.overlap)
     context, vocabulary = min(context, engine.max_len - 512), engine.model.config.vocab_size
     first, *others = requests(count, context, vocabulary, penalties, options.block_size)
     core.add(first, 0.0)

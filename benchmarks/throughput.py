@@ -208,7 +208,7 @@ def workload(engine: Engine, sequences: int) -> dict[str, Any]:
     config = SchedulerConfig(
         max_num_seqs=min(512, o.max_tokens), max_num_batched_tokens=o.max_tokens, max_model_len=engine.max_len
     )
-    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlap=engine.overlap)
+    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlaps_steps=engine.overlap)
     for i in range(sequences):
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs[i])
         core.add(Request(request_id=str(i), token_ids=[t % vocabulary for t in prompts[i]], params=params), 0.0)
@@ -222,8 +222,8 @@ def workload(engine: Engine, sequences: int) -> dict[str, Any]:
         inside += time.perf_counter() - start
         return result
 
-    submit = core._submit
-    core._submit = lambda plan: partial(timed, timed(submit, plan))
+    submit = core._submit_step
+    core._submit_step = lambda plan: partial(timed, timed(submit, plan))
     synchronize(engine.device)
     start = time.perf_counter()
     while core.has_work:

@@ -79,14 +79,14 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         no_constraint_reason = unsupported_reason(tokenizer)
         if no_constraint_reason is None:
             grammars = Grammars(partial(GrammarVocabulary, tokenizer, executor.vocab_size))
-        spec = executor.spec
+        spec = executor.cache_spec
         cache = KVCache(
             spec,
             executor.unit_count,
             enable_prefix_caching=config.enable_prefix_caching,
             step_tokens_max=executor.step_tokens_max,
             adaptive_eviction=config.eviction_policy == "adaptive",
-            host_units=executor.host_units,
+            host_unit_count=executor.host_unit_count,
             load_bytes_max=executor.load_bytes_max,
         )
         scheduler_config = SchedulerConfig(
@@ -119,7 +119,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
         num_blocks=executor.unit_count * spec.blocks_per_unit(0),
-        num_host_blocks=executor.host_units * spec.blocks_per_unit(0),
+        num_host_blocks=executor.host_unit_count * spec.blocks_per_unit(0),
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
@@ -129,10 +129,17 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         prefill_order=config.prefill_order,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
         no_constraint_reason=no_constraint_reason,
-        script=executor.script,
+        script=executor.script_turns,
     )
     publish = _discard if publisher is None else publisher.publish
-    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars, copy_s=executor.copy_s)
+    core = EngineCore(
+        scheduler,
+        runner,
+        publish,
+        overlaps_steps=executor.overlaps_steps,
+        grammars=grammars,
+        get_copy_s=executor.get_copy_s,
+    )
     return AssembledEngine(core, info, publisher, executor, grammars)
 
 

@@ -33,7 +33,7 @@ FAILURES_MAX = 10
 GRAMMAR_WAIT_S = 0.01
 """How long a step waits for a grammar where there is nothing else to do: commands are read between steps."""
 
-Publish = Callable[[Collection[Event]], None]
+PublishEvents = Callable[[Collection[Event]], None]
 """Takes what a step changed. The events are made when it is iterated, on whatever thread that is."""
 
 
@@ -60,7 +60,7 @@ class OverlappingRunner(Protocol):
 class Executor:
     """What computes the steps, made and measured: a model on its device, or the simulation of one."""
 
-    spec: CacheSpec
+    cache_spec: CacheSpec
     unit_count: int
     max_model_len: int
     vocab_size: int
@@ -71,29 +71,29 @@ class Executor:
     """
     close: Callable[[], None]
     """End what the steps need besides this process; idempotent."""
-    watch: Callable[[Callable[[str], None]], None]
+    watch_for_loss: Callable[[Callable[[str], None]], None]
     """From now on call back, on any thread, with the reason why no further step can be computed."""
-    simulation_lag: Callable[[], SimulationLag | None]
+    get_simulation_lag: Callable[[], SimulationLag | None]
     step_tokens_max: int
     """In one step, at most."""
-    overlap: bool = False
+    overlaps_steps: bool = False
     """Whether the runner is `OverlappingRunner`, and shall be used so."""
-    host_units: int = 0
+    host_unit_count: int = 0
     """Of host memory under the cache."""
     load_bytes_max: int | None = None
     """That a step with decodes brings back from there; None: however much is asked for."""
-    copy_s: Callable[[], float] = lambda: 0.0
+    get_copy_s: Callable[[], float] = lambda: 0.0
     """Time spent on copies to host memory and back, where the steps wait for them."""
     target_prefill_tokens: int | None = None
     """As `SchedulerConfig` has it."""
-    script: tuple[ScriptTurn, ...] = ()
+    script_turns: tuple[ScriptTurn, ...] = ()
     """What is said turn by turn, where steps are simulated; empty: whatever comes."""
     sleep: Callable[[int], None] = lambda level: None
     """Give memory back, while nothing runs: 1 the cache's, and the device's of the weights; 2 the weights too. Raises
     ValueError where that cannot be. What was cached is gone."""
     wake: Callable[[], None] = lambda: None
     """Take it again, and load dropped weights. Raises ValueErrors, OSError, MemoryError; it sleeps on then."""
-    reload: Callable[[str | None], None] = lambda path: None
+    reload_weights: Callable[[str | None], None] = lambda path: None
     """Compute with the weights of this checkpoint's folder, or None: of the last one, from now on. Raises as `wake`;
     the weights are then the old ones."""
 
@@ -101,7 +101,7 @@ class Executor:
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
     """How far simulated steps lag behind the times that they should take. Seconds."""
 
-    steps: int = 0
+    step_count: int = 0
     step_s: float = 0.0
     """What they should have taken."""
     lag_s: float = 0.0
@@ -112,8 +112,8 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start."""
 
-    running: int
-    waiting: int
+    running_requests: int
+    waiting_requests: int
     kv_cache_usage: float
     """Share of the cache's memory that running sequences hold, 0 .. 1, without what could be evicted."""
     token_limit: int
@@ -133,7 +133,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     preemptions: int
     finished_requests: int
-    steps: int
+    step_count: int
     failed_steps: int
 
 
@@ -142,7 +142,7 @@ class _CompilingRequest(NamedTuple):
 
     request: Request
     arrival_s: float
-    compiling: Future[Any]
+    grammar_future: Future[Any]
 
 
 class EngineCore:
@@ -152,30 +152,31 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        publish: Publish,
+        publish: PublishEvents,
         *,
-        overlap: bool = False,
+        overlaps_steps: bool = False,
         grammars: Grammars | None = None,
-        copy_s: Callable[[], float] = lambda: 0.0,
+        get_copy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`overlap`: the runner is `OverlappingRunner`; a step is planned and begun while the one before is computed.
+        """`overlaps_steps`: the runner is `OverlappingRunner`; a step is planned and begun while another is computed.
 
-        `grammars`: what constrained answers match; None: no request may have a constraint. `copy_s`: as an Executor's.
+        `grammars`: what constrained answers match; None: no request may have a constraint.
+        `get_copy_s`: as an Executor's.
         """
         self.scheduler = scheduler
-        self._submit: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
-        if overlap:
+        self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
+        if overlaps_steps:
             assert isinstance(runner, OverlappingRunner)
-            self._submit = runner.submit
-        self._in_flight_max = 1 + overlap
+            self._submit_step = runner.submit
+        self._steps_in_flight_max = 1 + overlaps_steps
         self._steps_in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         """Steps that were begun, oldest first, and what waits for the result of each."""
-        self._publish = publish
+        self._publish_step_events = publish
         self._grammars = grammars
-        self._copy_s = copy_s
-        self._compiling: dict[str, _CompilingRequest] = {}
+        self._get_copy_s = get_copy_s
+        self._compiling_requests: dict[str, _CompilingRequest] = {}
         """Requests whose grammar is being compiled."""
-        self._steps = 0
+        self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
         """Steps that failed since one was computed."""
@@ -183,7 +184,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work or bool(self._compiling_requests)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
@@ -194,18 +195,18 @@ class EngineCore:
         if constraint is not None:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
-            if (compiling := self._grammars.prepare(constraint.lark)) is not None:
-                self._compiling[request.request_id] = _CompilingRequest(request, now, compiling)
+            if (grammar_future := self._grammars.prepare(constraint.lark_grammar)) is not None:
+                self._compiling_requests[request.request_id] = _CompilingRequest(request, now, grammar_future)
                 return
         self.scheduler.add(request, now)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests; their last outputs (finish_reason ABORT). Unknown or finished ids are passed over."""
-        outputs = (self._abort(request_id) for request_id in request_ids)
+        outputs = (self._abort_request(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
-    def _abort(self, request_id: str) -> SequenceOutput | None:
-        if self._compiling.pop(request_id, None) is None:
+    def _abort_request(self, request_id: str) -> SequenceOutput | None:
+        if self._compiling_requests.pop(request_id, None) is None:
             return self.scheduler.abort(request_id)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
@@ -213,11 +214,11 @@ class EngineCore:
         """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
         nothing to begin; what that one added to each request. Raises RunnerLostError.
         """
-        rejected = self._add_compiled() if self._compiling else []
+        rejected = self._add_compiled() if self._compiling_requests else []
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
             self._begin_step(plan)
-            should_wait = len(self._steps_in_flight) == self._in_flight_max
+            should_wait = len(self._steps_in_flight) == self._steps_in_flight_max
         else:
             should_wait = bool(self._steps_in_flight)
         outputs = self._finish_step() if should_wait else []
@@ -227,13 +228,15 @@ class EngineCore:
     def _add_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
         if not self.scheduler.has_work:
-            wait({entry.compiling for entry in self._compiling.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
-        compiled_ids = [request_id for request_id, entry in self._compiling.items() if entry.compiling.done()]
+            wait({entry.grammar_future for entry in self._compiling_requests.values()}, GRAMMAR_WAIT_S, FIRST_COMPLETED)
+        compiled_ids = [
+            request_id for request_id, entry in self._compiling_requests.items() if entry.grammar_future.done()
+        ]
         rejected = []
         for request_id in compiled_ids:
-            request, arrival_s, compiling = self._compiling.pop(request_id)
+            request, arrival_s, grammar_future = self._compiling_requests.pop(request_id)
             try:
-                compiling.result()
+                grammar_future.result()
                 self.scheduler.add(request, arrival_s)
             except ValueError as error:
                 output = SequenceOutput(request_id=request_id, token_ids=[], error=str(error), is_client_error=True)
@@ -242,9 +245,9 @@ class EngineCore:
         return rejected
 
     def _begin_step(self, plan: StepPlan) -> None:
-        self._steps += 1
+        self._step_count += 1
         try:
-            wait_for_result = self._submit(plan)
+            wait_for_result = self._submit_step(plan)
         except Exception as error:  # noqa: BLE001 - whatever it is: it is told after those of the steps before
             wait_for_result = partial(_raise, error)
         self._steps_in_flight.append((plan, wait_for_result))
@@ -257,14 +260,14 @@ class EngineCore:
         except RunnerLostError:
             raise
         except Exception as error:
-            log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
+            log.exception("step %d failed; its %d requests end with an error", self._step_count, len(plan.chunks))
             self._failed_steps += 1
             self._consecutive_failures += 1
             if self._consecutive_failures >= FAILURES_MAX:
                 raise RunnerLostError(
                     f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
                 ) from error
-            self._steps -= len(self._steps_in_flight)
+            self._step_count -= len(self._steps_in_flight)
             self._steps_in_flight.clear()  # what was begun after it stands on it
             return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
         self._consecutive_failures = 0
@@ -278,8 +281,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
-            running=self.scheduler.running_count,
-            waiting=self.scheduler.waiting_count + len(self._compiling),
+            running_requests=self.scheduler.running_count,
+            waiting_requests=self.scheduler.waiting_count + len(self._compiling_requests),
             kv_cache_usage=usage.live_units / usage.units,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
@@ -288,12 +291,12 @@ class EngineCore:
             host_cache_usage=usage.host_usage,
             host_stored_bytes=usage.host_stored_bytes,
             host_loaded_bytes=usage.host_loaded_bytes,
-            host_copy_s=self._copy_s(),
+            host_copy_s=self._get_copy_s(),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,
             finished_requests=totals.finished_requests,
-            steps=self._steps,
+            step_count=self._step_count,
             failed_steps=self._failed_steps,
         )
 
@@ -303,7 +306,7 @@ class EngineCore:
     def _publish_events(self) -> None:
         events = self.scheduler.cache.take_events()
         if events is not None:
-            self._publish(events)
+            self._publish_step_events(events)
 
 
 def _raise(error: Exception) -> StepResult:

@@ -58,9 +58,9 @@ class DecodeBatch:
         self._request_ids = [entry.request_id for entry in entries]
         self._token_lists = [seq.token_ids for seq in self._sequences]
         self._stop_token_ids = frozenset().union(*{entry.stop_token_ids for entry in entries})
-        self._first_starts = [seq.computed_tokens for seq in self._sequences]
+        self._first_step_starts = [seq.computed_tokens for seq in self._sequences]
         """Of their chunks in the first of its steps."""
-        self._steps = 0
+        self._steps_made = 0
         self.entries_to_grow: list[RequestEntry] = []
         """Who needs a block for the next step, in order: those that filled one in the last."""
         self._entries_to_check: dict[int, list[RequestEntry]] = {}
@@ -80,26 +80,26 @@ class DecodeBatch:
         grown_entries, self.entries_to_grow = self.entries_to_grow, []
         for entry in grown_entries:
             self._schedule_check(entry)
-        return self._entries_to_check.get(self._steps, [])
+        return self._entries_to_check.get(self._steps_made, [])
 
     def make_chunks(self, *, token_on_device: bool) -> Items[Chunk]:
         """Of the next step. `fed`: as Chunk has it."""
-        self.entries_to_grow = self._entries_to_check.pop(self._steps, [])
-        steps, self._steps = self._steps, self._steps + 1
+        self.entries_to_grow = self._entries_to_check.pop(self._steps_made, [])
+        step_index, self._steps_made = self._steps_made, self._steps_made + 1
         if token_on_device:
-            return LazyDecodeChunks(self._sequences, self._first_starts, steps)
-        starts = zip(self._sequences, self._first_starts)
-        return [Chunk(seq, start + steps, start + steps + 1, True) for seq, start in starts]
+            return LazyDecodeChunks(self._sequences, self._first_step_starts, step_index)
+        starts = zip(self._sequences, self._first_step_starts)
+        return [Chunk(seq, start + step_index, start + step_index + 1, True) for seq, start in starts]
 
     def _schedule_check(self, entry: RequestEntry) -> None:
         self._entries_to_check.setdefault(
-            self._steps + entry.next_check_position - entry.seq.computed_tokens, []
+            self._steps_made + entry.next_check_position - entry.seq.computed_tokens, []
         ).append(entry)
 
-    def append_tokens(self, tokens: list[int]) -> DecodedTokens | None:
+    def append_tokens(self, new_token_ids: list[int]) -> DecodedTokens | None:
         """Append a token to each, where none of them ends with that; None, and nothing done, where one may."""
-        if len(self._token_lists[0]) >= self._next_check_length or not self._stop_token_ids.isdisjoint(tokens):
+        if len(self._token_lists[0]) >= self._next_check_length or not self._stop_token_ids.isdisjoint(new_token_ids):
             return None
-        for token_ids, token in zip(self._token_lists, tokens):
+        for token_ids, token in zip(self._token_lists, new_token_ids):
             token_ids.append(token)
-        return DecodedTokens(self._request_ids, tokens)
+        return DecodedTokens(self._request_ids, new_token_ids)

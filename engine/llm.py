@@ -316,7 +316,7 @@ class LLM:
         )
 
     def _convert_logprobs(self, entry: TokenLogprobs) -> Logprobs:
-        ranks_by_token = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+        ranks_by_token = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top_logprobs, 1)}
         ranks_by_token = {entry.token_id: (entry.logprob, entry.rank), **ranks_by_token}
         return {
             token_id: Logprob(logprob, rank, self._factory.token_bytes(token_id).decode("utf-8", "replace"))

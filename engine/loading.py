@@ -100,10 +100,10 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
 
     loaded_model = LoadedModel(config, model, folder, dtype, device, runners)
     return Executor(
-        spec=spec,
+        cache_spec=spec,
         sleep=loaded_model.sleep,
         wake=loaded_model.wake,
-        reload=loaded_model.reload,
+        reload_weights=loaded_model.reload,
         unit_count=unit_count,
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
@@ -111,13 +111,13 @@ def _load_executor(config: EngineConfig, folder: Path, leader: Leader | None) ->
         device=str(device),
         make_runner=make_executor_runner,
         close=close,
-        watch=lambda on_lost: None if leader is None else leader.watch(on_lost),
-        simulation_lag=lambda: None,
+        watch_for_loss=lambda on_lost: None if leader is None else leader.watch(on_lost),
+        get_simulation_lag=lambda: None,
         step_tokens_max=config.step_tokens_max,
-        host_units=host_units,
+        host_unit_count=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
-        copy_s=lambda: runners[0].block_copier.copy_s if runners else 0.0,
-        overlap=should_overlap(config, device),
+        get_copy_s=lambda: runners[0].block_copier.copy_s if runners else 0.0,
+        overlaps_steps=should_overlap(config, device),
         target_prefill_tokens=_target_prefill_tokens(device, dtype),
     )
 

@@ -42,32 +42,32 @@ class PrefillQueue:
 
     def __init__(self, order: PrefillOrder, cache: KVCache) -> None:
         self.is_shortest_first = order == "shortest"
-        self._prefill_work = 0
+        self._prefill_work_tokens = 0
         """Since the start: what steps have computed of prompts, or could have."""
         self._cache = cache
-        self._waiting: list[RequestEntry] = []
+        self._entries: list[RequestEntry] = []
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[RequestEntry]:
-        return iter(self._waiting)
+        return iter(self._entries)
 
     def __getitem__(self, index: int) -> RequestEntry:
-        return self._waiting[index]
+        return self._entries[index]
 
     def first_entries(self, count: int) -> list[RequestEntry]:
         """The first so many, or all."""
-        return self._waiting[:count]
+        return self._entries[:count]
 
     def add_arrival(self, entry: RequestEntry) -> None:
         """A request comes: it waits."""
-        entry.arrival_work = self._prefill_work
+        entry.arrival_work = self._prefill_work_tokens
         self.add(entry)
 
-    def count_work(self, tokens: int) -> None:
+    def add_work(self, tokens: int) -> None:
         """A step was planned that computes so many tokens of prompts, or could."""
-        self._prefill_work += tokens
+        self._prefill_work_tokens += tokens
 
     def add(self, entry: RequestEntry) -> None:
         """A request that has come before waits from now on."""
@@ -78,7 +78,7 @@ class PrefillQueue:
 
     def remove(self, entry: RequestEntry) -> None:
         """It waits no more."""
-        self._waiting.remove(entry)
+        self._entries.remove(entry)
 
     def sort_started(self, entries: Iterable[RequestEntry]) -> list[RequestEntry]:
         """Prompts that were begun, in their order."""
@@ -109,20 +109,20 @@ class PrefillQueue:
 
     def _insert(self, entry: RequestEntry, tokens_remaining: int) -> None:
         self._set_sort_key(entry, tokens_remaining)
-        insort(self._waiting, entry, key=_sort_key)
+        insort(self._entries, entry, key=_sort_key)
 
     def _set_sort_key(self, entry: RequestEntry, tokens_remaining: int) -> None:
         entry.tokens_remaining = tokens_remaining
-        priority, arrival_s, number = entry.arrival_order
+        priority, arrival_s, arrival_number = entry.arrival_order
         entry.sort_key = (
             priority,
             tokens_remaining + AGEING * entry.arrival_work if self.is_shortest_first else 0.0,
             arrival_s,
-            number,
+            arrival_number,
         )
 
     def check_invariants(self) -> None:
-        assert self._waiting == sorted(self._waiting, key=_sort_key)
-        for entry in self._waiting:
+        assert self._entries == sorted(self._entries, key=_sort_key)
+        for entry in self._entries:
             assert entry.seq not in self._cache
             assert entry.seq.computed_tokens == 0

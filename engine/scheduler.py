@@ -90,7 +90,7 @@ class _PlanDraft:
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
     """Those whose blocks have no names yet: up to then they can be preempted."""
     token_budget: int = 0
-    admission_budget_min: int = 1
+    admission_min_tokens: int = 1
     """Of the budget must be left for another prompt to be taken in."""
     skipped_count: int = 0
     """Waiting requests that were passed over."""
@@ -132,12 +132,12 @@ class Scheduler:
         self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
-        self._entries: dict[str, RequestEntry] = {}
-        self._waiting = PrefillQueue(config.prefill_order, cache)
-        self._running: list[RequestEntry] = []
+        self._entry_by_id: dict[str, RequestEntry] = {}
+        self._waiting_queue = PrefillQueue(config.prefill_order, cache)
+        self._running_entries: list[RequestEntry] = []
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
-        self._plan_count = self._applied_count = 0
+        self._plan_count = self._applied_plan_count = 0
         """Plans that were made, and those of them that were applied or failed."""
         self._plans_in_flight: deque[_InFlightPlan] = deque()
         self._last_decode_entries: list[RequestEntry] = []
@@ -146,45 +146,45 @@ class Scheduler:
         """Of the last plan."""
         self._ended_sequences: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
-        self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
+        self._growth_reserve_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
 
     # ------------------------------------------------------------------ questions
 
     @property
     def running_count(self) -> int:
-        return len(self._running)
+        return len(self._running_entries)
 
     @property
     def waiting_count(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting_queue)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._entries or self._plans_in_flight)
+        return bool(self._entry_by_id or self._plans_in_flight)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self._entry_by_id
 
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError for one that can never be served."""
-        length = len(request.token_ids)
-        if request.request_id in self._entries:
+        prompt_tokens = len(request.token_ids)
+        if request.request_id in self._entry_by_id:
             raise RequestRefusedError(f"request_id: {request.request_id!r} is already being served")
-        if not length:
+        if not prompt_tokens:
             raise RequestRefusedError("prompt: expected at least one token, got none")
-        if length >= self.config.max_model_len:
+        if prompt_tokens >= self.config.max_model_len:
             raise RequestRefusedError(
-                f"prompt: {length} tokens leave no room to generate: the model's maximum context length is "
+                f"prompt: {prompt_tokens} tokens leave no room to generate: the model's maximum context length is "
                 f"{self.config.max_model_len} tokens (prompt and output together)"
             )
-        if length >= self.token_limit:
+        if prompt_tokens >= self.token_limit:
             raise RequestRefusedError(
-                f"prompt: {length} tokens can never fit: the KV cache holds {self.token_limit} tokens of one sequence "
-                "(prompt and output together)"
+                f"prompt: {prompt_tokens} tokens can never fit: the KV cache holds {self.token_limit} tokens of one "
+                "sequence (prompt and output together)"
             )
-        params, prompt_len = request.params, length - request.resumed_output_len
+        params, prompt_len = request.params, prompt_tokens - request.resumed_output_len
         seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now)
         stop_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else self.config.eos_token_ids
@@ -193,16 +193,16 @@ class Scheduler:
         arrival_order = request.priority, now, self._arrival_count
         entry = RequestEntry(seq, request.request_id, arrival_order, stop_token_ids, min(self.token_limit, length_max))
         self._arrival_count += 1
-        self._entries[request.request_id] = entry
+        self._entry_by_id[request.request_id] = entry
         self._new_arrivals.append(entry)
-        self._waiting.add_arrival(entry)
+        self._waiting_queue.add_arrival(entry)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time; None where it is not known (any more).
 
         While a step with it is out its blocks stay (others of the step may share them); `apply` frees them.
         """
-        entry = self._entries.pop(request_id, None)
+        entry = self._entry_by_id.pop(request_id, None)
         if entry is None:
             return None
         self._end_request(entry)
@@ -224,7 +224,7 @@ class Scheduler:
             chunks_by_entry = self._plan_chunks()
         except _MustDrain:
             return None
-        assert chunks_by_entry or self._running or not self._waiting, (
+        assert chunks_by_entry or self._running_entries or not self._waiting_queue, (
             "requests wait, and nothing runs that they could wait for"
         )
         if not chunks_by_entry:
@@ -259,11 +259,13 @@ class Scheduler:
 
     @property
     def _can_admit(self) -> bool:
-        return bool(self._waiting) and len(self._running) < self.config.max_num_seqs
+        return bool(self._waiting_queue) and len(self._running_entries) < self.config.max_num_seqs
 
     def _is_all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
-        return len(chunks) == len(self._running) and all(c.should_sample and c.end - c.start == 1 for c in chunks)
+        return len(chunks) == len(self._running_entries) and all(
+            c.should_sample and c.end - c.start == 1 for c in chunks
+        )
 
     def _repeat_decode(self, decode_batch: DecodeBatch) -> Items[Chunk] | None:
         """A decode of everybody again, as planning one by one would find it; None where that may find something else.
@@ -271,7 +273,7 @@ class Scheduler:
         None changes nothing but what it would change too: some have memory for their next token.
         """
         host_loads = self.cache.host_loads
-        if self._ended_sequences or host_loads or self._can_admit or self._running != decode_batch.entries:
+        if self._ended_sequences or host_loads or self._can_admit or self._running_entries != decode_batch.entries:
             return None
         for entry in decode_batch.entries_to_grow:
             start = entry.seq.computed_tokens
@@ -283,8 +285,8 @@ class Scheduler:
             return None
         if host_loads is not None:
             host_loads.begin_step(has_decodes=True)
-        if self._waiting:  # for a seat
-            self._waiting.count_work(self._prefill_budget(len(decode_batch.entries)))
+        if self._waiting_queue:  # for a seat
+            self._waiting_queue.add_work(self._prefill_budget(len(decode_batch.entries)))
         chunks = decode_batch.make_chunks(token_on_device=bool(self._plans_in_flight))
         for entry in entries_to_check:
             self.cache.register_full_blocks(entry.seq, entry.seq.computed_tokens + 1)
@@ -295,42 +297,47 @@ class Scheduler:
         oldest_plan, entries, loading_entries, decode_batch = self._plans_in_flight.popleft()
         assert plan is oldest_plan
         assert len(result.sampled_tokens) == len(plan.chunks)
-        self._applied_count += 1
+        self._applied_plan_count += 1
         self.cache.commit(plan.chunks, self._ended_sequences)
-        if decode_batch is not None and not self._ended_sequences and not result.failures and not result.logprobs:
+        if (
+            decode_batch is not None
+            and not self._ended_sequences
+            and not result.failure_by_chunk
+            and not result.logprobs_by_chunk
+        ):
             decoded_outputs = decode_batch.append_tokens(cast("list[int]", result.sampled_tokens))
             if decoded_outputs is not None:
                 self.totals.generated_tokens += len(decoded_outputs)
                 return decoded_outputs
         outputs: list[SequenceOutput] = []
-        failures, all_logprobs, index = result.failures, result.logprobs, -1
-        for entry, chunk, token in zip(entries, plan.chunks, result.sampled_tokens):  # the hot loop
+        failure_by_chunk, all_logprobs, index = result.failure_by_chunk, result.logprobs_by_chunk, -1
+        for entry, chunk, token_id in zip(entries, plan.chunks, result.sampled_tokens):  # the hot loop
             index += 1
             if entry.has_ended:
                 self._end_request(entry)
                 continue
             if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
-                entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
+                entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
-            if failures and (failure_message := failures.get(index)) is not None:
+            if failure_by_chunk and (failure_message := failure_by_chunk.get(index)) is not None:
                 outputs.append(self._fail_request(entry, failure_message))
                 continue
-            assert token is not None, f"chunk {index} samples, but the result holds no token for it"
-            tokens = entry.seq.token_ids
-            tokens.append(token)
-            output = SequenceOutput(request_id=entry.request_id, token_ids=[token])
+            assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
+            token_ids = entry.seq.token_ids
+            token_ids.append(token_id)
+            output = SequenceOutput(request_id=entry.request_id, token_ids=[token_id])
             if not entry.has_reported_prompt:
                 self._add_prompt_results(entry, output)
-            if len(tokens) >= entry.length_max or token in entry.stop_token_ids:
-                self._finish_if_complete(entry, token, output)
+            if len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids:
+                self._finish_if_complete(entry, token_id, output)
             outputs.append(output)
             if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
         for entry in loading_entries:
             if entry.has_ended:
                 self._end_request(entry)
-        self.totals.generated_tokens += len(outputs) - len(result.failures)
+        self.totals.generated_tokens += len(outputs) - len(result.failure_by_chunk)
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
@@ -338,32 +345,32 @@ class Scheduler:
 
         Nor was the one after it, if there is one: those that it alone has wait again.
         """
-        plans, self._plans_in_flight, self._applied_count = self._plans_in_flight, deque(), self._plan_count
+        plans, self._plans_in_flight, self._applied_plan_count = self._plans_in_flight, deque(), self._plan_count
         oldest_plan, entries, _, _ = plans[0]
         assert plan is oldest_plan
         for _ in plans:
             self.cache.rollback()
         outputs: list[SequenceOutput] = []
-        starts = {
+        start_by_entry = {
             entry: chunk.start
             for later_plan, later_entries, _, _ in list(plans)[1:]
             for entry, chunk in zip(later_entries, later_plan.chunks)
         }
         for _, _, loading_entries, _ in plans:
             for entry in loading_entries:
-                starts.setdefault(entry, entry.seq.computed_tokens)
-        for entry in sorted(starts.keys() - set(entries), reverse=True):
+                start_by_entry.setdefault(entry, entry.seq.computed_tokens)
+        for entry in sorted(start_by_entry.keys() - set(entries), reverse=True):
             if entry.has_ended:
                 self._remove(entry)
             else:
-                self._undo_unexecuted(entry, starts[entry])
+                self._undo_unexecuted_step(entry, start_by_entry[entry])
         for entry in reversed(entries):
             self._remove(entry)
             if entry.has_ended:
                 continue
             outputs.append(self._make_error_output(entry, message))
         if self.cache.invalidate_failed_copies():
-            for entry in self._running[::-1]:
+            for entry in self._running_entries[::-1]:
                 self._preempt(entry)
             self.cache.invalidate_failed_copies()
         return outputs[::-1]
@@ -375,15 +382,15 @@ class Scheduler:
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
-        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if entry.request_id in self._entries]
-        for entry in self._running:
+        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if entry.request_id in self._entry_by_id]
+        for entry in self._running_entries:
             if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
-                self._waiting.discount_shared_prefix(entry.seq, new_entries)
+                self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     @property
     def _uses_shared_prefixes(self) -> bool:
         """Whether it matters what prompts have in common."""
-        return self._waiting.is_shortest_first or self.cache.spec.state is not None
+        return self._waiting_queue.is_shortest_first or self.cache.spec.state is not None
 
     def _plan_chunks(self) -> dict[RequestEntry, Chunk]:
         """Chunks of the next step: of decodes, then of prefills in their order. Raises _MustDrain."""
@@ -392,21 +399,21 @@ class Scheduler:
         decode_count = len(draft.chunks)
         draft.token_budget = budget = self.config.max_num_batched_tokens - decode_count
         if self.config.target_prefill_tokens is not None:
-            draft.admission_budget_min = max(1, budget - self.config.target_prefill_tokens + 1)
+            draft.admission_min_tokens = max(1, budget - self.config.target_prefill_tokens + 1)
         if host_loads is not None:
             host_loads.begin_step(has_decodes=bool(draft.chunks))
-        for entry in self._waiting.sort_started(entry for entry in started_prefills if entry.seq in self.cache):
-            if self._waiting.is_shortest_first:
+        for entry in self._waiting_queue.sort_started(entry for entry in started_prefills if entry.seq in self.cache):
+            if self._waiting_queue.is_shortest_first:
                 self._admit_waiting(draft, entry)
-            if draft.token_budget >= (draft.admission_budget_min if self._waiting.is_shortest_first else 1):
+            if draft.token_budget >= (draft.admission_min_tokens if self._waiting_queue.is_shortest_first else 1):
                 self._continue_prefill(entry, draft)
         draft.skipped_count = 0  # what they waited for may be in this step
         self._admit_waiting(draft)
         self._register_blocks(draft)
         prefill_tokens = max(0, budget - draft.token_budget)
-        has_no_seat = bool(self._waiting) and len(self._running) >= self.config.max_num_seqs
-        self._waiting.count_work(
-            max(prefill_tokens, self._prefill_budget(decode_count)) if has_no_seat else prefill_tokens
+        is_batch_full = bool(self._waiting_queue) and len(self._running_entries) >= self.config.max_num_seqs
+        self._waiting_queue.add_work(
+            max(prefill_tokens, self._prefill_budget(decode_count)) if is_batch_full else prefill_tokens
         )
         return draft.chunks
 
@@ -422,7 +429,7 @@ class Scheduler:
         """Chunks for those who decode. Who does not, yet."""
         block_size, host_loads, chunks = self.cache.block_size, self.cache.host_loads, draft.chunks
         prefills: list[RequestEntry] = []
-        for entry in list(self._running):
+        for entry in list(self._running_entries):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
             if start < entry.next_check_position:
@@ -468,7 +475,7 @@ class Scheduler:
                 return False
             if self._plans_in_flight:
                 raise _MustDrain
-            victim = self._running[-1]
+            victim = self._running_entries[-1]
             if (chunk := draft.chunks.pop(victim, None)) is not None:
                 draft.token_budget += chunk.end - chunk.start
             draft.is_admission_closed = True
@@ -478,22 +485,22 @@ class Scheduler:
 
     def _preempt(self, entry: RequestEntry) -> None:
         self._decode_batch = None
-        self._running.remove(entry)
+        self._running_entries.remove(entry)
         self.cache.release(entry.seq)
         entry.seq.preemptions += 1
         entry.next_check_position = 0
         entry.prompt_logprobs.clear()
         self.totals.preemptions += 1
-        self._waiting.add(entry)
+        self._waiting_queue.add(entry)
 
     def _find_loading_entries(self, chunks_by_entry: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
         if self.cache.host_loads is None or not self.cache.host_loads.planned_loads:
             return []
         seqs = {load.seq for load in self.cache.host_loads.planned_loads if load is not None}
-        return [entry for entry in self._running if entry.seq in seqs and entry not in chunks_by_entry]
+        return [entry for entry in self._running_entries if entry.seq in seqs and entry not in chunks_by_entry]
 
-    def _undo_unexecuted(self, entry: RequestEntry, start: int) -> None:
+    def _undo_unexecuted_step(self, entry: RequestEntry, start: int) -> None:
         """Of a step from `start` that was planned and never computed: as if it had not been, if it was the first."""
         seq = entry.seq
         is_first_admission = not seq.preemptions and start == seq.cached_tokens
@@ -501,13 +508,13 @@ class Scheduler:
         if is_first_admission:
             self.totals.preemptions -= 1
             seq.preemptions = 0
-            self._count_prompt(seq, -1)
+            self._add_prompt_totals(seq, -1)
 
-    def _count_prompt(self, seq: Sequence, times: int) -> None:
-        self.totals.prefix_queried_tokens += times * seq.prompt_len
-        self.totals.prefix_hit_tokens += times * seq.cached_tokens
-        self.totals.host_hit_tokens += times * seq.host_tokens
-        self.totals.prompt_tokens += times * seq.prompt_len
+    def _add_prompt_totals(self, seq: Sequence, sign: int) -> None:
+        self.totals.prefix_queried_tokens += sign * seq.prompt_len
+        self.totals.prefix_hit_tokens += sign * seq.cached_tokens
+        self.totals.host_hit_tokens += sign * seq.host_tokens
+        self.totals.prompt_tokens += sign * seq.prompt_len
 
     def _admit_waiting(self, draft: _PlanDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests, in order, while budget, seats and memory last; only those whose turn is `before`
@@ -515,28 +522,28 @@ class Scheduler:
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
         """
-        waiting = self._waiting
+        waiting_queue = self._waiting_queue
         while (
-            draft.skipped_count < min(len(waiting), _WAITING_SCAN_MAX)
+            draft.skipped_count < min(len(waiting_queue), _WAITING_SCAN_MAX)
             and not draft.is_admission_closed
-            and draft.token_budget >= draft.admission_budget_min
-            and len(self._running) < self.config.max_num_seqs
+            and draft.token_budget >= draft.admission_min_tokens
+            and len(self._running_entries) < self.config.max_num_seqs
         ):
             if started_entry is None:  # nobody is preempted any more
                 self._register_blocks(draft)
-            entry = waiting[draft.skipped_count]
+            entry = waiting_queue[draft.skipped_count]
             seq = entry.seq
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:
                 return
             # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
-            spare_blocks = self._spare_blocks if self._running else 0
-            if not self.cache.has_spare_blocks(spare_blocks + 1):
+            reserve_blocks = self._growth_reserve_blocks if self._running_entries else 0
+            if not self.cache.has_room_for_blocks(reserve_blocks + 1):
                 draft.is_admission_closed = True
             elif self.cache.should_wait(seq):
                 draft.skipped_count += 1
-            elif draft.requeued_count < _WAITING_SCAN_MAX and waiting.requeue_if_longer(entry):
+            elif draft.requeued_count < _WAITING_SCAN_MAX and waiting_queue.requeue_if_longer(entry):
                 draft.requeued_count += 1
-            elif self.cache.admit(seq, spare_blocks):
+            elif self.cache.admit(seq, reserve_blocks):
                 draft.has_admitted = True
                 self._start_prefill(entry, draft)
             else:
@@ -544,14 +551,14 @@ class Scheduler:
 
     def _start_prefill(self, entry: RequestEntry, draft: _PlanDraft) -> None:
         """The first chunk of a request that was just admitted."""
-        seq, waiting = entry.seq, self._waiting
+        seq, waiting = entry.seq, self._waiting_queue
         waiting.remove(entry)
         if self._uses_shared_prefixes:
             waiting.discount_shared_prefix(seq, waiting.first_entries(_WAITING_SCAN_MAX))
-        insort(self._running, entry)
+        insort(self._running_entries, entry)
         if not seq.preemptions:
             seq.cached_tokens = seq.computed_tokens
-            self._count_prompt(seq, 1)
+            self._add_prompt_totals(seq, 1)
         if self.cache.host_loads and seq in self.cache.host_loads:
             return
         end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
@@ -580,29 +587,29 @@ class Scheduler:
 
     def _make_error_output(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """Forget it; its last output."""
-        del self._entries[entry.request_id]
+        del self._entry_by_id[entry.request_id]
         return SequenceOutput(
             request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message
         )
 
-    def _finish_if_complete(self, entry: RequestEntry, token: int, output: SequenceOutput) -> None:
+    def _finish_if_complete(self, entry: RequestEntry, token_id: int, output: SequenceOutput) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
-        if token in entry.stop_token_ids and entry.seq.output_len >= params.min_tokens:
+        if token_id in entry.stop_token_ids and entry.seq.output_len >= params.min_tokens:
             output.finish_reason = FinishReason.STOP
-            if params.ignore_eos or token not in self.config.eos_token_ids:
-                output.stop_token_id = token
+            if params.ignore_eos or token_id not in self.config.eos_token_ids:
+                output.stop_token_id = token_id
         elif len(entry.seq.token_ids) >= entry.length_max:
             output.finish_reason = FinishReason.LENGTH
         else:
             return
         self._end_request(entry)
-        del self._entries[entry.request_id]
+        del self._entry_by_id[entry.request_id]
         self.totals.finished_requests += 1
 
     def _end_request(self, entry: RequestEntry) -> None:
         """Take a request out, once no plan with it is out."""
-        if entry.last_plan_number > self._applied_count:
+        if entry.last_plan_number > self._applied_plan_count:
             entry.has_ended, entry.next_check_position = True, 0
             self._ended_sequences.add(entry.seq)
             if self.cache.host_loads is not None:
@@ -614,26 +621,28 @@ class Scheduler:
         """Take a request out of the queue it is in and give its blocks back."""
         self._ended_sequences.discard(entry.seq)
         if entry.seq in self.cache:
-            self._running.remove(entry)
+            self._running_entries.remove(entry)
             self.cache.release(entry.seq)
         else:
-            self._waiting.remove(entry)
+            self._waiting_queue.remove(entry)
         self.cache.discard_keys(entry.seq)
 
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()
-        self._waiting.check_invariants()
-        assert self._running == sorted(self._running)
-        assert len(self._running) <= self.config.max_num_seqs
-        assert len(self._running) + len(self._waiting) == len(self._entries) + len(self._ended_sequences)
-        for entry in self._running:
+        self._waiting_queue.check_invariants()
+        assert self._running_entries == sorted(self._running_entries)
+        assert len(self._running_entries) <= self.config.max_num_seqs
+        assert len(self._running_entries) + len(self._waiting_queue) == len(self._entry_by_id) + len(
+            self._ended_sequences
+        )
+        for entry in self._running_entries:
             assert entry.seq in self.cache
             assert (entry.seq in self._ended_sequences) == entry.has_ended
             plans_with_entry = sum(
                 entry in (*entries, *loading_entries) for _, entries, loading_entries, _ in self._plans_in_flight
             )
-            assert (entry.last_plan_number > self._applied_count) == (plans_with_entry > 0)
+            assert (entry.last_plan_number > self._applied_plan_count) == (plans_with_entry > 0)
             assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + plans_with_entry + entry.has_ended
             assert entry.next_check_position < len(entry.seq.block_tables[0]) * self.cache.block_size

@@ -46,7 +46,7 @@ BlockId = NewType("BlockId", int)
 class CopyDirection(enum.IntEnum):
     """From which memory to which a block is copied."""
 
-    WITHIN = 0
+    WITHIN_DEVICE = 0
     """The device's own."""
     TO_HOST = 1
     FROM_HOST = 2
@@ -58,7 +58,7 @@ class BlockCopy(NamedTuple):
     kind: int
     source: BlockId
     target: BlockId
-    direction: CopyDirection = CopyDirection.WITHIN
+    direction: CopyDirection = CopyDirection.WITHIN_DEVICE
 
 
 class RunnerLostError(RuntimeError):
@@ -77,11 +77,11 @@ class FinishReason(str, enum.Enum):
 class Constraint(msgspec.Struct, frozen=True):
     """What an answer must match."""
 
-    lark: str
+    lark_grammar: str
     """Its grammar."""
     param: str
     """The field that asked for it, for errors."""
-    source: bytes = b""
+    source_json: bytes = b""
     """Format that the grammar was written from, as JSON; empty once the grammar is checked."""
     reasoning_start_token: TokenIdField | None = None
     """The token with which a thought may begin that comes first; None: one has begun, or none comes."""
@@ -137,12 +137,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     logprob: float
     rank: int
     """1 = the likeliest token of the vocabulary."""
-    top: list[tuple[int, float]]
+    top_logprobs: list[tuple[int, float]]
 
 
 def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
     """Number of (token, logprob) pairs."""
-    return sum(1 if position is None else 1 + len(position.top) for position in positions)
+    return sum(1 if position is None else 1 + len(position.top_logprobs) for position in positions)
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -223,13 +223,13 @@ class Chunk(msgspec.Struct, gc=False):
 class LazyDecodeChunks(Items[Chunk]):
     """A decode of each sequence, all fed: made when they are looked at, for in most steps few are."""
 
-    __slots__ = ("_count", "_first_starts", "sequences")
+    __slots__ = ("_first_starts", "_steps_taken", "sequences")
 
-    def __init__(self, sequences: list[Sequence], first_starts: list[int], count: int) -> None:
+    def __init__(self, sequences: list[Sequence], first_starts: list[int], steps_taken: int) -> None:
         """Chunk i starts at `first_starts[i] + count`. Neither list changes any more."""
         self.sequences = sequences
         self._first_starts = first_starts
-        self._count = count
+        self._steps_taken = steps_taken
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -241,7 +241,7 @@ class LazyDecodeChunks(Items[Chunk]):
     def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
         if isinstance(index, slice):
             return list(self)[index]
-        start = self._first_starts[index] + self._count
+        start = self._first_starts[index] + self._steps_taken
         return Chunk(self.sequences[index], start, start + 1, True, True)
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -272,9 +272,9 @@ class StepResult:
     """What the runner found; `sampled[i]` belongs to `plan.chunks[i]` and is None where that chunk samples nothing."""
 
     sampled_tokens: list[int | None]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs_by_chunk: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Chunk index -> logprobs of its sampled token, for sequences that asked."""
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs_by_chunk: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""
-    failures: dict[int, str] = field(default_factory=dict)
+    failure_by_chunk: dict[int, str] = field(default_factory=dict)
     """Chunk index -> why its answer cannot go on; its token means nothing."""

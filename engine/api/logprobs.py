@@ -61,7 +61,7 @@ class LogprobFormatter:
 
     def format_chat(self, position: TokenLogprobs) -> bytes:
         """JSON of OpenAI's chat form."""
-        top_entries = [b"%b}" % self._chat_entry(token_id, logprob) for token_id, logprob in position.top]
+        top_entries = [b"%b}" % self._chat_entry(token_id, logprob) for token_id, logprob in position.top_logprobs]
         entry = self._chat_entry(position.token_id, position.logprob)
         return b'%b,"top_logprobs":[%b]}' % (entry, b",".join(top_entries))
 
@@ -77,7 +77,7 @@ class LogprobFormatter:
             return
         scores.token_logprobs.append(_at_least_floor(position.logprob))
         top = {self._encode_token(token_id): _encode_logprob(position.logprob)}
-        top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top)
+        top.update((self._encode_token(top_id), _encode_logprob(logprob)) for top_id, logprob in position.top_logprobs)
         scores.top_logprobs.append(b"{%b}" % b",".join([b"%b:%b" % pair for pair in top.items()]))
 
     def format_prompt(self, position: TokenLogprobs | None) -> bytes:
@@ -85,7 +85,7 @@ class LogprobFormatter:
         if position is None:
             return b"null"
         entries = {position.token_id: (position.logprob, position.rank)}
-        entries.update((token_id, (logprob, rank)) for rank, (token_id, logprob) in enumerate(position.top, 1))
+        entries.update((token_id, (logprob, rank)) for rank, (token_id, logprob) in enumerate(position.top_logprobs, 1))
         items = [
             b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
             % (token_id, _encode_logprob(logprob), rank, self._encode_token(token_id))

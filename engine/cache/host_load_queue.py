@@ -174,4 +174,4 @@ class HostLoadQueue:
         assert all(self._unplanned_loads.values())
         assert len(blocks) == len(self.unplanned_blocks)
         assert set(blocks) == self.unplanned_blocks
-        assert all(block.refs == 1 for block in blocks), "a block whose copy is not planned is shared"
+        assert all(block.ref_count == 1 for block in blocks), "a block whose copy is not planned is shared"

@@ -172,13 +172,13 @@ class HostTier:
         self.loaded_counts[host_block.kind] += 1
 
     def unpin(self, host_block: Block[Node]) -> None:
-        if host_block.node is None and host_block.refs == 1:
+        if host_block.node is None and host_block.ref_count == 1:
             self._unplanned_copies.pop(host_block, None)
         self.pool.release(host_block, host_block.state_value)
 
     def finish_promotion(self, host_block: Block[Node]) -> None:
         """The device has a computed copy of a block that was held for it, or it was forgotten."""
-        if host_block.refs > 1:  # somebody else reads it, too
+        if host_block.ref_count > 1:  # somebody else reads it, too
             self.unpin(host_block)
             return
         if (node := host_block.node) is not None:
@@ -201,7 +201,7 @@ class HostTier:
         if (
             node.host_blocks is not None
             and (host_block := node.host_blocks[block.kind]) is not None
-            and not host_block.refs
+            and not host_block.ref_count
         ):
             self._drop(host_block)
 
@@ -240,7 +240,7 @@ class HostTier:
                 and (parent_block := parent.host_blocks[FULL_KIND])
             )
             self._eviction_order.remove_host_leaf(
-                node, parent if parent_is_leaf and parent_block is not None and not parent_block.refs else None
+                node, parent if parent_is_leaf and parent_block is not None and not parent_block.ref_count else None
             )
 
     def _drop_subtree(self, root: Node) -> None:
@@ -277,14 +277,14 @@ class HostTier:
 
     def _free_if_unpinned(self, host_block: Block[Node]) -> None:
         """It has lost its name: unless a step reads it, its memory is free, and nothing is to be copied there."""
-        if not host_block.refs:
+        if not host_block.ref_count:
             self._unplanned_copies.pop(host_block, None)
             self.pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block[Node]]) -> None:
         """`pinned_blocks`: an entry for each reference of a step that is out."""
         self.pool.check_invariants()
-        assert all(host_block.node is not None or host_block.refs for host_block in self._unplanned_copies), (
+        assert all(host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copies), (
             "to be copied to memory that is free"
         )
         unplanned_blocks = {
@@ -298,10 +298,10 @@ class HostTier:
         }
         for unit in self.pool.units:
             for host_block in unit.blocks:
-                assert host_block.refs == pinned_blocks.count(host_block), f"{host_block!r} of the host"
+                assert host_block.ref_count == pinned_blocks.count(host_block), f"{host_block!r} of the host"
                 assert (host_block in named_blocks) == (host_block.node is not None)
         for node in self._tree.nodes():
             assert node.host_blocks is None or any(node.host_blocks)
             for kind, block in enumerate(node.host_blocks or ()):
                 assert block is None or (block.node is node and block.kind == kind)
-                assert block is None or block.refs or not node.has_computed(kind), "kept twice"
+                assert block is None or block.ref_count or not node.has_computed(kind), "kept twice"

@@ -73,12 +73,12 @@ class KVCache:
         enable_prefix_caching: bool = True,
         step_tokens_max: int | None = None,
         adaptive_eviction: bool = False,
-        host_units: int = 0,
+        host_unit_count: int = 0,
         load_bytes_max: int | None = None,
     ) -> None:
         """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
 
-        `adaptive_eviction` takes effect where no window slides. `host_units`: of host memory
+        `adaptive_eviction` takes effect where no window slides. `host_unit_count`: of host memory
         under the device's, none without prefix caching. `load_bytes_max`: that a step with decodes brings back from it.
         """
         self.spec = spec
@@ -87,14 +87,16 @@ class KVCache:
         self._groups = range(len(spec.groups))
         blocks_per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
         self._windows = AttentionWindows(spec, step_tokens_max)
-        host_units *= enable_prefix_caching
+        host_unit_count *= enable_prefix_caching
         self._eviction_order: AdaptiveEviction[Node] | None = None
         if adaptive_eviction and enable_prefix_caching and not self._windows:
             state_valuation = (
                 None if spec.state is None else StateValuation(blocks_per_unit[FULL_KIND], Node.saved_blocks)
             )
             self._eviction_order = AdaptiveEviction(
-                (unit_count + host_units) * blocks_per_unit[FULL_KIND], spec.block_size, state_valuation=state_valuation
+                (unit_count + host_unit_count) * blocks_per_unit[FULL_KIND],
+                spec.block_size,
+                state_valuation=state_valuation,
             )
         self._turns: dict[Sequence, ConversationTurn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._eviction_order)
@@ -111,9 +113,9 @@ class KVCache:
         self._block_copies: list[BlockCopy] = []
         """Of the plan being made."""
         self.host_tier: HostTier | None = None
-        if host_units:
+        if host_unit_count:
             self.host_tier = self.tree.host_tier = HostTier(
-                host_units, blocks_per_unit, state_kind, self.tree, self._block_copies, self._eviction_order
+                host_unit_count, blocks_per_unit, state_kind, self.tree, self._block_copies, self._eviction_order
             )
         self.host_loads = (
             None
@@ -147,9 +149,9 @@ class KVCache:
         """Tokens that one sequence alone can hold."""
         return self._windows.token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
 
-    def has_spare_blocks(self, spare_blocks: int) -> bool:
+    def has_room_for_blocks(self, block_count: int) -> bool:
         """Whether so many more tokens' worth of blocks could be live beside what is live now."""
-        return self.pool.can_allocate(self._windows.blocks_needed(spare_blocks))
+        return self.pool.can_allocate(self._windows.blocks_needed(block_count))
 
     def match_prefix(self, seq: Sequence) -> list[Node]:
         """The nodes of the longest known prefix of `seq`, early sharing included; changes nothing.
@@ -183,7 +185,7 @@ class KVCache:
 
     # ------------------------------------------------------------------ a sequence's blocks
 
-    def admit(self, seq: Sequence, spare_blocks: int = 0) -> bool:
+    def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
         """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed_tokens`.
 
         False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
@@ -192,15 +194,15 @@ class KVCache:
         assert seq not in self._seq_blocks
         matched_nodes = self.match_prefix(seq)
         nodes = matched_nodes[: self._windows.resumable_count(matched_nodes)]
-        counts = self._windows.blocks_needed(-(-len(seq.token_ids) // self.block_size) + spare_blocks)
+        counts = self._windows.blocks_needed(-(-len(seq.token_ids) // self.block_size) + reserve_blocks)
         for g, window in enumerate(self._windows.window_blocks):
             window_nodes = nodes if window is None else nodes[max(0, len(nodes) - window) :]
-            counts[g] -= sum(block.refs > 0 for node in window_nodes if (block := node.blocks[g]) is not None)
+            counts[g] -= sum(block.ref_count > 0 for node in window_nodes if (block := node.blocks[g]) is not None)
         if not self.pool.can_allocate(counts):
             return False
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
         source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].can_resume(-1) else None
-        should_copy = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
+        should_copy = source is None or source.ref_count > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         seq_blocks = SequenceBlocks(len(self._groups))
         host_hits: list[HostHit] = []
         state_load: list[tuple[Block[Node], Block[Node]]] = []
@@ -403,7 +405,7 @@ class KVCache:
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
         host_blocks = [] if self.host_tier is None else self._untrusted_host_blocks + self.host_tier.untrusted_blocks()
-        if any(block.refs for block in self._untrusted_blocks + host_blocks):
+        if any(block.ref_count for block in self._untrusted_blocks + host_blocks):
             return True
         for block in self._untrusted_blocks:
             if block.node is not None:
@@ -426,7 +428,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget every name. Sequences keep the blocks they hold, but what they finish from now on stays unnamed."""
         for block in self.tree.clear():
-            if block.refs == 0:
+            if block.ref_count == 0:
                 self.pool.drop(block)
         for seq, seq_blocks in self._seq_blocks.items():
             self._detach(seq, seq_blocks)
@@ -469,7 +471,7 @@ class KVCache:
             self.host_tier.check_invariants(pinned_host_blocks + self.host_loads.pinned_host_blocks())
         for unit in self.pool.units:
             for block in unit.blocks:
-                assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
+                assert block.ref_count == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
 
     # ------------------------------------------------------------------ inside
 

@@ -96,4 +96,4 @@ class Node:
 
     def _has_superseded_state(self) -> bool:
         block = self.blocks[-1] or (None if self.host_blocks is None else self.host_blocks[-1])
-        return block is not None and block.is_superseded and not block.refs
+        return block is not None and block.is_superseded and not block.ref_count

@@ -1,8 +1,8 @@
 """The unit pool: one buffer, cut into units of equal bytes, each FREE or given to one kind.
 
 A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A unit of
-kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (nobody's), **live** (`refs` > 0) or
-**cached** (no refs, but named in the prefix tree). A dense model is the case of one kind with N = 1.
+kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (nobody's), **live** (`ref_count` > 0)
+or **cached** (no references, but named in the prefix tree). A dense model is the case of one kind with N = 1.
 
 Owns which block is in which of these states, their age, and the order in which memory is taken. Refuses to know
 hashes, sequences, tensors and events: what a cached block means is the business of the `evict` callback, which is
@@ -28,13 +28,13 @@ _CLOCK_BITS = 40
 """Low bits of a stamp: the order of releases, which decides among equals."""
 
 
-_SUPERSEDED_SHARE = 16
+_SUPERSEDED_DIVISOR = 16
 """A superseded state counts for one part in so many of what it saves."""
 
 
-def state_value(saved_blocks: int, *, is_superseded: bool) -> int:
+def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
     """What a state is worth, in blocks of full attention, that saves so many over the one before it."""
-    return -(-saved_blocks // _SUPERSEDED_SHARE) if is_superseded else saved_blocks
+    return -(-saved_blocks // _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
 
 
 class Block(Generic[NodeT]):
@@ -48,15 +48,15 @@ class Block(Generic[NodeT]):
         "is_shared",
         "is_superseded",
         "node",
-        "refs",
+        "ref_count",
         "state_value",
         "unit",
     )
 
-    def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
+    def __init__(self, unit: Unit[NodeT], slot: int, blocks_per_unit: int) -> None:
         self.unit = unit
-        self.id = BlockId(unit.index * per_unit + slot)
-        self.refs = 0
+        self.id = BlockId(unit.index * blocks_per_unit + slot)
+        self.ref_count = 0
         self.node: NodeT | None = None
         self.is_pending = False
         """Named, but its content is computed only in the step being planned: not announced yet."""
@@ -77,7 +77,7 @@ class Block(Generic[NodeT]):
         return self.unit.kind
 
     def __repr__(self) -> str:
-        return f"Block({self.id}, kind={self.unit.kind}, refs={self.refs}, named={self.node is not None})"
+        return f"Block({self.id}, kind={self.unit.kind}, refs={self.ref_count}, named={self.node is not None})"
 
 
 class Unit(Generic[NodeT]):
@@ -122,11 +122,11 @@ class UnitPool(Generic[NodeT]):
         self.blocks_per_unit = tuple(blocks_per_unit)
         self.units: list[Unit[NodeT]] = [Unit(i) for i in range(unit_count)]
         self._free_units: list[Unit[NodeT]] = self.units[::-1]
-        self._evict = evict
+        self._evict_block = evict
         self._state_kind = state_kind
         self._eviction_order = eviction_order
-        self._clock = 0
-        self._inflation = 0
+        self._release_count = 0
+        self._inflation_value = 0
         self._live_blocks = [0] * len(blocks_per_unit)
         self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
         # Cached blocks of each kind, oldest first.
@@ -150,10 +150,12 @@ class UnitPool(Generic[NodeT]):
         """Units that the live blocks need when packed: what no eviction and no compaction can give back."""
         return self._live_units
 
-    def can_allocate(self, counts: Sequence[int]) -> bool:
-        """Whether `counts[k]` more live blocks of every kind k fit, counting what eviction and compaction free."""
-        units = sum(-(-(live + count) // n) for live, count, n in zip(self._live_blocks, counts, self.blocks_per_unit))
-        return units <= len(self.units)
+    def can_allocate(self, block_counts: Sequence[int]) -> bool:
+        """Whether `block_counts[k]` more live blocks of every kind k fit after eviction and compaction."""
+        units_needed = sum(
+            -(-(live + count) // n) for live, count, n in zip(self._live_blocks, block_counts, self.blocks_per_unit)
+        )
+        return units_needed <= len(self.units)
 
     # ------------------------------------------------------------------ changes
 
@@ -169,21 +171,21 @@ class UnitPool(Generic[NodeT]):
             block = self._take_hole(kind)
         if block is None:
             unit = self._free_units.pop()
-            n = self.blocks_per_unit[kind]
+            blocks_per_unit = self.blocks_per_unit[kind]
             unit.kind = kind
-            unit.blocks = [Block(unit, slot, n) for slot in range(n)]
+            unit.blocks = [Block(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
             unit.holes = unit.blocks[::-1]
             block = unit.holes.pop()
-            if n > 1:
-                self._units_by_holes[kind][n - 1][unit] = None
-        block.refs = 1
+            if blocks_per_unit > 1:
+                self._units_by_holes[kind][blocks_per_unit - 1][unit] = None
+        block.ref_count = 1
         self._add_live(block.unit, kind)
         return block
 
     def acquire(self, block: Block[NodeT]) -> None:
         """One more reference to a live or cached block."""
-        block.refs += 1
-        if block.refs == 1:
+        block.ref_count += 1
+        if block.ref_count == 1:
             unit = block.unit
             del self._cached_blocks[block.kind][block]
             if unit.live_blocks == 0 and block.kind != self._state_kind:
@@ -200,9 +202,9 @@ class UnitPool(Generic[NodeT]):
         is the number of full-attention blocks that a cached state saves from being computed again; a unit of KV is
         worth the blocks it holds, which among KV alone is LRU.
         """
-        assert block.refs > 0, f"{block!r} released more often than held"
-        block.refs -= 1
-        if block.refs:
+        assert block.ref_count > 0, f"{block!r} released more often than held"
+        block.ref_count -= 1
+        if block.ref_count:
             return
         kind, unit = block.kind, block.unit
         self._count_live(kind, -1)
@@ -212,11 +214,11 @@ class UnitPool(Generic[NodeT]):
             self._idle_units[kind] += unit.kind is not None and unit.live_blocks == 0
             return
         assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
-        self._clock += 1
+        self._release_count += 1
         is_state = kind == self._state_kind
         assert is_state == (state_value is not None)
         value = self.blocks_per_unit[0] if state_value is None else state_value
-        block.eviction_stamp = (self._inflation + value << _CLOCK_BITS) + self._clock
+        block.eviction_stamp = (self._inflation_value + value << _CLOCK_BITS) + self._release_count
         self._cached_blocks[kind][block] = None
         if is_state:
             block.state_value = state_value
@@ -233,7 +235,7 @@ class UnitPool(Generic[NodeT]):
 
     def drop(self, block: Block[NodeT]) -> None:
         """Turn a cached block into a hole. The caller has taken it out of the prefix tree."""
-        assert block.refs == 0
+        assert block.ref_count == 0
         assert block.node is None
         kind, unit = block.kind, block.unit
         del self._cached_blocks[kind][block]
@@ -244,35 +246,35 @@ class UnitPool(Generic[NodeT]):
     # ------------------------------------------------------------------ inside
 
     def _count_live(self, kind: int, change: int) -> None:
-        n = self.blocks_per_unit[kind]
+        blocks_per_unit = self.blocks_per_unit[kind]
         live_before = self._live_blocks[kind]
         live_after = self._live_blocks[kind] = live_before + change
-        self._live_units += -(-live_after // n) + (-live_before // n)
+        self._live_units += -(-live_after // blocks_per_unit) + (-live_before // blocks_per_unit)
 
     def _add_live(self, unit: Unit[NodeT], kind: int) -> None:
         self._count_live(kind, 1)
         unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block[NodeT] | None:
-        for holes, units in enumerate(self._units_by_holes[kind]):
+        for hole_count, units in enumerate(self._units_by_holes[kind]):
             if units:
                 unit = next(reversed(units))
                 del units[unit]
                 block = unit.holes.pop()
-                if holes > 1:
-                    self._units_by_holes[kind][holes - 1][unit] = None
+                if hole_count > 1:
+                    self._units_by_holes[kind][hole_count - 1][unit] = None
                 self._idle_units[kind] -= unit.live_blocks == 0
                 return block
         return None
 
     def _make_hole(self, block: Block[NodeT]) -> None:
         unit = block.unit
-        kind, holes = block.kind, len(unit.holes)
-        if holes:
-            del self._units_by_holes[kind][holes][unit]
+        kind, hole_count = block.kind, len(unit.holes)
+        if hole_count:
+            del self._units_by_holes[kind][hole_count][unit]
         unit.holes.append(block)
-        if holes + 1 < self.blocks_per_unit[kind]:
-            self._units_by_holes[kind][holes + 1][unit] = None
+        if hole_count + 1 < self.blocks_per_unit[kind]:
+            self._units_by_holes[kind][hole_count + 1][unit] = None
             return
         self._free_unit(unit)
 
@@ -302,8 +304,8 @@ class UnitPool(Generic[NodeT]):
                     if victim is None or block.eviction_stamp < victim.eviction_stamp:
                         victim = block
             assert victim is not None
-            self._inflation = max(self._inflation, victim.eviction_stamp >> _CLOCK_BITS)
-        self._evict(victim)
+            self._inflation_value = max(self._inflation_value, victim.eviction_stamp >> _CLOCK_BITS)
+        self._evict_block(victim)
         return True
 
     def _next_state_victim(self) -> Block[NodeT] | None:
@@ -319,46 +321,48 @@ class UnitPool(Generic[NodeT]):
         Returns what to copy, in order: (kind, the block, which now has the id of its destination, its old id).
         Afterwards a unit is free, provided that `can_allocate` said so.
         """
-        sources = []
-        for other_kind, n in enumerate(self.blocks_per_unit):
-            units = [unit for unit in self.units if unit.kind == other_kind and other_kind != kind and n > 1]
-            if len(units) > -(-self._live_blocks[other_kind] // n):
-                sources.append(min(units, key=lambda unit: unit.live_blocks))
-        if not sources:
+        source_units = []
+        for other_kind, blocks_per_unit in enumerate(self.blocks_per_unit):
+            units = [
+                unit for unit in self.units if unit.kind == other_kind and other_kind != kind and blocks_per_unit > 1
+            ]
+            if len(units) > -(-self._live_blocks[other_kind] // blocks_per_unit):
+                source_units.append(min(units, key=lambda unit: unit.live_blocks))
+        if not source_units:
             return []
-        source = min(sources, key=lambda unit: unit.live_blocks)
-        for block in list(source.blocks):
-            if block.node is not None and block.refs == 0:
-                self._evict(block)
-        return [] if self._free_units else self._empty(source)
+        source_unit = min(source_units, key=lambda unit: unit.live_blocks)
+        for block in list(source_unit.blocks):
+            if block.node is not None and block.ref_count == 0:
+                self._evict_block(block)
+        return [] if self._free_units else self._move_live_blocks(source_unit)
 
-    def _empty(self, source: Unit[NodeT]) -> list[tuple[int, Block[NodeT], BlockId]]:
-        kind = source.kind
+    def _move_live_blocks(self, source_unit: Unit[NodeT]) -> list[tuple[int, Block[NodeT], BlockId]]:
+        kind = source_unit.kind
         assert kind is not None
         moves: list[tuple[int, Block[NodeT], BlockId]] = []
-        if source.holes:
-            del self._units_by_holes[kind][len(source.holes)][source]
-        for slot, block in enumerate(source.blocks):
-            if block.refs == 0:
+        if source_unit.holes:
+            del self._units_by_holes[kind][len(source_unit.holes)][source_unit]
+        for slot, block in enumerate(source_unit.blocks):
+            if block.ref_count == 0:
                 continue
             hole = self._take_hole(kind)
             while hole is None and not self._free_units:
-                self._evict(next(iter(self._cached_blocks[kind])))
+                self._evict_block(next(iter(self._cached_blocks[kind])))
                 hole = self._take_hole(kind)
             if hole is None:  # what hung from the evicted block has freed a unit: no need to go on
-                if source.holes:
-                    self._units_by_holes[kind][len(source.holes)][source] = None
+                if source_unit.holes:
+                    self._units_by_holes[kind][len(source_unit.holes)][source_unit] = None
                 return moves
             unit = hole.unit
             moves.append((kind, block, block.id))
-            unit.blocks[unit.blocks.index(hole)], source.blocks[slot] = block, hole
+            unit.blocks[unit.blocks.index(hole)], source_unit.blocks[slot] = block, hole
             block.id, hole.id = hole.id, block.id
-            block.unit, hole.unit = unit, source
+            block.unit, hole.unit = unit, source_unit
             unit.live_blocks += 1
-            source.live_blocks -= 1
-            source.holes.append(hole)
-        assert source.live_blocks == 0
-        self._free_unit(source)
+            source_unit.live_blocks -= 1
+            source_unit.holes.append(hole)
+        assert source_unit.live_blocks == 0
+        self._free_unit(source_unit)
         return moves
 
     # ------------------------------------------------------------------ proof
@@ -366,30 +370,34 @@ class UnitPool(Generic[NodeT]):
     def check_invariants(self) -> None:
         free_units = set(self._free_units)
         assert len(free_units) == len(self._free_units)
-        live_counts = [0] * len(self.blocks_per_unit)
-        cached_blocks: list[set[Block[NodeT]]] = [set() for _ in live_counts]
-        idle_units: list[list[Unit[NodeT]]] = [[] for _ in live_counts]
+        live_blocks_by_kind = [0] * len(self.blocks_per_unit)
+        cached_blocks: list[set[Block[NodeT]]] = [set() for _ in live_blocks_by_kind]
+        idle_units: list[list[Unit[NodeT]]] = [[] for _ in live_blocks_by_kind]
         for unit in self.units:
             if unit.kind is None:
                 assert unit in free_units
                 assert not unit.blocks
                 continue
             assert unit not in free_units
-            n = self.blocks_per_unit[unit.kind]
-            assert len(unit.blocks) == n > len(unit.holes)
+            blocks_per_unit = self.blocks_per_unit[unit.kind]
+            assert len(unit.blocks) == blocks_per_unit > len(unit.holes)
             holes = set(unit.holes)
             for block in unit.blocks:
-                assert (block in holes) == (block.refs == 0 and block.node is None), repr(block)
-            unit_live = sum(block.refs > 0 for block in unit.blocks)
-            assert unit.live_blocks == unit_live
-            live_counts[unit.kind] += unit_live
-            cached_blocks[unit.kind].update(b for b in unit.blocks if b.refs == 0 and b.node is not None)
-            if unit_live == 0 and unit.kind != self._state_kind:
+                assert (block in holes) == (block.ref_count == 0 and block.node is None), repr(block)
+            unit_live_blocks = sum(block.ref_count > 0 for block in unit.blocks)
+            assert unit.live_blocks == unit_live_blocks
+            live_blocks_by_kind[unit.kind] += unit_live_blocks
+            cached_blocks[unit.kind].update(b for b in unit.blocks if b.ref_count == 0 and b.node is not None)
+            if unit_live_blocks == 0 and unit.kind != self._state_kind:
                 idle_units[unit.kind].append(unit)
             if holes:
                 assert unit in self._units_by_holes[unit.kind][len(holes)]
-        assert live_counts == self._live_blocks
-        assert self._live_units == sum(-(-c // n) for c, n in zip(live_counts, self.blocks_per_unit)) <= len(self.units)
+        assert live_blocks_by_kind == self._live_blocks
+        assert (
+            self._live_units
+            == sum(-(-c // blocks_per_unit) for c, blocks_per_unit in zip(live_blocks_by_kind, self.blocks_per_unit))
+            <= len(self.units)
+        )
         for kind, blocks in enumerate(self._cached_blocks):
             assert set(blocks) == cached_blocks[kind]
             if kind == self._state_kind:
@@ -404,4 +412,4 @@ class UnitPool(Generic[NodeT]):
 def _is_current(entry: tuple[int, int, Block[NodeT]]) -> bool:
     """Whether a queued state is cached, and not used since it was queued."""
     pushed_stamp, _, block = entry
-    return block.refs == 0 and block.node is not None and block.eviction_stamp == pushed_stamp
+    return block.ref_count == 0 and block.node is not None and block.eviction_stamp == pushed_stamp

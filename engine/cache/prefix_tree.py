@@ -222,7 +222,7 @@ class PrefixTree:
             elif self._eviction_order is not None:
                 parent_block = None if node.parent is None else node.parent.blocks[FULL_KIND]
                 self._eviction_order.remove_leaf(
-                    node, node.parent if parent_block is not None and not parent_block.refs else None
+                    node, node.parent if parent_block is not None and not parent_block.ref_count else None
                 )
 
     def detach(self, block: Block[Node]) -> None:
@@ -272,20 +272,26 @@ class PrefixTree:
     def check_invariants(self) -> None:
         if self._eviction_order is not None:
             device_nodes = [
-                node for node in self._nodes.values() if (full_block := node.blocks[FULL_KIND]) and not full_block.refs
+                node
+                for node in self._nodes.values()
+                if (full_block := node.blocks[FULL_KIND]) and not full_block.ref_count
             ]
             host_nodes = [
                 n
                 for n in self._nodes.values()
-                if n.host_blocks and (named_block := n.host_blocks[FULL_KIND]) and not named_block.refs
+                if n.host_blocks and (named_block := n.host_blocks[FULL_KIND]) and not named_block.ref_count
             ]
             self._eviction_order.check_invariants(device_nodes, [n for n in host_nodes if not n.children])
             self._eviction_order.check_states(
-                {node for node in self._nodes.values() if (named_block := node.blocks[-1]) and not named_block.refs},
                 {
                     node
                     for node in self._nodes.values()
-                    if node.host_blocks and (named_block := node.host_blocks[-1]) and not named_block.refs
+                    if (named_block := node.blocks[-1]) and not named_block.ref_count
+                },
+                {
+                    node
+                    for node in self._nodes.values()
+                    if node.host_blocks and (named_block := node.host_blocks[-1]) and not named_block.ref_count
                 },
             )
         for hash_, node in self._nodes.items():
@@ -303,10 +309,12 @@ class PrefixTree:
                 parent_block = node.parent.blocks[FULL_KIND]
                 assert parent_block is not None
                 assert full_block.is_pending or not parent_block.is_pending
-                assert parent_block.refs > 0 or full_block.refs == 0, "prefix closure: a live block below a cached one"
+                assert parent_block.ref_count > 0 or full_block.ref_count == 0, (
+                    "prefix closure: a live block below a cached one"
+                )
             for kind, block in enumerate(node.blocks):
                 if block is not None:
                     assert block.node is node
                     assert block.kind == kind
-                    assert not block.is_pending or block.refs > 0
+                    assert not block.is_pending or block.ref_count > 0
             assert all(child.parent is node for child in node.children.values())

@@ -28,7 +28,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from engine.cache.nodes import BlockKey, Node
-from engine.cache.pool import Block, UnitPool, state_value
+from engine.cache.pool import Block, UnitPool, compute_state_value
 from engine.cache.prefix_tree import PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
@@ -94,7 +94,7 @@ class StateCheckpoints:
             self._states[seq] = _SequenceState(state_block, source, needs_init)
         else:
             state_block = source
-            assert state_block.refs == 1
+            assert state_block.ref_count == 1
             self._tree.detach(state_block)
             self._states[seq] = _SequenceState(state_block, None, needs_init=False)
         seq.state_unit = state_block.unit.index
@@ -196,7 +196,7 @@ class StateCheckpoints:
         if (
             is_decode
             and previous_rolling
-            and not (previous_rolling.is_shared or previous_rolling.refs)
+            and not (previous_rolling.is_shared or previous_rolling.ref_count)
             and previous_rolling.node is not None
         ):
             self._tree.evict(previous_rolling, keep_on_host=False)
@@ -243,13 +243,13 @@ class StateCheckpoints:
         while previous_node is not None and not is_superseded and self._is_superseded(previous_node):
             previous_node = self._previous_checkpoint(previous_node)
         saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
-        self._pool.release(checkpoint, state_value(saved_blocks, is_superseded=is_superseded))
+        self._pool.release(checkpoint, compute_state_value(saved_blocks, is_superseded=is_superseded))
 
     def _is_superseded(self, node: Node) -> bool:
         block = node.blocks[self._kind]
         if block is None and node.host_blocks is not None:
             block = node.host_blocks[self._kind]
-        return block is not None and block.refs == 0 and block.is_superseded
+        return block is not None and block.ref_count == 0 and block.is_superseded
 
     def _remove_first_stop(self, state: _SequenceState) -> None:
         blocks = state.planned_stops.pop(0)
@@ -267,7 +267,7 @@ class StateCheckpoints:
     def _mark_superseded(self, node: Node) -> None:
         """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
         block = node.blocks[self._kind]
-        if block is not None and block.refs == 0 and len(node.children) < 2:
+        if block is not None and block.ref_count == 0 and len(node.children) < 2:
             self._pool.acquire(block)
             self._release_checkpoint(block, is_superseded=True)
 
@@ -275,7 +275,7 @@ class StateCheckpoints:
         stop_counts = Counter((b, state.stop_hashes[b]) for state in self._states.values() for b in state.planned_stops)
         assert stop_counts == self._stop_counts
         for seq, state in self._states.items():
-            assert state.block.refs == 1
+            assert state.block.ref_count == 1
             assert state.block.node is None
             assert state.block.unit.index == seq.state_unit
             assert state.planned_stops == sorted(state.stop_hashes)

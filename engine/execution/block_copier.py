@@ -86,7 +86,7 @@ class BlockCopier:
                 source_address + source_range.start,
                 target_range.stop - target_range.start,
             )
-        if direction is not CopyDirection.WITHIN:
+        if direction is not CopyDirection.WITHIN_DEVICE:
             self.copy_s += time.perf_counter() - start_s
 
     def _byte_range(self, kind: int, block: BlockId) -> slice:

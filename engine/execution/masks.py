@@ -216,7 +216,7 @@ class Masks:
             state.is_reasoning = False
         if state.matcher is None:
             try:
-                state.matcher = self._grammars.matcher(constraint.lark)
+                state.matcher = self._grammars.matcher(constraint.lark_grammar)
             except GrammarError as error:
                 state.failure = str(error)
                 return True

@@ -407,19 +407,21 @@ class ModelRunner:
             else:
                 for i, token in zip(step.sampled_chunks, tokens, strict=True):
                     result.sampled_tokens[order[i]] = token
-            result.failures = {
+            result.failure_by_chunk = {
                 order[step.sampled_chunks[i]]: reason
                 for i, reason in self._sampler.failures(step.sampling_inputs).items()
             }
             if rows := step.sampling_inputs.batch.logprob_rows:
                 entries = read_logprobs(outputs[:LOGPROB_TENSORS], step.sampling_inputs.batch.logprob_counts)
-                result.logprobs = {
+                result.logprobs_by_chunk = {
                     order[step.sampled_chunks[row]]: entry for row, entry in zip(rows, entries, strict=True)
                 }
                 del outputs[:LOGPROB_TENSORS]
         for i in step.prompt_logprob_chunks:
             top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
-            result.prompt_logprobs[order[i]] = read_logprobs(outputs[:LOGPROB_TENSORS], [top_count] * len(outputs[0]))
+            result.prompt_logprobs_by_chunk[order[i]] = read_logprobs(
+                outputs[:LOGPROB_TENSORS], [top_count] * len(outputs[0])
+            )
             del outputs[:LOGPROB_TENSORS]
         return result
 

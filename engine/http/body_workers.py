@@ -85,19 +85,19 @@ class BodyReader:
 
     async def check(self, constraint: Constraint) -> Constraint:
         """The constraint as the core wants it. Raises RequestError where it cannot be compiled, or not in time."""
-        digest = blake2b(constraint.lark.encode(), digest_size=16).digest()
+        digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
             task = asyncio.ensure_future(self._check_in_process(constraint))
             task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
-            lark = self._checked_grammars[digest] = (await asyncio.shield(task)).lark
+            lark = self._checked_grammars[digest] = (await asyncio.shield(task)).lark_grammar
             if len(self._checked_grammars) > CHECKED_GRAMMARS_MAX:
                 self._checked_grammars.popitem(last=False)
         self._checked_grammars.move_to_end(digest)
-        return msgspec.structs.replace(constraint, lark=lark, source=b"")
+        return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
     async def _check_in_process(self, constraint: Constraint) -> Constraint:
-        lark, param = constraint.lark, constraint.param
+        lark, param = constraint.lark_grammar, constraint.param
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:

@@ -151,8 +151,8 @@ class MetricsPage:
     def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
         for kind, name, text, value in (
-            (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running),
-            (gauge, "num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting),
+            (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
+            (gauge, "num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
             (gauge, "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
             (counter, "prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
             (counter, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
@@ -194,7 +194,7 @@ class MetricsPage:
 
     def _lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
         for name, text, value in (
-            ("steps", "Steps that were simulated.", lag.steps),
+            ("steps", "Steps that were simulated.", lag.step_count),
             ("step_seconds", "What they should have taken.", lag.step_s),
             ("lag_seconds", "Sum of the times by which steps ended late.", lag.lag_s),
         ):

@@ -120,7 +120,7 @@ class CoreLoop:
         self._executor = engine.executor
         self._sleep_level: int | None = None
         """How deeply."""
-        self._simulation_lag = engine.executor.simulation_lag
+        self._simulation_lag = engine.executor.get_simulation_lag
         self._publisher = engine.publisher
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
@@ -212,7 +212,7 @@ class CoreLoop:
                 self._executor.wake()
                 self._sleep_level = None
             else:
-                self._executor.reload(change.path)
+                self._executor.reload_weights(change.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{change.operation}: {error}"
         self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
@@ -243,7 +243,7 @@ def main(fd: int) -> int:
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
-        engine.executor.watch(lambda reason: _exit_with_reason(core_socket, reason))
+        engine.executor.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
         core_socket.send(CoreReady(engine.info))
         CoreLoop(engine, core_socket, check_invariants=config.check_invariants).run()
     except RunnerLostError as error:

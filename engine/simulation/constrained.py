@@ -58,7 +58,7 @@ class ConstrainedAnswers:
             if constraint.reasoning_end_token not in answer_tokens:
                 return constraint.reasoning_end_token
             answer_tokens = answer_tokens[answer_tokens.index(constraint.reasoning_end_token) + 1 :]
-        state = self._advance_matcher(seq.request.request_id, constraint.lark, answer_tokens)
+        state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
         if state.forced_tokens:
             return state.forced_tokens[-1]
         matcher = state.matcher
@@ -77,7 +77,7 @@ class ConstrainedAnswers:
         prefers_text = is_allowed(preferred_token) and preferred_token != self._eos
         if is_allowed(self._eos) and (not prefers_text or len(answer_tokens) + 1 >= self._length):
             return self._eos
-        if "</parameter>" in constraint.lark:
+        if "</parameter>" in constraint.lark_grammar:
             tag_end_token = self._next_tag_end_token(answer_tokens)
             if tag_end_token is not None and not is_allowed(self._eos) and is_allowed(tag_end_token):
                 return tag_end_token

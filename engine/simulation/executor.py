@@ -73,20 +73,20 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     # Any head size does: nothing lies in the blocks. With this one a unit is a block.
     group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
-        spec=CacheSpec(config.block_size, (group,)),
+        cache_spec=CacheSpec(config.block_size, (group,)),
         unit_count=blocks,
-        host_units=_host_blocks(config, spec),
+        host_unit_count=_host_blocks(config, spec),
         max_model_len=config.max_model_len or spec.max_model_len,
         vocab_size=tokenizer.vocab_size,
         dtype="simulated",
         device=spec.source,
         make_runner=make_simulated_runner,
         close=close,
-        watch=lambda lost: None,
-        simulation_lag=lambda: runners[0].simulation_lag if runners else None,
+        watch_for_loss=lambda lost: None,
+        get_simulation_lag=lambda: runners[0].simulation_lag if runners else None,
         step_tokens_max=config.step_tokens_max,
-        reload=_no_weights,
-        script=spec.turns,
+        reload_weights=_no_weights,
+        script_turns=spec.turns,
     )
 
 

@@ -116,12 +116,12 @@ class SimulatedRunner:
             assert self._constrained_answers is not None, "a constraint without grammars"
             token = self._constrained_answers.next_token(seq, self._answers.next_token)
         if isinstance(token, str):
-            result.failures[index] = token
+            result.failure_by_chunk[index] = token
             token = 0
         result.sampled_tokens.append(token)
 
     def close(self) -> None:
-        if self._total_lag.steps:
+        if self._total_lag.step_count:
             _log_lag("in all", self._total_lag)
 
     def _record_lag(self, step_s: float, lag_s: float) -> None:
@@ -139,7 +139,7 @@ class SimulatedRunner:
 
 def _add_step(lag: SimulationLag, step_s: float, lag_s: float) -> SimulationLag:
     return SimulationLag(
-        steps=lag.steps + 1,
+        step_count=lag.step_count + 1,
         step_s=lag.step_s + step_s,
         lag_s=lag.lag_s + lag_s,
         lag_s_max=max(lag.lag_s_max, lag_s),
@@ -150,7 +150,8 @@ def _log_lag(period: str, lag: SimulationLag) -> None:
     log.log(
         logging.WARNING if lag.lag_s > LAG_WARNING_SHARE * lag.step_s else logging.INFO,
         "simulated steps %s: %d of %.2f ms in the mean, late by %.3f ms in the mean, %.1f ms at most",
-        period, lag.steps, lag.step_s / lag.steps * 1e3, lag.lag_s / lag.steps * 1e3, lag.lag_s_max * 1e3,
+        period, lag.step_count, lag.step_s / lag.step_count * 1e3, lag.lag_s / lag.step_count * 1e3,
+        lag.lag_s_max * 1e3,
     )  # fmt: skip
 
 
@@ -159,8 +160,8 @@ def _add_logprobs(result: StepResult, index: int, chunk: Chunk) -> None:
     params, token_ids = chunk.seq.request.params, chunk.seq.token_ids
     token = result.sampled_tokens[index]
     if params.logprobs is not None and token is not None:
-        result.logprobs[index] = TokenLogprobs(token, 0.0, 1, [(token, 0.0)] * min(params.logprobs, 1))
+        result.logprobs_by_chunk[index] = TokenLogprobs(token, 0.0, 1, [(token, 0.0)] * min(params.logprobs, 1))
     if params.prompt_logprobs is not None:
-        result.prompt_logprobs[index] = [
+        result.prompt_logprobs_by_chunk[index] = [
             TokenLogprobs(token_id, 0.0, 1, []) for token_id in token_ids[chunk.start + 1 : chunk.end + 1]
         ]

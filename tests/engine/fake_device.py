@@ -194,10 +194,10 @@ class FakeDevice:
         if request.params.logprobs is not None and samples:
             token = result.sampled_tokens[index]
             assert token is not None
-            result.logprobs[index] = TokenLogprobs(token, -1.0, 1, [])
+            result.logprobs_by_chunk[index] = TokenLogprobs(token, -1.0, 1, [])
         if request.params.prompt_logprobs is not None:
             tokens = request.token_ids[start + 1 : end + 1]
-            result.prompt_logprobs[index] = [TokenLogprobs(token, -2.0, 1, []) for token in tokens]
+            result.prompt_logprobs_by_chunk[index] = [TokenLogprobs(token, -2.0, 1, []) for token in tokens]
 
 
 class EventChecker:
@@ -262,7 +262,7 @@ class Bench:
         self.cache = cache
         self.device = FakeDevice(cache.block_size, windows)
         self.events = EventChecker(cache.block_size)
-        self.core = EngineCore(Scheduler(config, cache), self.device, self.events, overlap=overlap)
+        self.core = EngineCore(Scheduler(config, cache), self.device, self.events, overlaps_steps=overlap)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}

@@ -66,7 +66,7 @@ class NaiveCache:
     def execute(self, plan: StepPlan) -> None:
         """Do what a device would: moves, restores, resets; then write all chunks; then copy checkpoints."""
         state = self.state_kind
-        memories = {CopyDirection.WITHIN: (self.memory,) * 2, CopyDirection.TO_HOST: (self.memory, self.host),
+        memories = {CopyDirection.WITHIN_DEVICE: (self.memory,) * 2, CopyDirection.TO_HOST: (self.memory, self.host),
                     CopyDirection.FROM_HOST: (self.host, self.memory)}  # fmt: skip
         for kind, source, destination, way in plan.block_copies:
             read_memory, write_memory = memories[way]
@@ -229,4 +229,4 @@ class NaiveCache:
             for block in unit.blocks:
                 number = unit.index if unit.kind == self.state_kind else block.id
                 reference_count = references[block.kind, number]
-                assert block.refs == reference_count, f"{block!r}: {reference_count} table entries"
+                assert block.ref_count == reference_count, f"{block!r}: {reference_count} table entries"

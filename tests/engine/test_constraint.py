@@ -205,8 +205,8 @@ def check_tool(parameters: dict[str, Any], markup: str, *, strict: bool) -> str:
     constraint = build_constraint(chat(tools=tools, tool_choice="required"), TOKENIZER, limits)
     assert constraint is not None
     checked_constraint = check_constraint(GRAMMAR_WORDS, constraint)
-    assert checked_constraint.source == b""
-    return checked_constraint.lark
+    assert checked_constraint.source_json == b""
+    return checked_constraint.lark_grammar
 
 
 def test_the_reason_is_told_whole() -> None:

@@ -34,7 +34,7 @@ def test_same_step_twins_share_the_blocks_that_the_first_is_about_to_fill() -> N
         assert (first.start, first.end, second.start, second.end) == (0, 14, 12, 14)
         assert first.seq.block_tables[0][:3] == second.seq.block_tables[0][:3]
         assert bench.cache.usage.live_units == 5
-        refs = [bench.cache.pool.units[b].blocks[0].refs for b in first.seq.block_tables[0]]
+        refs = [bench.cache.pool.units[b].blocks[0].ref_count for b in first.seq.block_tables[0]]
         assert refs == [2, 2, 2, 1]
 
     bench.device.on_execute = check_plan

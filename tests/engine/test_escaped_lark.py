@@ -115,7 +115,7 @@ def constraint(form: Any, calls: str, choice: Any) -> str:
         ChatRequest(**convert_to_chat(request)), TOKENIZER, limits, grammars=client_tools(request.tools)
     )
     assert built_constraint is not None
-    return built_constraint.lark
+    return built_constraint.lark_grammar
 
 
 @pytest.mark.parametrize("calls", CALLS)

@@ -43,7 +43,7 @@ def make_bench(rng: random.Random, order: PrefillOrder) -> Bench:
         rng.randint(8, 26) if large else rng.randint(2, 16),
         step_tokens_max=budget,
         adaptive_eviction=rng.random() < 0.5,
-        host_units=rng.choice([10, 20, 40] if large else [1, 4, 20]),
+        host_unit_count=rng.choice([10, 20, 40] if large else [1, 4, 20]),
         load_bytes_max=rng.choice([1, 1, 600, None]),
     )
     return Bench(cache, config, overlap=rng.random() < 0.6)
@@ -133,7 +133,7 @@ def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
     """Beside them a text of sixteen blocks that lies in host memory."""
     spec = CacheSpec(block_size=4, groups=(group(1),))
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=200, max_model_len=400)
-    bench = Bench(KVCache(spec, 40, host_units=60, load_bytes_max=load_bytes_max), config)
+    bench = Bench(KVCache(spec, 40, host_unit_count=60, load_bytes_max=load_bytes_max), config)
     text = [1, 2, 3, 0] * 16
     bench.add("first", text, max_tokens=1)
     bench.drain()
@@ -253,7 +253,7 @@ def test_states_that_are_read_back_are_found_again(question: int, overlap: bool,
     """The same eight prompts, or the same eight beginnings with another question, in every round."""
     spec = CacheSpec(block_size=4, groups=(group(1),), state=StateSpec(layers=(9,), state_bytes=4096))
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=60, max_model_len=200)
-    bench = Bench(KVCache(spec, 24, host_units=200, adaptive_eviction=adaptive), config, overlap=overlap)
+    bench = Bench(KVCache(spec, 24, host_unit_count=200, adaptive_eviction=adaptive), config, overlap=overlap)
     rng = random.Random(1)
     texts = [[rng.randint(0, 3) for _ in range(41)] for _ in range(8)]
     for turn in range(6):

@@ -35,7 +35,7 @@ def conversations(family: str, host_units: int, **cache: Any) -> tuple[dict[str,
     spec = model.cache_spec(4, dtype)
     units = sum(-(-400 // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     units += 6 if spec.state is not None else 0
-    kv_cache = KVCache(spec, units, step_tokens_max=64, host_units=host_units, **cache)
+    kv_cache = KVCache(spec, units, step_tokens_max=64, host_unit_count=host_units, **cache)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(model, spec, units, device=CPU, dtype=dtype, max_model_len=256, host_units=host_units)
     runner._buffer.fill_(0xFF)

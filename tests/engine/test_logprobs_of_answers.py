@@ -80,14 +80,14 @@ def test_a_chats_logprobs_are_those_of_the_engine(scores: list[TokenLogprobs], p
             pass
     response = json.loads(answer.format_response())
     assert response["choices"][0]["logprobs"]["content"] == [
-        in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top]} for s in scores
+        in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top_logprobs]} for s in scores
     ]
     assert response["prompt_logprobs"] == [None, *map(in_prompt, prompt)]
 
 
 def in_prompt(score: TokenLogprobs) -> dict[str, Any]:
     ranked_scores = [(score.token_id, score.logprob, score.rank)]
-    ranked_scores += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(score.top, 1)]
+    ranked_scores += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(score.top_logprobs, 1)]
     return {
         str(token_id): {"logprob": floor_logprob(logprob), "rank": rank, "decoded_token": token_text(token_id)}
         for token_id, logprob, rank in ranked_scores
@@ -125,7 +125,7 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
     assert logprob_lists["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
     assert logprob_lists["token_logprobs"] == [None if s is None else floor_logprob(s.logprob) for s in every]
     assert logprob_lists["top_logprobs"] == [
-        None if s is None else {token_text(i): floor_logprob(p) for i, p in [(s.token_id, s.logprob), *s.top]}
+        None if s is None else {token_text(i): floor_logprob(p) for i, p in [(s.token_id, s.logprob), *s.top_logprobs]}
         for s in every
     ]
 

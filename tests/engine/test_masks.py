@@ -368,7 +368,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
         request = requests(2)[1]
         llm._core.add(request, 0.0)
         assert llm._core.has_work
-        assert llm._core.stats().waiting == 1
+        assert llm._core.stats().waiting_requests == 1
         (output,) = llm._core.abort(["1"])
         assert output.finish_reason == "abort"
         assert not llm._core.has_work

@@ -74,7 +74,7 @@ def answers(
         capture=CudaCapture(device) if device.type == "cuda" else None, overlap=overlap,
     )  # fmt: skip
     runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
-    core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlap=overlap)
+    core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlaps_steps=overlap)
     rng = random.Random(family)
     prefix = [rng.randrange(2048) for _ in range(30)]
     waiting = []
@@ -207,13 +207,13 @@ def test_a_step_is_begun_before_the_result_of_the_one_before_is_asked_for() -> N
     bench = make_bench()
     bench.add("a", [1, 2, 3], max_tokens=5)
     submitted_plans: list[StepPlan] = []
-    submit = bench.core._submit
+    submit = bench.core._submit_step
 
     def record_plan(plan: StepPlan) -> Any:
         submitted_plans.append(plan)
         return submit(plan)
 
-    bench.core._submit = record_plan
+    bench.core._submit_step = record_plan
     bench.device.on_execute = lambda plan: order.append((len(submitted_plans), plan is submitted_plans[-1]))
     order: list[tuple[int, bool]] = []
     bench.drain()
@@ -265,7 +265,7 @@ def test_a_failing_step_takes_nobody_else_with_it() -> None:
     (failed_output,) = bench.step()
     assert (failed_output.request_id, failed_output.finish_reason) == ("a", FinishReason.ERROR)
     stats = bench.core.stats()
-    assert (stats.running, stats.waiting, stats.preemptions, stats.prompt_tokens) == (0, 1, 0, 12)
+    assert (stats.running_requests, stats.waiting_requests, stats.preemptions, stats.prompt_tokens) == (0, 1, 0, 12)
     bench.drain()
     bench.assert_correct()
     assert bench.firsts["b"].cached_tokens == 8
@@ -276,11 +276,11 @@ def test_what_fails_to_begin_is_told_after_the_step_before() -> None:
     bench = make_bench()
     bench.add("a", [1, 2, 3], max_tokens=9)
     bench.step()
-    submit, bench.core._submit = bench.core._submit, _refuse
+    submit, bench.core._submit_step = bench.core._submit_step, _refuse
     bench.add("b", [4, 5], max_tokens=9)
     (first,) = bench.step()
     assert (first.request_id, len(first.token_ids)) == ("a", 1)
-    bench.core._submit = submit
+    bench.core._submit_step = submit
     assert {out.request_id: out.finish_reason for out in bench.step()} == dict.fromkeys("ab", FinishReason.ERROR)
     bench.drain()
 
@@ -316,7 +316,7 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     runner = ModelRunner(model, spec, 8, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
     core = EngineCore(
         Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64), KVCache(spec, 8)),
-        runner, lambda events: None, overlap=True,
+        runner, lambda events: None, overlaps_steps=True,
     )  # fmt: skip
     threads, forward = set(), runner._forward
 
@@ -356,7 +356,7 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     spec = model.cache_spec(16, dtype)
     runner = ModelRunner(model, spec, 64, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
     config = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=400, max_model_len=64)
-    core = EngineCore(Scheduler(config, KVCache(spec, 64)), runner, lambda events: None, overlap=True)
+    core = EngineCore(Scheduler(config, KVCache(spec, 64)), runner, lambda events: None, overlaps_steps=True)
     core.add(Request(request_id="first", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
     core.step(0.0)
     for i in range(30):  # more rows than there were

@@ -64,7 +64,7 @@ class AttackedEngine:
             max_num_seqs=5, max_num_batched_tokens=48, max_model_len=128, eos_token_ids=frozenset(ends)
         )  # fmt: skip
         self.core = EngineCore(
-            Scheduler(config, self.cache), self.runner, self.events, overlap=overlap, grammars=grammars
+            Scheduler(config, self.cache), self.runner, self.events, overlaps_steps=overlap, grammars=grammars
         )
         self.fails = False
         self._forward, self.runner._forward = self.runner._forward, self._fail_or_forward  # type: ignore[method-assign]

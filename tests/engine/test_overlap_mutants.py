@@ -62,9 +62,9 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
     real = Scheduler.apply
 
     def apply(self: Scheduler, plan: Any, result: Any) -> Any:
-        self._applied_count -= 1
+        self._applied_plan_count -= 1
         outputs = real(self, plan, result)
-        self._applied_count += 1
+        self._applied_plan_count += 1
         return outputs
 
     patch.setattr(Scheduler, "apply", apply)
@@ -108,7 +108,7 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
 
     def add(self: Scheduler, request: Any, now: float) -> None:
         real(self, request, now)
-        entry = self._entries[request.request_id]
+        entry = self._entry_by_id[request.request_id]
         entry.length_max += 1
 
     patch.setattr(Scheduler, "add", add)
@@ -118,9 +118,9 @@ def decoders_ask_a_step_late(patch: Patch) -> None:
     real = DecodeBatch._schedule_check
 
     def schedule_check(self: DecodeBatch, entry: Any) -> None:
-        self._steps += 1
+        self._steps_made += 1
         real(self, entry)
-        self._steps -= 1
+        self._steps_made -= 1
 
     patch.setattr(DecodeBatch, "_schedule_check", schedule_check)
 
@@ -149,11 +149,11 @@ def decoders_outlive_one_of_them(patch: Patch) -> None:
     real = Scheduler._repeat_decode
 
     def repeat_decode(self: Scheduler, decode_batch: DecodeBatch) -> Any:
-        running, self._running = self._running, decode_batch.entries
+        running, self._running_entries = self._running_entries, decode_batch.entries
         try:
             return real(self, decode_batch)
         finally:
-            self._running = running
+            self._running_entries = running
 
     patch.setattr(Scheduler, "_repeat_decode", repeat_decode)
 

@@ -127,7 +127,7 @@ def test_who_comes_after_the_bound_stays_behind(history: History, budget: int, s
     bench = make_bench(budget=budget, seqs=seqs, caching=False)
     tokens = [prompt for prompts, _ in history for prompt in prompts]
     arrival_work: dict[str, int] = {}
-    waiting = bench.core.scheduler._waiting
+    waiting = bench.core.scheduler._waiting_queue
     add_arrival = waiting.add_arrival
 
     def record_arrival(entry: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_long_prompt_waits_for_a_seat_as_others_do(overlap: bool) -> None:
     overtaking_count = 0
     while "long" not in bench.ends:
         assert overtaking_count < 100
-        if len(bench.core.scheduler._waiting) < 2:
+        if len(bench.core.scheduler._waiting_queue) < 2:
             bench.add(f"short{overtaking_count}", [3] * 2, max_tokens=8)
             overtaking_count += 1
         bench.step()

@@ -37,7 +37,7 @@ def make_core(family: str, token_count: int, block_size: int, host_units: int = 
     spec = model.cache_spec(block_size, dtype)
     unit_count = sum(-(-token_count // (block_size * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     unit_count += 12 if spec.state is not None else 0
-    cache = KVCache(spec, unit_count, step_tokens_max=64, host_units=host_units)
+    cache = KVCache(spec, unit_count, step_tokens_max=64, host_unit_count=host_units)
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(
         model, spec, unit_count, device=torch.device("cpu"), dtype=dtype, max_model_len=256, host_units=host_units

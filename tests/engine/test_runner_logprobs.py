@@ -27,15 +27,15 @@ def test_prompt_logprobs_in_chunks(monkeypatch):
     for end in random_cuts(rng, 41):
         parts = [(other, len(other.token_ids)), (seq, end)]
         result = d.step(*parts)
-        logprobs += result.prompt_logprobs.get(1, [])
-        assert 0 not in result.prompt_logprobs
-        outputs += [result.logprobs[1]] if 1 in result.logprobs else []
+        logprobs += result.prompt_logprobs_by_chunk.get(1, [])
+        assert 0 not in result.prompt_logprobs_by_chunk
+        outputs += [result.logprobs_by_chunk[1]] if 1 in result.logprobs_by_chunk else []
     exact = torch.log_softmax(oracle.logits(tokens).double(), -1)
     assert [entry.token_id for entry in logprobs] == tokens[1:]
     for position, entry in enumerate(logprobs):
         assert entry.logprob == pytest.approx(exact[position, entry.token_id].item(), abs=2e-4)
         assert entry.rank == 1 + int((exact[position] > exact[position, entry.token_id]).sum())
-        assert [token for token, _ in entry.top] == exact[position].topk(3).indices.tolist()
+        assert [token for token, _ in entry.top_logprobs] == exact[position].topk(3).indices.tolist()
     (last,) = outputs
     assert last.token_id == seq.token_ids[41]
     assert last.rank == 1

@@ -223,9 +223,9 @@ def test_logprobs(dtype):
         order = exact[i].argsort(descending=True).tolist()
         assert entry.token_id == 5
         assert entry.logprob == pytest.approx(exact[i, 5].item(), abs=1e-4)
-        assert len(entry.top) == min(wants[i] or 0, VOCAB)
-        assert [lp for _, lp in entry.top] == pytest.approx(
-            [exact[i, t].item() for t in order[: len(entry.top)]], abs=1e-4
+        assert len(entry.top_logprobs) == min(wants[i] or 0, VOCAB)
+        assert [lp for _, lp in entry.top_logprobs] == pytest.approx(
+            [exact[i, t].item() for t in order[: len(entry.top_logprobs)]], abs=1e-4
         )
         assert entry.rank == 1 + int((logits[i] > logits[i, 5]).sum())
 
@@ -233,4 +233,4 @@ def test_logprobs(dtype):
 def test_logprobs_of_given_tokens():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     (entry,) = read_logprobs([x.tolist() for x in token_logprobs(logits, torch.tensor([1]), 2)], [2])
-    assert (entry.rank, [token for token, _ in entry.top]) == (2, [2, 1])
+    assert (entry.rank, [token for token, _ in entry.top_logprobs]) == (2, [2, 1])

@@ -53,7 +53,7 @@ class CoreMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
             prefill_order=order,
         )
-        host = {"host_units": host_units, "load_bytes_max": load_bytes_max}
+        host = {"host_unit_count": host_units, "load_bytes_max": load_bytes_max}
         cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, **host)  # type: ignore[arg-type]
         self.bench = Bench(cache, config, overlap=overlap)
         self.count = 0
@@ -187,7 +187,7 @@ def test_whatever_fits_alone_is_served(
 ) -> None:
     """Beginnings of one text, and requests that continue one to the pool's end: none waits for ever."""
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=500)
-    bench = Bench(KVCache(spec, units, step_tokens_max=budget, host_units=host_units), config, overlap=overlap)
+    bench = Bench(KVCache(spec, units, step_tokens_max=budget, host_unit_count=host_units), config, overlap=overlap)
     for number, (new, fills, short_of, max_tokens) in enumerate(arrivals):
         length = max(0, bench.core.scheduler.token_limit - short_of)
         text = [3] * (length - new) + [1] * min(new, length) * fills

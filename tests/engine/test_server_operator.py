@@ -190,7 +190,7 @@ def test_what_only_the_core_can_refuse_is_the_clients_fault(is_refused: bool, st
     generation = make_generation(
         parse_completion(b'{"prompt": [5]}'), [[5]], id="i", request_prefix="u", model="m",
         limits=ModelLimits(max_model_len=100, vocab_size=300), factory=factory,
-        constraint=Constraint(lark="start: X", param="structured_outputs.regex"),
+        constraint=Constraint(lark_grammar="start: X", param="structured_outputs.regex"),
     )  # fmt: skip
     follower = DeltaStream(
         SimpleNamespace(metrics=ServerMetrics()),  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def test_what_comes_back_from_host_memory_takes_time() -> None:
         times, SimulatedAnswers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep, block_size=16
     )
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=2000)
-    core = EngineCore(Scheduler(limits, KVCache(CACHE, 70, host_units=140)), runner, lambda events: None)
+    core = EngineCore(Scheduler(limits, KVCache(CACHE, 70, host_unit_count=140)), runner, lambda events: None)
     took = []
     for turn in range(2):
         for first in (1, 2):
@@ -207,7 +207,7 @@ def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
     core.step(clock.now_s)
     assert clock.now_s - before == pytest.approx(times.decode_s(1, 6), rel=1e-6)
     assert runner.simulation_lag.lag_s == pytest.approx(total, abs=1e-6)
-    assert runner.simulation_lag.steps == 5
+    assert runner.simulation_lag.step_count == 5
 
 
 def generate_answer(answers: SimulatedAnswers, out: int, **params: Any) -> tuple[list[int], str]:

@@ -100,7 +100,7 @@ def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: Grammars, 
 def test_an_open_thought_is_ended_first(grammars: Grammars) -> None:
     end = TOKENIZER.hf.encode(" x", add_special_tokens=False).ids[0]
     form = make_constraint(structured_outputs={"choice": ["yes"]})
-    answer = generate_text(grammars, Constraint(lark=form.lark, param="", reasoning_end_token=end))
+    answer = generate_text(grammars, Constraint(lark_grammar=form.lark_grammar, param="", reasoning_end_token=end))
     assert answer == TOKENIZER.decode([end], skip_special_tokens=False) + "yes"
 
 

@@ -178,7 +178,7 @@ def check_same_tokens(leader: Leader, folder: Path, seed: int, gap: float) -> No
     for request_id in expected:
         other = first_difference(parallel_answers[request_id], expected[request_id])
         if other is not None:  # only where two tokens are equally likely within rounding
-            (_, likeliest), (_, next_best) = other.top
+            (_, likeliest), (_, next_best) = other.top_logprobs
             assert likeliest - next_best < gap, f"{request_id}: {other}"
 
 
@@ -209,7 +209,9 @@ def test_logprobs_of_a_prompt(leader: Leader) -> None:
             if expected_score is not None and parallel_score is not None:
                 assert expected_score.token_id == parallel_score.token_id
                 assert expected_score.logprob == pytest.approx(parallel_score.logprob, abs=1e-4)
-                assert [p for _, p in expected_score.top] == pytest.approx([p for _, p in parallel_score.top], abs=1e-4)
+                assert [p for _, p in expected_score.top_logprobs] == pytest.approx(
+                    [p for _, p in parallel_score.top_logprobs], abs=1e-4
+                )
 
 
 def test_a_rank_holds_half_the_vocabulary() -> None:

@@ -53,7 +53,7 @@ class OurWorker:
             rng.choice([24, 48]),
             step_tokens_max=16,
             adaptive_eviction=aside(rng).random() < 0.5,
-            host_units=rng.choice([0, 0, 6, 60]),
+            host_unit_count=rng.choice([0, 0, 6, 60]),
             load_bytes_max=aside(rng).choice([None, 1, 2000]),
         )
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)

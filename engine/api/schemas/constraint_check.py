@@ -30,18 +30,18 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
     """
     try:
         try:
-            lark = check_grammar(vocabulary, constraint.lark)
+            lark = check_grammar(vocabulary, constraint.lark_grammar)
         except GrammarError:
-            if not constraint.source:
+            if not constraint.source_json:
                 raise
-            spec = msgspec.json.decode(constraint.source, type=RequestedConstraint)
+            spec = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
             lark = check_grammar(vocabulary, write_lark(_relax_constraint(spec, vocabulary), vocabulary.added_tokens))
     except GrammarError as error:
         raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
     except RecursionError as error:
         message = f"{constraint.param}: schemas too deep in each other"
         raise RequestError(message, param=constraint.param) from error
-    return msgspec.structs.replace(constraint, lark=lark, source=b"")
+    return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
 
 def _relax_constraint(spec: RequestedConstraint, vocabulary: GrammarVocabulary) -> RequestedConstraint:

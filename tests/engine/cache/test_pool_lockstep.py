@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _start(self, spec: CacheSpec, units: int, adaptive: bool = False, host_units: int = 0) -> None:
         self.cache = KVCache(
-            spec, units, step_tokens_max=STEP_TOKENS_MAX, adaptive_eviction=adaptive, host_units=host_units
+            spec, units, step_tokens_max=STEP_TOKENS_MAX, adaptive_eviction=adaptive, host_unit_count=host_units
         )
         self.naive = NaiveCache(self.cache)
         self.events = EventChecker(spec.block_size)
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             (unit.kind, unit.index if unit.kind == state else block.id)
             for unit in self.cache.pool.units
             for block in unit.blocks
-            if block.refs and block.node is not None and unit.kind is not None
+            if block.ref_count and block.node is not None and unit.kind is not None
         }
 
     def _release(self, seq: Sequence) -> None:

@@ -430,7 +430,7 @@ def test_the_real_thing_survives_colliding_hashes(patch: Patch) -> None:
 def what_hangs_from_what_is_lost() -> None:
     """A block that a failed step moved is lost; what hangs from it lies in host memory."""
     spec = CacheSpec(block_size=1, groups=(group(1),))
-    cache, checker = KVCache(spec, 3, host_units=4), EventChecker(1)
+    cache, checker = KVCache(spec, 3, host_unit_count=4), EventChecker(1)
     for text in ([1, 2], [7, 8]):
         request = Request(request_id="r", token_ids=text, params=SamplingParams())
         seq = Sequence(request=request, token_ids=text, prompt_len=2, arrival_s=0.0)
