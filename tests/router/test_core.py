@@ -636,11 +636,11 @@ class Books(RuleBasedStateMachine):
         self.apply(instructions)
 
     @precondition(lambda self: "sent" in self.open.values())
-    @rule(data=st.data(), stalled=st.booleans())
-    def move(self, data: st.DataObject, stalled: bool) -> None:
+    @rule(data=st.data(), is_stalled=st.booleans())
+    def move(self, data: st.DataObject, is_stalled: bool) -> None:
         request_id = self.pick(data)
         before = self.core.tracker.requests[request_id]
-        instructions = self.core.move_request(request_id, self.now, is_stalled=stalled)
+        instructions = self.core.move_request(request_id, self.now, is_stalled=is_stalled)
         if instructions:
             assert request_id not in self.streaming_ids
             assert not isinstance(instructions[0], Refuse), "it could have stayed where it was"
@@ -648,19 +648,19 @@ class Books(RuleBasedStateMachine):
             assert self.core.tracker.requests[request_id] is before
         self.apply(instructions)
 
-    @rule(name=st.sampled_from(NAMES), what=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
-    def worker(self, name: str, what: str) -> None:
+    @rule(name=st.sampled_from(NAMES), change=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
+    def worker(self, name: str, change: str) -> None:
         core = self.core
-        if what == "add":
+        if change == "add":
             core.add_worker(spec(name), self.now)
         elif name not in core.workers:
             return
-        elif what == "up":
+        elif change == "up":
             self.apply(core.mark_worker_up(name, self.now))
-        elif what == "down":
+        elif change == "down":
             self.apply(core.mark_worker_down(name, self.now, "test"))
-        elif what in ("drain", "undrain"):
-            self.apply(core.set_draining(name, self.now, is_draining=what == "drain"))
+        elif change in ("drain", "undrain"):
+            self.apply(core.set_draining(name, self.now, is_draining=change == "drain"))
         else:
             self.apply(core.remove_worker(name, self.now))
 

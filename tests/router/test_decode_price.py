@@ -174,28 +174,30 @@ def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "expected"),
+    ("output_min", "output_max", "expected"),
     [(400, 400, 400), (400, 0, 400), (400, 300, 300), (10, 900, 100), (10**12, 0, 131_072), (0, 0, 100)],
 )
-def test_an_answer_that_may_not_end_earlier_is_expected_so_long(least: int, most: int, expected: int) -> None:
+def test_an_answer_that_may_not_end_earlier_is_expected_so_long(
+    output_min: int, output_max: int, expected: int
+) -> None:
     core, now = pool(), 0.0
     for i in range(30):
         send(core, make_request(f"r{i}", i), now)
         now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
-    placement = core.route(make_request("last", 99, output_tokens_min=least, output_tokens_max=most), now)
+    placement = core.route(make_request("last", 99, output_tokens_min=output_min, output_tokens_max=output_max), now)
     assert isinstance(placement, Forward)
     assert placement.decision.terms.output_tokens == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("reported", [0, 10**9 - 1])
-def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported: int) -> None:
+@pytest.mark.parametrize("reported_tokens", [0, 10**9 - 1])
+def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported_tokens: int) -> None:
     """One worker of eight reports absurd answers. 1e9 tokens are more than any engine says in that time."""
     core, now = pool(), 0.0
     for i in range(200):
         worker = send(core, make_request(f"r{i}", i, worker=f"w{i % 8}"), now)
         core.record_first_token(f"r{i}", now + 0.03)
         core.record_progress(f"r{i}", 96)
-        usage = ReportedUsage(1050, 0, reported if worker == "w0" else 100)
+        usage = ReportedUsage(1050, 0, reported_tokens if worker == "w0" else 100)
         now += 0.03 + 0.015 * 100
         core.finish_request(f"r{i}", usage, now)
     expected = core.explain(make_request("x", 7), now)
@@ -278,14 +280,14 @@ def test_room_comes_when_a_request_ends_whole() -> None:
 
 
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
-def test_expected_lengths_stay_within_reason(said: list[int]) -> None:
+def test_expected_lengths_stay_within_reason(answer_lengths: list[int]) -> None:
     lengths = OutputLengths()
     route_request, bounded_request = (
         make_request("r", 1, session="s"),
         make_request("r", 1, session="s", output_tokens_max=7),
     )
     assert lengths.expect(route_request) == TOKENS_PRIOR
-    for tokens in said:
+    for tokens in answer_lengths:
         lengths.record(route_request, tokens)
         assert 1.0 <= lengths.expect(route_request) <= TOKENS_MAX
         assert lengths.expect(bounded_request) <= 7.0
@@ -337,11 +339,11 @@ def serve(core: RouterCore, seats: dict[str, int], count: int, gap_s: float, ans
     return waits
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_nobody_waits_for_a_seat_while_another_worker_has_one(told: bool) -> None:
+@pytest.mark.parametrize("is_limit_known", [True, False])
+def test_nobody_waits_for_a_seat_while_another_worker_has_one(is_limit_known: bool) -> None:
     """One of four workers runs only 8 sequences at once. Untold, the router finds out by who had to wait."""
     core, seats = pool(4), {"w0": 8, "w1": 64, "w2": 64, "w3": 64}
-    if told:
+    if is_limit_known:
         model = (ServedModel("m", "m"),)
         core.add_worker(WorkerSpec("w0", "http://w0", models=model, max_num_seqs=8), 0.0)
     waits = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)

@@ -164,12 +164,14 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
 
 
 def probe(
-    routes: dict[str, tuple[int, str]], flag: str = "url={url}", known: WorkerFacts | None = None, **prober: Any
+    routes: dict[str, tuple[int, str]], flag: str = "url={url}", previous: WorkerFacts | None = None, **prober: Any
 ) -> tuple[WorkerFacts, str]:
     async def run() -> tuple[WorkerFacts, str]:
         runner, url = await serve(routes)
         async with aiohttp.ClientSession() as session:
-            facts = await Prober(session, timeout_s=2, **prober).probe(parse_worker_flag(flag.format(url=url)), known)
+            facts = await Prober(session, timeout_s=2, **prober).probe(
+                parse_worker_flag(flag.format(url=url)), previous
+            )
         await runner.cleanup()
         return facts, url
 
@@ -225,12 +227,12 @@ def test_nobody_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "advertised", "expected"),
+    ("flag", "is_advertised", "expected"),
     [("", False, False), ("", True, True), (",reannounce=1", False, True), (",reannounce=0", True, True)],
 )
-def test_who_repeats_its_stores(flag: str, advertised: bool, expected: bool) -> None:
+def test_who_repeats_its_stores(flag: str, is_advertised: bool, expected: bool) -> None:
     """The worker may tell, and the operator; either is enough."""
-    source = {"endpoint": "tcp://*:7000", "reannounces": advertised}
+    source = {"endpoint": "tcp://*:7000", "reannounces": is_advertised}
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/kv_event_sources": (200, json.dumps({"0": source}))}
     facts, _ = probe(routes, "url={url}" + flag)
     assert [source.reannounces for source in facts.sources] == [expected]
@@ -260,10 +262,10 @@ def test_event_endpoints_are_on_the_worker_s_own_host(field: str, endpoint: str,
         assert "rank 1" in facts.reason
         assert endpoint in facts.reason
         assert "--trust-event-endpoints" in facts.reason
-    trusted, _ = probe(routes, trusts_endpoints=True)
-    assert len(trusted.sources) == 2
-    given, _ = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
-    assert given.is_alive, "an operator may name any"
+    trusting_facts, _ = probe(routes, trusts_endpoints=True)
+    assert len(trusting_facts.sources) == 2
+    operator_facts, _ = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
+    assert operator_facts.is_alive, "an operator may name any"
 
 
 def test_given_endpoints_can_repeat_their_stores_too() -> None:
@@ -311,10 +313,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_whatever_a_worker_answers_is_a_fact_or_a_reason(what: str) -> None:
+@pytest.mark.parametrize("answer_name", HOSTILE)
+def test_whatever_a_worker_answers_is_a_fact_or_a_reason(answer_name: str) -> None:
     """Each answer on each route in turn: never an exception, nothing that native code or a log cannot bear."""
-    body = HOSTILE[what]
+    body = HOSTILE[answer_name]
     usual = {"/v1/models": MODELS, "/kv_event_sources": (200, source()), "/server_info": (200, "{}")}
     for path in (*usual, "/metrics"):
         facts, url = probe({**usual, path: (200, body)})
@@ -330,12 +332,12 @@ def test_whatever_a_worker_answers_is_a_fact_or_a_reason(what: str) -> None:
 
 def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
     """503, 500, 429: what is known stays; 404 says that there are none; what cannot be read is told."""
-    known, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
-    assert known.sources
-    for status, kept in ((503, True), (500, True), (429, True), (404, False)):
-        facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known=known)
+    previous, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
+    assert previous.sources
+    for status, are_sources_kept in ((503, True), (500, True), (429, True), (404, False)):
+        facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, previous=previous)
         assert facts.is_alive
-        assert (facts.sources == known.sources) is kept, status
+        assert (facts.sources == previous.sources) is are_sources_kept, status
     with pytest.raises(DecodeError, match=r"deep|lists"):
         read_sources(b"[" * 100_000, "http://h:1")
 
@@ -345,13 +347,13 @@ def test_a_redirect_is_not_followed() -> None:
     assert facts.reason == "/v1/models answers 307"
 
 
-@pytest.mark.parametrize(("flag", "sent"), [("url={url}", True), ("url={url},send_key=0", False)])
-def test_only_a_named_worker_is_asked_with_the_key(flag: str, sent: bool) -> None:
+@pytest.mark.parametrize(("flag", "is_key_sent"), [("url={url}", True), ("url={url},send_key=0", False)])
+def test_only_a_named_worker_is_asked_with_the_key(flag: str, is_key_sent: bool) -> None:
     async def run() -> list[str | None]:
-        seen: list[str | None] = []
+        authorization_headers: list[str | None] = []
 
         async def answer(request: web.Request) -> web.Response:
-            seen.append(request.headers.get("Authorization"))
+            authorization_headers.append(request.headers.get("Authorization"))
             return web.json_response({"data": [{"id": "m"}], "tokens": [1]})
 
         app = web.Application()
@@ -367,6 +369,6 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, sent: bool) -> Non
             await prober.check_health(worker)
             assert await remote.probe("m", worker.url, sends_api_key=worker.sends_api_key)
         await runner.cleanup()
-        return seen
+        return authorization_headers
 
-    assert set(asyncio.run(run())) == {"Bearer key" if sent else None}
+    assert set(asyncio.run(run())) == {"Bearer key" if is_key_sent else None}

@@ -14,7 +14,7 @@ def test_connections_are_bounded_by_descriptors() -> None:
 
 
 def test_too_few_descriptors_are_named_with_what_is_needed() -> None:
-    said = too_few_files_message(48_198, 2000, 20_000)
-    assert "48198 file descriptors are too few for 2000 event streams" in said
-    assert "at most 19999 connections are taken" in said
-    assert "48200" in said
+    message = too_few_files_message(48_198, 2000, 20_000)
+    assert "48198 file descriptors are too few for 2000 event streams" in message
+    assert "at most 19999 connections are taken" in message
+    assert "48200" in message

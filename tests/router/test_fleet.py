@@ -101,7 +101,7 @@ class DeadWorkerProber:
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
         return WorkerFacts(False, self._reasons.pop(0))
 
 
@@ -131,7 +131,7 @@ class RecordingProber:
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
 
-    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
         return WorkerFacts(False, "refused")
 
@@ -170,7 +170,7 @@ def test_one_that_is_named_again_is_asked_at_once() -> None:
 class FailingProber:
     """A prober whose answers the router cannot bear."""
 
-    async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
         raise OverflowError("a number of the worker's")
 
 
@@ -213,7 +213,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         def __init__(self) -> None:
             self.health_checks, self.load_polls, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
 
-        async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
             return WorkerFacts(True, models=(ServedModel("m", "m"),))
 
         async def check_health(self, flag: WorkerFlag) -> None:
@@ -319,7 +319,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
     class ManyStreamsProber:
         streams = 3
 
-        async def probe(self, flag: WorkerFlag, last_facts: WorkerFacts | None = None) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
             sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
             return WorkerFacts(True, models=(ServedModel("m", "m"),), sources=sources, cache_tokens=160)
 

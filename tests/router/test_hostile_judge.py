@@ -44,45 +44,45 @@ def faults(hostile: Any, handler: Handler, data: bytes, answers: int | None, mon
     return asyncio.run(run())
 
 
-async def ended(writer: asyncio.StreamWriter) -> None:
+async def close_writer(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
 
 
-async def sound(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def sound_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """One request whose head ends somewhere."""
     data = b""
-    while b"\r\n\r\n" not in data and (received := await reader.read(1000)):
-        data += received
+    while b"\r\n\r\n" not in data and (chunk := await reader.read(1000)):
+        data += chunk
     writer.write(OK if data.startswith(b"GET") else BAD)
-    await ended(writer)
+    await close_writer(writer)
 
 
 async def reads_are_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     data = await reader.read(1000)
     writer.write(OK if data.endswith(b"\r\n\r\n") and data.startswith(b"GET") else BAD)
-    await ended(writer)
+    await close_writer(writer)
 
 
 async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.read()
     await asyncio.sleep(0.7)
-    await ended(writer)
+    await close_writer(writer)
 
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 def test_a_cut_that_changes_the_meaning_is_seen(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(hostile, sound, REQUEST, 1, monkeypatch) == []
-    assert faults(hostile, sound, b"X" + REQUEST, 0, monkeypatch) == []
-    assert all(what.startswith("cut into") for what in faults(hostile, reads_are_requests, REQUEST, 1, monkeypatch))
+    assert faults(hostile, sound_server, REQUEST, 1, monkeypatch) == []
+    assert faults(hostile, sound_server, b"X" + REQUEST, 0, monkeypatch) == []
+    assert all(fault.startswith("cut into") for fault in faults(hostile, reads_are_requests, REQUEST, 1, monkeypatch))
     assert faults(hostile, reads_are_requests, REQUEST, 1, monkeypatch)
 
 
 def test_what_is_answered_and_is_no_request_is_seen(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "statuses [200], expected 0 below 400" in faults(hostile, sound, REQUEST, 0, monkeypatch)
+    assert "statuses [200], expected 0 below 400" in faults(hostile, sound_server, REQUEST, 0, monkeypatch)
 
 
 def test_a_connection_that_stays_open_is_seen(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_connection_that_stays_open_is_seen(hostile: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("error", "body", "seen"),
+    ("error", "body", "fault_text"),
     [
         ("", b"half", "looks whole"),
         ("timeout", b"", "hangs"),
@@ -98,12 +98,12 @@ def test_a_connection_that_stays_open_is_seen(hostile: Any, monkeypatch: pytest.
         ("lost", b"half", ""),
     ],
 )
-def test_answers_are_judged(hostile: Any, error: str, body: bytes, seen: str) -> None:
+def test_answers_are_judged(hostile: Any, error: str, body: bytes, fault_text: str) -> None:
     world = hostile.hostile_world.World(match="", short=True, checkout=True, seconds=60, seed=0)
     answer = hostile.load.Response(0.0, status=200, chunks=[(0.0, body)], error=error)
     hostile.hostile_groups._judge(world, "upstream: a stream that ends", answer, ())
-    assert bool(world.faults) == bool(seen)
-    assert seen in "".join(fault["what"] for fault in world.faults)
+    assert bool(world.faults) == bool(fault_text)
+    assert fault_text in "".join(fault["what"] for fault in world.faults)
 
 
 def test_a_delay_is_judged_by_who_asked_directly_at_that_moment(hostile: Any) -> None:
@@ -114,5 +114,5 @@ def test_a_delay_is_judged_by_who_asked_directly_at_that_moment(hostile: Any) ->
             (11.0, 50.0, "router"), (11.0, 3.0, "direct"), (10.95, 4.0, "direct"), (12.0, 8.0, "router"),
         )
     )  # fmt: skip
-    beside = {line[0]: hostile.hostile_world.beside_ms(line, lines) for line in lines if line[3] == "router"}
-    assert beside == {10.0: 70.0, 11.0: 4.0, 12.0: 0.0}
+    direct_delays_ms = {line[0]: hostile.hostile_world.beside_ms(line, lines) for line in lines if line[3] == "router"}
+    assert direct_delays_ms == {10.0: 70.0, 11.0: 4.0, 12.0: 0.0}

@@ -13,13 +13,13 @@ from aiohttp.streams import StreamReader
 
 from router.http_client import READ_BYTES, FetchError, fetch
 
-PIECES_MAX = READ_BYTES // 8
+PIECES_PER_TURN_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
 COUNT = 100_000
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
 
 
-def answered(answer: bytes, read: Callable[[aiohttp.ClientSession, str], Awaitable[Any]]) -> Any:
+def read_answer(answer: bytes, read: Callable[[aiohttp.ClientSession, str], Awaitable[Any]]) -> Any:
     """What `read` makes of an answer that comes at once."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -27,7 +27,7 @@ def answered(answer: bytes, read: Callable[[aiohttp.ClientSession, str], Awaitab
         writer.write(answer)
         writer.close()
 
-    async def both() -> Any:
+    async def serve_and_read() -> Any:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         async with server, aiohttp.ClientSession() as session:
@@ -35,29 +35,29 @@ def answered(answer: bytes, read: Callable[[aiohttp.ClientSession, str], Awaitab
 
     loop = uvloop.new_event_loop()
     try:
-        return loop.run_until_complete(asyncio.wait_for(both(), 60))
+        return loop.run_until_complete(asyncio.wait_for(serve_and_read(), 60))
     finally:
         loop.close()
 
 
-class Turns:
+class LoopTurnCounter:
     """How much is done in one turn of the loop."""
 
     def __init__(self) -> None:
-        self.most = self.done = self.turns = 0
+        self.pieces_max = self.pieces = self.turns = 0
 
-    def more(self) -> None:
-        self.done += 1
-        self.most = max(self.most, self.done)
+    def count_piece(self) -> None:
+        self.pieces += 1
+        self.pieces_max = max(self.pieces_max, self.pieces)
 
     async def watch(self) -> None:
         while True:
-            self.done = 0
+            self.pieces = 0
             self.turns += 1
             await asyncio.sleep(0)
 
 
-async def watched(turns: Turns, work: Awaitable[Any]) -> Any:
+async def run_watched(turns: LoopTurnCounter, work: Awaitable[Any]) -> Any:
     watching = asyncio.ensure_future(turns.watch())
     try:
         return await work
@@ -66,19 +66,19 @@ async def watched(turns: Turns, work: Awaitable[Any]) -> Any:
 
 
 def test_chunks_of_a_byte_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, feed = Turns(), StreamReader.feed_data
+    turns, feed = LoopTurnCounter(), StreamReader.feed_data
 
-    def fed(reader: StreamReader, data: bytes, *more: Any) -> Any:
-        turns.more()
-        return feed(reader, data, *more)
+    def count_and_feed(reader: StreamReader, data: bytes, *args: Any) -> Any:
+        turns.count_piece()
+        return feed(reader, data, *args)
 
-    monkeypatch.setattr(StreamReader, "feed_data", fed)
+    monkeypatch.setattr(StreamReader, "feed_data", count_and_feed)
     answer = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * COUNT + b"0\r\n\r\n"
 
     async def read(session: aiohttp.ClientSession, url: str) -> Any:
-        return await watched(turns, fetch(session, url, seconds=60, bytes_max=COUNT))
+        return await run_watched(turns, fetch(session, url, seconds=60, bytes_max=COUNT))
 
-    assert answered(answer, read) == (200, b"x" * COUNT)
-    assert turns.most <= PIECES_MAX
+    assert read_answer(answer, read) == (200, b"x" * COUNT)
+    assert turns.pieces_max <= PIECES_PER_TURN_MAX
     with pytest.raises(FetchError, match="more than 99 bytes"):
-        answered(answer, lambda session, url: fetch(session, url, seconds=60, bytes_max=99))
+        read_answer(answer, lambda session, url: fetch(session, url, seconds=60, bytes_max=99))

@@ -90,7 +90,7 @@ def drive(world: World, operation: tuple[Any, ...]) -> list[Any]:
     if kind == "store":
         return list(world.store(spec, *args[1:]))
     if kind == "changed":
-        return [_changed(event, args[5]) for event in world.store(spec, *args[1:5])]
+        return [_change_event(event, args[5]) for event in world.store(spec, *args[1:5])]
     if kind == "counted":
         return [
             msgspec.structs.replace(event, remaining_copy_counts=[args[4]]) for event in world.remove(spec, *args[1:4])
@@ -110,7 +110,7 @@ def drive(world: World, operation: tuple[Any, ...]) -> list[Any]:
     return list(world.remove(spec, *args[1:]))
 
 
-def _changed(event: Any, change: dict[str, Any]) -> Any:
+def _change_event(event: Any, change: dict[str, Any]) -> Any:
     if change.get("token_ids") == "text":
         change = {"token_ids": [*event.token_ids[:-1], "image"]}
     return msgspec.structs.replace(event, **change)
@@ -212,9 +212,9 @@ RUN = tuple(range(12))
                   st.integers(1, 6)),
         max_size=12,
     ),
-    pinned=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=2),
+    pins=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=2),
 )  # fmt: skip
-def test_runs_of_blocks_that_some_hold_in_part(run: Any, pinned: Any) -> None:
+def test_runs_of_blocks_that_some_hold_in_part(run: Any, pins: Any) -> None:
     """One prompt, of which three holders have these and those blocks on these and those tiers."""
     pair, layout = (ReferenceIndex(7), make_index(7)), (Spec(None, None, 2),)
     worlds = [World(layout) for _ in range(3)]
@@ -225,7 +225,7 @@ def test_runs_of_blocks_that_some_hold_in_part(run: Any, pinned: Any) -> None:
         payload = encode_batch(EventBatch(0.0, drive(worlds[pick], (kind, 0, *args))))
         for index in pair:
             index.ingest(holders[pick], payload)
-    for pick, length in pinned:
+    for pick, length in pins:
         for index in pair:
             index.pin(holders[pick], RUN[:length], SCOPE)
     for length in range(2, 13):

@@ -51,15 +51,15 @@ def test_what_conditions_mean(conditions: dict[str, bool | None], takes: bool) -
 
 
 def test_ports_and_families() -> None:
-    made = slice_of("a", endpoint("10.0.0.1"))
-    assert list(read_slice(raw(made), "metrics")) == ["10.0.0.1:9"]
-    assert list(read_slice(raw(made), "8000")) == ["10.0.0.1:8000"]
-    assert read_slice(raw(made), "other") == {}
-    assert list(read_slice(raw({**made, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}), None)) == [
-        "[fd00::1]:8000"
-    ]
-    assert read_slice(raw({**made, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}), None) == {}
-    assert read_slice(raw({**made, "endpoints": None, "ports": None}), None) == {}
+    endpoint_slice = slice_of("a", endpoint("10.0.0.1"))
+    assert list(read_slice(raw(endpoint_slice), "metrics")) == ["10.0.0.1:9"]
+    assert list(read_slice(raw(endpoint_slice), "8000")) == ["10.0.0.1:8000"]
+    assert read_slice(raw(endpoint_slice), "other") == {}
+    assert list(
+        read_slice(raw({**endpoint_slice, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}), None)
+    ) == ["[fd00::1]:8000"]
+    assert read_slice(raw({**endpoint_slice, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}), None) == {}
+    assert read_slice(raw({**endpoint_slice, "endpoints": None, "ports": None}), None) == {}
 
 
 def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, Any]:
@@ -83,28 +83,28 @@ def test_pods_and_pools() -> None:
 
 
 def test_lists_come_in_pages_and_watches_go_on_by_bookmarks() -> None:
-    watched = ObjectCache(lambda data: read_slice(data, None))
+    cache = ObjectCache(lambda data: read_slice(data, None))
     first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [slice_of("a", endpoint("10.0.0.1"))]}
-    assert watched.add_page(raw(first)) == "more"
-    assert watched.addresses() == {}  # half a list is none
+    assert cache.add_page(raw(first)) == "more"
+    assert cache.addresses() == {}  # half a list is none
     assert (
-        watched.add_page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]}))
+        cache.add_page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]}))
         == ""
     )
-    assert (watched.version, sorted(watched.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
-    assert not watched.apply_event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
-    assert watched.version == "9"
-    moved = slice_of("b", endpoint("10.0.0.1", ready=False), version=10)
-    assert watched.apply_event(raw({"type": "MODIFIED", "object": moved}))
-    assert watched.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
-    assert watched.apply_event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
-    assert watched.addresses() == {"10.0.0.1:8000": False}
-    assert not watched.apply_event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
-    assert (watched.version, watched.addresses()) == ("", {"10.0.0.1:8000": False})
+    assert (cache.version, sorted(cache.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
+    assert not cache.apply_event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
+    assert cache.version == "9"
+    moved_slice = slice_of("b", endpoint("10.0.0.1", ready=False), version=10)
+    assert cache.apply_event(raw({"type": "MODIFIED", "object": moved_slice}))
+    assert cache.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
+    assert cache.apply_event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
+    assert cache.addresses() == {"10.0.0.1:8000": False}
+    assert not cache.apply_event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
+    assert (cache.version, cache.addresses()) == ("", {"10.0.0.1:8000": False})
     with pytest.raises(DecodeError, match="500 oops"):
-        watched.apply_event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
+        cache.apply_event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
     with pytest.raises(DecodeError):
-        watched.apply_event(b"{nonsense")
+        cache.apply_event(b"{nonsense")
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,22 @@ def test_other_sources_are_refused(text: str) -> None:
         KubernetesSource.parse(text)
 
 
-Scenario = Callable[["Followed"], Awaitable[None]]
+Scenario = Callable[["WatchedServer"], Awaitable[None]]
 
 
-class Followed:
+class WatchedServer:
     """A mock API server and what is told of it."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.told: list[EndpointReadiness] = []
+        self.updates: list[EndpointReadiness] = []
 
-    async def until(self, wanted: EndpointReadiness) -> None:
+    async def wait_for(self, expected: EndpointReadiness) -> None:
         for _ in range(300):
-            if self.told and self.told[-1] == wanted:
+            if self.updates and self.updates[-1] == expected:
                 return
             await asyncio.sleep(0.02)
-        raise AssertionError(f"told {self.told[-3:]}, expected {wanted}")
+        raise AssertionError(f"told {self.updates[-3:]}, expected {expected}")
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: Any, scenario: Scenario) -> None:
@@ -154,10 +154,10 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
                                         "contexts": [context], "current-context": "x"}))  # fmt: skip
             monkeypatch.setattr("kubernetes_asyncio.config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
             monkeypatch.setattr("kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
-            followed = Followed(server)
-            task = asyncio.create_task(watch_kubernetes(KubernetesSource.parse(source), followed.told.append))
+            watched_server = WatchedServer(server)
+            task = asyncio.create_task(watch_kubernetes(KubernetesSource.parse(source), watched_server.updates.append))
             try:
-                await asyncio.wait_for(scenario(followed), 20)
+                await asyncio.wait_for(scenario(watched_server), 20)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -193,9 +193,9 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         events = next(watches, [])
         return events if isinstance(events, int) else b"".join(raw(event) + b"\n" for event in events)
 
-    async def scenario(followed: Followed) -> None:
-        await followed.until({"10.0.0.3:8000": False})
-        assert followed.told == [
+    async def scenario(watched_server: WatchedServer) -> None:
+        await watched_server.wait_for({"10.0.0.3:8000": False})
+        assert watched_server.updates == [
             {"10.0.0.1:8000": True}, {"10.0.0.1:8000": True, "10.0.0.2:8000": True}, {"10.0.0.3:8000": True},
             {"10.0.0.3:8000": False},
         ]  # fmt: skip
@@ -216,21 +216,21 @@ def test_a_pool_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
     pods = {"10.0.0.1": pod("10.0.0.1"), "10.0.0.2": pod("10.0.0.2", ready=False)}
 
-    def listed(request: Any) -> Any:
+    def list_pods(request: Any) -> Any:
         assert request.params["labelSelector"] == "app=vllm"
         if "watch" in request.params:
             return b""
         return {"metadata": {"resourceVersion": "5"}, "items": list(pods.values())}
 
-    async def scenario(followed: Followed) -> None:
+    async def scenario(watched_server: WatchedServer) -> None:
         nonlocal port
-        await followed.until({"10.0.0.1:8000": True, "10.0.0.2:8000": False})
+        await watched_server.wait_for({"10.0.0.1:8000": True, "10.0.0.2:8000": False})
         port = 9000
-        await followed.until({"10.0.0.1:9000": True, "10.0.0.2:9000": False})
+        await watched_server.wait_for({"10.0.0.1:9000": True, "10.0.0.2:9000": False})
 
     handler = kmock.RawHandler()
     handler["get /apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools/vllm"] << pool
-    handler["get /api/v1/namespaces/default/pods"] << listed
+    handler["get /api/v1/namespaces/default/pods"] << list_pods
     follow(monkeypatch, tmp_path, "pool/vllm", handler, scenario)
 
 
@@ -242,14 +242,14 @@ def test_an_emulated_server_s_watch_is_followed(monkeypatch: pytest.MonkeyPatch,
     handler.resources[resource] = {"namespaced": True, "kind": "EndpointSlice"}
     handler.objects[resource, "llm", "a"] = slice_of("a", endpoint("10.0.0.1"))
 
-    async def scenario(followed: Followed) -> None:
+    async def scenario(watched_server: WatchedServer) -> None:
         import aiohttp
 
-        await followed.until({"10.0.0.1:8000": True})
-        async with aiohttp.ClientSession(str(followed.server.url)) as session:
+        await watched_server.wait_for({"10.0.0.1:8000": True})
+        async with aiohttp.ClientSession(str(watched_server.server.url)) as session:
             await session.post(SLICES, json=slice_of("b", endpoint("10.0.0.2")))
-            await followed.until({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
+            await watched_server.wait_for({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
             await session.delete(f"{SLICES}/a")
-            await followed.until({"10.0.0.2:8000": True})
+            await watched_server.wait_for({"10.0.0.2:8000": True})
 
     follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)

@@ -77,15 +77,15 @@ def content(index: PrefixIndex, holder: HolderId) -> list[str]:
 
 def check_alike(*batches: bytes) -> IngestReport:
     """Both indexes say and hold the same after the batches. Returns what was said of the last."""
-    said = []
+    ingest_results = []
     entries = []
     for index in (ReferenceIndex(1), make_index(1)):
         holder = index.add_holder("w", "m")
         reports = [index.ingest(holder, payload) for payload in batches]
         index.match([1, 2, 3] * 100, Scope("m"))
-        said.append([(counts(report), len(report.malformed)) for report in reports])
+        ingest_results.append([(counts(report), len(report.malformed)) for report in reports])
         entries.append((index.stats().entries, content(index, holder)))
-    assert said[0] == said[1]
+    assert ingest_results[0] == ingest_results[1]
     assert entries[0] == entries[1]
     return reports[-1]
 
@@ -95,8 +95,8 @@ def check_alike(*batches: bytes) -> IngestReport:
     st.integers(0, 10_000),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9_999), st.integers(0, 255)), max_size=4),
 )
-def test_faulty_payloads(which: int, faults: list[tuple[int, int, int]]) -> None:
-    real = payloads()[which % len(payloads())]
+def test_faulty_payloads(payload_index: int, faults: list[tuple[int, int, int]]) -> None:
+    real = payloads()[payload_index % len(payloads())]
     check_alike(real, faulty(real, faults))
 
 
@@ -143,7 +143,7 @@ def test_one_name_at_two_places(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "malformed"),
+    ("change", "malformed_count"),
     [
         ({"medium": NO_UTF8}, 1),
         ({"lora_name": NO_UTF8}, 1),
@@ -216,11 +216,11 @@ def test_one_name_at_two_places(number: int) -> None:
         ({"type": None}, 1),
     ],
 )
-def test_what_is_malformed(change: dict[str, object], malformed: int) -> None:
+def test_what_is_malformed(change: dict[str, object], malformed_count: int) -> None:
     """One event that says something odd between two that do not: it costs itself at most."""
     odd = STORED | change
     report = check_alike(batch(STORED, odd, STORED | {"block_hashes": [13, 14], "token_ids": [5, 6, 7, 8]}))
-    assert len(report.malformed) == malformed
+    assert len(report.malformed) == malformed_count
     assert report.stored >= 4
     for text in report.malformed:
         assert text.startswith("event 1: ") or "BlockStored" in text

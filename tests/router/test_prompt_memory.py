@@ -29,12 +29,12 @@ lengths = st.one_of(st.integers(0, 40), st.integers(500, 540), st.integers(0, 16
 
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    first=lengths, second=lengths, changed=st.one_of(st.none(), lengths), before=st.sampled_from(SCOPES),
-    after=st.sampled_from(SCOPES), told=st.sampled_from((None, 0.0, 0.3, 1.0)),
+    first=lengths, second=lengths, changed_position=st.one_of(st.none(), lengths), before=st.sampled_from(SCOPES),
+    after=st.sampled_from(SCOPES), known_share=st.sampled_from((None, 0.0, 0.3, 1.0)),
     chunks=st.lists(st.sampled_from((1, 2, 3, 16, 64)), min_size=1, max_size=3),
 )  # fmt: skip
 def test_it_is_as_if_nothing_was_remembered(
-    first: int, second: int, changed: int | None, before: Scope, after: Scope, told: float | None,
+    first: int, second: int, changed_position: int | None, before: Scope, after: Scope, known_share: float | None,
     chunks: list[int],
 ) -> None:  # fmt: skip
     """`changed`: the place of a token that is another one in the second prompt. `told`: how much of what both begin
@@ -44,8 +44,8 @@ def test_it_is_as_if_nothing_was_remembered(
     stored_event = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
     index.ingest(holder, encode_batch(EventBatch(0.0, [stored_event])))
     ids, other = array("I", LONG[:first]), array("I", LONG[:second])
-    if changed is not None and changed < second:
-        other[changed] += 1
+    if changed_position is not None and changed_position < second:
+        other[changed_position] += 1
     prompt = index.prepare(ids)
     for chunk in chunks:
         index.chunk_keys(prompt, before, chunk)
@@ -54,7 +54,9 @@ def test_it_is_as_if_nothing_was_remembered(
     assert memory is not None
     assert memory.nbytes <= 4 * first + 8 * (first + 1)
     for chunk in reversed(chunks):
-        like = index.prepare(other, memory, None if told is None else int(told * index.shared(ids, other)))
+        like = index.prepare(
+            other, memory, None if known_share is None else int(known_share * index.shared(ids, other))
+        )
         assert index.chunk_keys(like, after, chunk) == index.chunk_keys(other, after, chunk)
         matches, plain = index.match(like, after), index.match(index.prepare(other), after)
         assert [(m.holder, m.tokens, m.pinned_tokens) for m in matches] == [

@@ -25,7 +25,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
     steps: list[tuple[str, int, int, float]],
 ) -> None:
     queue = RequestQueue(QueueConfig(fair=True))
-    queued: dict[str, tuple[int, float, float, float]] = {}
+    entries: dict[str, tuple[int, float, float, float]] = {}
     before: dict[str, tuple[float, float, int]] = {}
     for i, (operation, number, priority, work) in enumerate(steps):
         name, now = str(number), i * 0.5
@@ -35,24 +35,24 @@ def test_held_requests_are_tried_by_priority_then_arrival(
                 name, QueuePosition("", False, priority, arrived_s), target=f"w{number % 3}", prefill_s=work / 2,
                 charge_s=work, deadline_s=deadline, refuse_at_deadline=number % 2 == 0,
             )  # fmt: skip
-            queued[name] = (priority, work, arrived_s, deadline)
+            entries[name] = (priority, work, arrived_s, deadline)
         elif operation == "drop":
-            assert queue.remove(name) == (queued.pop(name, None) is not None)
+            assert queue.remove(name) == (entries.pop(name, None) is not None)
         else:
             due = queue.pop_expired(now)
-            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in queued.items() if h[3] <= now)
+            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in entries.items() if h[3] <= now)
             for expired_name, _ in due:
                 queue.remove(expired_name)
-                del queued[expired_name], before[expired_name]
+                del entries[expired_name], before[expired_name]
         queue.check_invariants()
-        assert len(queue) == len(queued)
-        assert queue.next_requests(100) == sorted(queued, key=lambda n: (queued[n][0], queued[n][2]))
+        assert len(queue) == len(entries)
+        assert queue.next_requests(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
         ahead_s: dict[str, float] = {}
-        for n, (p, w, arrived_s, _) in queued.items():
+        for n, (p, w, arrived_s, _) in entries.items():
             if (p, arrived_s) <= (0, now):
                 ahead_s[f"w{int(n) % 3}"] = ahead_s.get(f"w{int(n) % 3}", 0.0) + w / 2
         assert queue.prefill_ahead_of(QueuePosition("", False, 0, now)) == pytest.approx(ahead_s)
-        assert queue.next_deadline() <= min((h[3] for h in queued.values()), default=math.inf)
+        assert queue.next_deadline() <= min((h[3] for h in entries.values()), default=math.inf)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))

@@ -132,21 +132,26 @@ def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str
 
 
 def update(
-    reported_load: ReportedLoad, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
+    reported_load: ReportedLoad,
+    now: float,
+    running: int,
+    waiting: int = 0,
+    usage: float | None = None,
+    in_flight: int = 0,
 ) -> ExternalLoad:
     reported_load.update(
-        EngineLoad(running, waiting, usage), now, in_flight=sent, max_num_seqs=64, kv_tokens=1000, capacity=10_000
+        EngineLoad(running, waiting, usage), now, in_flight=in_flight, max_num_seqs=64, kv_tokens=1000, capacity=10_000
     )
     return reported_load.external
 
 
 def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
     reported_load = ReportedLoad()
-    assert not update(reported_load, 0.0, 30, sent=10)
-    assert update(reported_load, 4.0, 28, sent=12) == ExternalLoad(16, 0, 0)
-    assert update(reported_load, 8.0, 50, 5, usage=0.5, sent=10) == ExternalLoad(16, 0, 0)
-    assert update(reported_load, 12.0, 50, 5, usage=0.6, sent=10) == ExternalLoad(40, 5, 3500)
-    assert update(reported_load, 16.0, 3, sent=10) == ExternalLoad(), (
+    assert not update(reported_load, 0.0, 30, in_flight=10)
+    assert update(reported_load, 4.0, 28, in_flight=12) == ExternalLoad(16, 0, 0)
+    assert update(reported_load, 8.0, 50, 5, usage=0.5, in_flight=10) == ExternalLoad(16, 0, 0)
+    assert update(reported_load, 12.0, 50, 5, usage=0.6, in_flight=10) == ExternalLoad(40, 5, 3500)
+    assert update(reported_load, 16.0, 3, in_flight=10) == ExternalLoad(), (
         "who says too little is not asked to have less than was sent"
     )
     update(reported_load, 20.0, 10**6, 10**6, usage=1.0)
@@ -294,8 +299,8 @@ def play(
         def on_first_token(self, request: Any, worker: int, now: float) -> Any:
             return [] if request.index in elsewhere else super().on_first_token(request, worker, now)
 
-        def on_finished(self, request: Any, worker: int, cached: int, now: float) -> Any:
-            return [] if request.index in elsewhere else super().on_finished(request, worker, cached, now)
+        def on_finished(self, request: Any, worker: int, cached_tokens: int, now: float) -> Any:
+            return [] if request.index in elsewhere else super().on_finished(request, worker, cached_tokens, now)
 
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, is_preemptive=True)

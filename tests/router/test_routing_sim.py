@@ -29,17 +29,17 @@ def sim() -> Any:
         "router.shadow": ("core_router",),
         "routing_sim": ("peers", "runs", "grid"),
     }
-    found = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
-    yield SimpleNamespace(**found)
+    modules = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
+    yield SimpleNamespace(**modules)
     sys.path.remove(folder)
 
 
 def request(sim: Any, index: int, ids: list[int], *, at: float = 0.0, out: int = 4, tail: int = 0) -> Any:
     """A prompt of full blocks `ids`, or with a partial last one of `tail` tokens."""
     length = len(ids) * 512 - (512 - tail if tail else 0)
-    made = sim.workload.SimRequest(index, index, at, length, out, ids)
-    made.final_ids = ids[: length // 512]
-    return made
+    sim_request = sim.workload.SimRequest(index, index, at, length, out, ids)
+    sim_request.final_ids = ids[: length // 512]
+    return sim_request
 
 
 def naive_times(arrivals: list[tuple[float, int, int]], service: Any) -> tuple[dict[int, float], dict[int, float]]:
@@ -103,9 +103,9 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         blocks = -(-length // 512)
         ids = list(range(block, block + blocks))
         block += blocks
-        made = workload.SimRequest(i, i, at, length, out, ids)
-        made.final_ids = ids[: length // 512]
-        requests.append(made)
+        sim_request = workload.SimRequest(i, i, at, length, out, ids)
+        sim_request.final_ids = ids[: length // 512]
+        requests.append(sim_request)
     service = StepTimes()
     config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, step_times=service)
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
@@ -117,17 +117,17 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
 
 def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> None:
     cache = sim.engine.SimCache(4)
-    stored: list[int] = []
-    gone: list[int] = []
-    cache.on_store = lambda ids, parent: stored.extend(ids)
-    cache.on_remove = gone.extend
+    stored_blocks: list[int] = []
+    removed_blocks: list[int] = []
+    cache.on_store = lambda ids, parent: stored_blocks.extend(ids)
+    cache.on_remove = removed_blocks.extend
     assert cache.reserve([1, 2, 3], 0, 3)
     cache.register([1, 2, 3], 0, 3)
     cache.release([1, 2, 3], 0)
-    assert stored == [1, 2, 3]
+    assert stored_blocks == [1, 2, 3]
     assert cache.match([1, 2, 9], 5) == 2
     assert cache.reserve([7, 8], 0, 2), "one page is free, one comes from the deepest cached block"
-    assert gone == [3]
+    assert removed_blocks == [3]
     assert not cache.reserve([1, 2, 5, 6], 2, 4), "two pages are taken and two would be needed beside the two hits"
     cache.register([7, 8], 0, 2)
     cache.release([7, 8], 0)
@@ -136,22 +136,22 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
 
 def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
     cache = sim.engine.SimCache(3, host_capacity=2)
-    moved: list[tuple[list[int], bool]] = []
-    gone: list[int] = []
-    cache.on_move = lambda ids, down: moved.append((ids, down))
-    cache.on_remove = gone.extend
+    moves: list[tuple[list[int], bool]] = []
+    removed_blocks: list[int] = []
+    cache.on_move = lambda ids, down: moves.append((ids, down))
+    cache.on_remove = removed_blocks.extend
     for ids in ([1, 2, 3], [7, 8]):
         assert cache.reserve(ids, 0, len(ids))
         cache.register(ids, 0, len(ids))
         cache.release(ids, 0)
-    assert (moved, gone, list(cache.host)) == ([([3, 2], True)], [], [3, 2])
+    assert (moves, removed_blocks, list(cache.host)) == ([([3, 2], True)], [], [3, 2])
     assert cache.match([1, 2, 3], 5) == 3
     assert cache.reserve([1, 2], 2, 3)
     assert cache.last_loaded_blocks == 1
-    assert moved[1:] == [([2], False), ([8, 7], True)]
-    assert (gone, list(cache.host)) == ([3], [8, 7])
+    assert moves[1:] == [([2], False), ([8, 7], True)]
+    assert (removed_blocks, list(cache.host)) == ([3], [8, 7])
     cache.register([1, 2, 7], 2, 3)
-    assert moved[-1] == ([7], False), "computed although it was below: not there any more"
+    assert moves[-1] == ([7], False), "computed although it was below: not there any more"
     cache.release([1, 2, 7], 0)
     assert (cache.unnamed_pages, cache.reference_counts, list(cache.host)) == (0, {}, [8])
 
@@ -161,20 +161,20 @@ def test_what_comes_back_takes_time(sim: Any) -> None:
     requests = []
     for i in range(4):
         ids = [100 * (i % 2) + k for k in range(9)]
-        made = sim.workload.SimRequest(i, i, 10.0 * i, 9 * 512 - 2, 2, ids)
-        made.final_ids = ids[:8]
-        requests.append(made)
+        sim_request = sim.workload.SimRequest(i, i, 10.0 * i, 9 * 512 - 2, 2, ids)
+        sim_request.final_ids = ids[:8]
+        requests.append(sim_request)
     service = StepTimes(load_s_per_token=1e-6)
     config = sim.cluster.ClusterConfig(workers=1, cache_blocks=10, speed=1.0, step_times=service, host_memory_ratio=2.0)
     result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
-    plain, again = result.ttft_s[0], result.ttft_s[2]
+    computed_ttft_s, loaded_ttft_s = result.ttft_s[0], result.ttft_s[2]
     assert result.hit_tokens[2] == 8 * 512
-    loaded_s = again - service.decode_s(0, 0) - service.prefill_s(510, 8 * 512)
+    loaded_s = loaded_ttft_s - service.decode_s(0, 0) - service.prefill_s(510, 8 * 512)
     assert 0 < loaded_s <= 8 * 512 * 1e-6 + 1e-9
-    assert again < 0.3 * plain
+    assert loaded_ttft_s < 0.3 * computed_ttft_s
 
 
-def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
+def attach_policy(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
     settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "step_times": StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
     return policy
@@ -184,57 +184,61 @@ def test_dynamo_by_hand(sim: Any) -> None:
     """8 blocks of prompt, worker 1 holds 4 and has 2 other blocks active and 1,024 tokens to prefill.
 
     w = 1: worker 0: 8 + 8 = 16; worker 1: (1024 + 4096 - 2048) / 512 + (2 + 8) = 6 + 10 = 16. w = 16: 136 and 106."""
-    policy = attached(sim, sim.peers.Dynamo(1.0))
+    policy = attach_policy(sim, sim.peers.Dynamo(1.0))
     policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
     policy.prefill_tokens[1] = 1024
     policy.active[1].update([90, 91])
-    asked = request(sim, 0, list(range(8)))
-    assert policy.costs(asked) == [16.0, 16.0]
+    sim_request = request(sim, 0, list(range(8)))
+    assert policy.costs(sim_request) == [16.0, 16.0]
     policy.weight = 16.0
-    assert policy.costs(asked) == [136.0, 106.0]
-    assert policy.choose(asked, 0.0) == 1
+    assert policy.costs(sim_request) == [136.0, 106.0]
+    assert policy.choose(sim_request, 0.0) == 1
 
 
 def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) -> None:
     """Two of worker 1's four blocks have moved: Dynamo counts 3.5 of them, llm-d 3.6."""
-    asked = request(sim, 0, list(range(8)))
-    for made, credit in ((sim.peers.Dynamo(1.0), 3.5), (sim.peers.LlmD(), 3.6), (sim.peers.LongestPrefix(), 4.0)):
-        policy = attached(sim, made)
+    sim_request = request(sim, 0, list(range(8)))
+    for peer_policy, credit in (
+        (sim.peers.Dynamo(1.0), 3.5),
+        (sim.peers.LlmD(), 3.6),
+        (sim.peers.LongestPrefix(), 4.0),
+    ):
+        policy = attach_policy(sim, peer_policy)
         policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
         policy.on_blocks_moved(1, [2, 3], True, 1.0)
-        assert policy.credited_blocks(asked) == pytest.approx([0.0, credit])
-        assert policy.prefix_blocks(asked) == [0, 4]
+        assert policy.credited_blocks(sim_request) == pytest.approx([0.0, credit])
+        assert policy.prefix_blocks(sim_request) == [0, 4]
         policy.on_blocks_moved(1, [2], False, 2.0)
         policy.on_blocks_removed(1, [3], 3.0)
-        assert policy.credited_blocks(asked) == [0.0, 3.0]
+        assert policy.credited_blocks(sim_request) == [0.0, 3.0]
 
 
 def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
-    policy = attached(sim, sim.peers.Dynamo(1.0), workers=1)
-    asked = request(sim, 0, [1, 2, 3])
-    ((_, worker),) = policy.route(asked, 0.0)
+    policy = attach_policy(sim, sim.peers.Dynamo(1.0), workers=1)
+    sim_request = request(sim, 0, [1, 2, 3])
+    ((_, worker),) = policy.route(sim_request, 0.0)
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (1536, 3)
-    policy.on_first_token(asked, worker, 1.0)
+    policy.on_first_token(sim_request, worker, 1.0)
     assert (policy.prefill_tokens[0], len(policy.active[0])) == (0, 3)
-    policy.on_finished(asked, worker, 0, 2.0)
+    policy.on_finished(sim_request, worker, 0, 2.0)
     assert (policy.in_flight[0], len(policy.active[0])) == (0, 0)
 
 
 def test_llm_d_by_hand(sim: Any) -> None:
     """Prefix 6/8 on worker 1: 2 * 0.75 + (1 - 0.4) + 0 = 2.1 against 0 + (1 - 0.1) + 1 = 1.9 on worker 0, which has the
     shorter queue; on worker 2, halfway: 0 + 1 + 0.5."""
-    policy = attached(sim, sim.peers.LlmD(), workers=3)
+    policy = attach_policy(sim, sim.peers.LlmD(), workers=3)
     policy.on_blocks_stored(1, [0, 1, 2, 3, 4, 5], None, 0.0)
     policy.scraped_s = 100.0
     policy.waiting, policy.usage = [0, 4, 2], [0.1, 0.4, 0.0]
-    asked = request(sim, 0, list(range(8)))
-    assert policy.scores(asked, 100.0) == pytest.approx([1.9, 2.1, 1.5])
-    assert policy.choose(asked, 100.0) == 1
+    sim_request = request(sim, 0, list(range(8)))
+    assert policy.scores(sim_request, 100.0) == pytest.approx([1.9, 2.1, 1.5])
+    assert policy.choose(sim_request, 100.0) == 1
 
 
 def test_sglang_tree_by_hand(sim: Any) -> None:
     """More than half matched: there. At most half: the smallest tree. Out of balance: the fewest requests."""
-    policy = attached(sim, sim.peers.SglangTree())
+    policy = attach_policy(sim, sim.peers.SglangTree())
     assert policy.choose(request(sim, 0, [1, 2, 3, 4]), 0.0) == 0
     assert policy.choose(request(sim, 1, [1, 2, 3, 9]), 0.0) == 0, "3 of 4 matched"
     assert policy.choose(request(sim, 2, [1, 2, 7, 8]), 0.0) == 1, "2 of 4 is not more than half"
@@ -247,27 +251,27 @@ def test_sglang_tree_by_hand(sim: Any) -> None:
 def test_bounded_hash_walks_on_where_the_bound_is_reached(sim: Any) -> None:
     """One request in flight on each of 4 workers but the home: bound 1.25 * 4 / 4 = 1.25: home takes it. With one there
     too: 1.25 * 5 / 4 = 1.56 and 2 > 1.56 everywhere: the least loaded."""
-    policy = attached(sim, sim.peers.BoundedHash(), workers=4)
-    asked = request(sim, 0, [5, 6])
-    home = policy.choose(asked, 0.0)
+    policy = attach_policy(sim, sim.peers.BoundedHash(), workers=4)
+    sim_request = request(sim, 0, [5, 6])
+    home = policy.choose(sim_request, 0.0)
     assert policy.choose(request(sim, 1, [5, 9]), 0.0) == home, "the same first block"
     policy.in_flight = [0 if w == home else 1 for w in range(4)]
-    assert policy.choose(asked, 0.0) == home
+    assert policy.choose(sim_request, 0.0) == home
     policy.in_flight = [2 if w == home else 0 for w in range(4)]
-    assert policy.choose(asked, 0.0) != home
+    assert policy.choose(sim_request, 0.0) != home
 
 
 def test_sticky_least_and_round_robin(sim: Any) -> None:
-    sticky = attached(sim, sim.peers.SessionSticky())
+    sticky = attach_policy(sim, sim.peers.SessionSticky())
     sticky.in_flight = [3, 1]
     first = request(sim, 0, [1])
     assert sticky.choose(first, 0.0) == 1
     sticky.in_flight = [0, 9]
     assert sticky.choose(first, 0.0) == 1
-    least = attached(sim, sim.peers.LeastRequests())
+    least = attach_policy(sim, sim.peers.LeastRequests())
     least.in_flight = [2, 1]
     assert least.choose(first, 0.0) == 1
-    turns = attached(sim, sim.peers.RoundRobin())
+    turns = attach_policy(sim, sim.peers.RoundRobin())
     assert [turns.choose(first, 0.0) for _ in range(4)] == [0, 1, 0, 1]
 
 
@@ -286,18 +290,18 @@ def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None
 def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
     workload = sim.traces.generate_tool_use("t", seed=3, requests_max=300)
     config = CoreConfig(queue=QueueConfig(fair=queue, requests_max=1_000_000, wait_s_max=1e6))
-    made: list[Any] = []
+    core_routers: list[Any] = []
 
     def factory(options: Any) -> Any:
-        made.append(sim.runs.CoreRouter(config, seed=options.seed))
-        return made[-1]
+        core_routers.append(sim.runs.CoreRouter(config, seed=options.seed))
+        return core_routers[-1]
 
     setting = sim.runs.Setting("t", 3, 0.3, 1.0)
     options = sim.runs.Options(routers=2)
     _, ours = sim.runs.run("blockcast", setting, workload, 3.0, options, factory=factory)
     _, blind = sim.runs.run("round_robin", setting, workload, 3.0, options)
     assert ours.hit > blind.hit
-    for router in made:
+    for router in core_routers:
         router.core.check_invariants()
         router.core.tick(1e9)
         assert not router.core.tracker.requests
@@ -306,7 +310,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
             assert (target.prefill_s, target.decode_requests, target.context_tokens) == (0.0, 0, 0)
             assert (target.remaining_tokens, target.pending_tokens, target.shared_tokens) == (0.0, 0, 0)
             assert not target.running_chunks.counts()
-    assert len(made) == 2
+    assert len(core_routers) == 2
     assert CoreConfig().policy == "kv"
 
 
@@ -320,15 +324,17 @@ def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int, promp
     while at < seconds:
         at, number = at + rng.expovariate(rate), number + 1
         ids, before = list(rng.choice(systems) if prompts > 1 else systems[0]), None
-        for own in (576, 192, 192, 192):
-            ids = ids + [next(fresh) for _ in range(own // block)]
-            said = max(block, round(rng.expovariate(0.01)))
+        for turn_tokens in (576, 192, 192, 192):
+            ids = ids + [next(fresh) for _ in range(turn_tokens // block)]
+            answer_tokens = max(block, round(rng.expovariate(0.01)))
             arrival_s = at if before is None else rng.expovariate(1 / 8)
             index = len(requests)
-            made = sim.workload.SimRequest(index, number, arrival_s, len(ids) * block, said, list(ids), before, block)
-            ids = ids + [next(fresh) for _ in range(said // block)]
-            made.final_ids = list(ids)
-            requests.append(made)
+            sim_request = sim.workload.SimRequest(
+                index, number, arrival_s, len(ids) * block, answer_tokens, list(ids), before, block
+            )
+            ids = ids + [next(fresh) for _ in range(answer_tokens // block)]
+            sim_request.final_ids = list(ids)
+            requests.append(sim_request)
             before = index
     return sim.workload.Workload("sessions", requests, "")
 
@@ -358,8 +364,8 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
     )  # fmt: skip
     cluster = sim.cluster.Cluster(config, workload, [Joining(CoreConfig())])
     result = cluster.run()
-    begun = [r for r in workload.requests if r.after is None and joins_s + 60.0 <= r.arrival_s <= end_s]
-    share = sum(result.worker_of[r.index] == 8 for r in begun) / len(begun)
+    new_sessions = [r for r in workload.requests if r.after is None and joins_s + 60.0 <= r.arrival_s <= end_s]
+    share = sum(result.worker_of[r.index] == 8 for r in new_sessions) / len(new_sessions)
     assert share == pytest.approx(1 / 9, rel=0.2)
     windows: dict[int, list[float]] = {}
     for request in workload.requests:
@@ -376,15 +382,17 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
     assert len(set(points)) == 60
     assert points[:6] == sim.grid.HEAD
     assert {p.workers for p in points[6:]} == {4, 8, 16, 64}
-    every = sim.grid.points(None)
-    assert len(every) == 6 + 4 * 3 * 4 * 4 * 4
-    for point in every[6:]:
+    all_points = sim.grid.points(None)
+    assert len(all_points) == 6 + 4 * 3 * 4 * 4 * 4
+    for point in all_points[6:]:
         rate, running = point.busy()
-        times, each = sim.grid.SERVICE, running / point.workers
+        times, running_per_worker = sim.grid.SERVICE, running / point.workers
         context = point.system_tokens + point.own_tokens + point.output_tokens
-        step = times.decode_s(each, each * context)
-        own = rate / point.workers * times.prefill_s(point.own_tokens, 0)
-        assert rate * point.output_tokens * step <= running * (1.0 - own) * 1.001, "steps keep up with what comes"
+        step = times.decode_s(running_per_worker, running_per_worker * context)
+        prefill_share = rate / point.workers * times.prefill_s(point.own_tokens, 0)
+        assert rate * point.output_tokens * step <= running * (1.0 - prefill_share) * 1.001, (
+            "steps keep up with what comes"
+        )
         shape, skip = point.chat()
         assert shape.requests - skip >= 1500
         assert shape.rate == rate
@@ -392,22 +400,22 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
 
 def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     def row(ttft: float, tpot: float, e2e: float) -> dict[str, float]:
-        alike = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_seat_waits": 0}
-        return {"ttft_mean": ttft, "tpot_mean": tpot, "e2e": e2e, **alike}
+        equal_metrics = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_seat_waits": 0}
+        return {"ttft_mean": ttft, "tpot_mean": tpot, "e2e": e2e, **equal_metrics}
 
-    others = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
-    good = {**others, "blockcast": row(1.0, 1.0, 4.0), "oracle": row(0.5, 1.0, 4.0)}
-    bad = {**others, "blockcast": row(3.0, 2.2, 8.4), "oracle": row(1.0, 1.0, 4.0), "llm_d": row(2.0, 2.5, 8.0)}
-    said = sim.grid.summary({"good": good, "bad": bad})
-    assert list(said["e2e_not_within"]) == ["bad"]
-    assert said["e2e_not_within"]["bad"][0] == pytest.approx(1.05)
-    assert sorted(said["better_in_both"]["bad"]) == sorted(set(others) - {"blockcast", "llm_d"})
-    assert "good" not in said["better_in_both"]
-    assert (said["worst"][0], said["worst"][2:]) == (1.5, ("ttft_mean", "bad"))
-    assert set(said["over_worst"]) == {"bad"}
-    assert said["over_worst"]["bad"]["ttft_mean"][0] == 1.5
-    assert said["relative"]["blockcast"]["ttft_mean"] == pytest.approx((2.0 * 3.0) ** 0.5)
-    assert said["relative"]["oracle"]["e2e"] == 1.0
+    other_rows = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
+    good = {**other_rows, "blockcast": row(1.0, 1.0, 4.0), "oracle": row(0.5, 1.0, 4.0)}
+    bad = {**other_rows, "blockcast": row(3.0, 2.2, 8.4), "oracle": row(1.0, 1.0, 4.0), "llm_d": row(2.0, 2.5, 8.0)}
+    summary = sim.grid.summary({"good": good, "bad": bad})
+    assert list(summary["e2e_not_within"]) == ["bad"]
+    assert summary["e2e_not_within"]["bad"][0] == pytest.approx(1.05)
+    assert sorted(summary["better_in_both"]["bad"]) == sorted(set(other_rows) - {"blockcast", "llm_d"})
+    assert "good" not in summary["better_in_both"]
+    assert (summary["worst"][0], summary["worst"][2:]) == (1.5, ("ttft_mean", "bad"))
+    assert set(summary["over_worst"]) == {"bad"}
+    assert summary["over_worst"]["bad"]["ttft_mean"][0] == 1.5
+    assert summary["relative"]["blockcast"]["ttft_mean"] == pytest.approx((2.0 * 3.0) ** 0.5)
+    assert summary["relative"]["oracle"]["e2e"] == 1.0
 
 
 @pytest.mark.parametrize(("answer", "vain"), [(200, 1), (20, 0)])
@@ -428,8 +436,10 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
     config = sim.cluster.ClusterConfig(workers=2, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
     result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
     assert (result.seat_waits, result.avoidable_seat_waits) == (1, vain)
-    alone = sim.cluster.ClusterConfig(workers=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits)
-    result = sim.cluster.Cluster(alone, sim.workload.Workload("seats", requests, ""), [First()]).run()
+    one_worker_config = sim.cluster.ClusterConfig(
+        workers=1, cache_blocks=100, speed=1.0, step_times=service, limits=limits
+    )
+    result = sim.cluster.Cluster(one_worker_config, sim.workload.Workload("seats", requests, ""), [First()]).run()
     assert (result.seat_waits, result.avoidable_seat_waits) == (1, 0), "nobody else has a seat"
 
 
@@ -442,7 +452,7 @@ def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
         sim.grid.SERVICE, sim.engine.EngineLimits(8, is_preemptive=True), skip=0, cache_blocks=250
     )
     setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
-    whole = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]
-    idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == whole}
+    full_result = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]
+    idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == full_result}
     assert idle <= {"blockcast_without_utilisation"}, "it decides among equals only"
-    assert sim.runs.run("blockcast", setting, workload, 1.0, options)[1] == whole
+    assert sim.runs.run("blockcast", setting, workload, 1.0, options)[1] == full_result

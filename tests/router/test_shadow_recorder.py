@@ -23,10 +23,10 @@ class Copies:
 
     def copy(self, name: str, prompt: list[int]) -> None:
         route = request(name, prompt)
-        priced = self.core.explain(route, self.at)
-        assert isinstance(priced, Decision)
+        decision = self.core.explain(route, self.at)
+        assert isinstance(decision, Decision)
         exchange: Any = SimpleNamespace(
-            route=route, decision=priced, outcome=MIRRORED, asked=None, started_s=self.at, trace_id=name.encode(),
+            route=route, decision=decision, outcome=MIRRORED, asked=None, started_s=self.at, trace_id=name.encode(),
         )  # fmt: skip
         self.recorder.record_copy(exchange)
 
@@ -35,7 +35,7 @@ class Copies:
 
     @property
     def workers(self) -> list[str]:
-        return [seen.worker for seen in self.recorder.requests]
+        return [recorded_request.worker for recorded_request in self.recorder.requests]
 
 
 def test_the_cache_that_grew_by_a_prompt_is_its_workers() -> None:

@@ -213,7 +213,7 @@ def serve_prompts(
     limits: EngineLimits,
     *,
     capacity: int = 10**6,
-    came: dict[int, int] | None = None,
+    computed_on_arrival: dict[int, int] | None = None,
 ) -> dict[int, float]:
     """Seconds at which each of (arrival, tokens) has its first token; prompts have nothing in common. `came`: takes
     what had been computed when each arrived."""
@@ -229,8 +229,8 @@ def serve_prompts(
             sim_request = SimRequest(number, number, at, tokens, 1, ids)
             sim_request.final_ids = ids
             worker.submit(job := SimSequence(sim_request, at), at)
-            if came is not None:
-                came[number] = job.computed_before_arrival
+            if computed_on_arrival is not None:
+                computed_on_arrival[number] = job.computed_before_arrival
         else:
             now = worker.wake_s
             assert now is not None
@@ -259,7 +259,7 @@ def test_who_comes_after_ten_times_a_prompts_length_was_computed_goes_behind_it(
     arrivals: list[tuple[float, int]],
 ) -> None:
     arrival_s: dict[int, int] = {}
-    first = serve_prompts(arrivals, SHORTEST, came=arrival_s)
+    first = serve_prompts(arrivals, SHORTEST, computed_on_arrival=arrival_s)
     assert len(first) == len(arrivals)
     for i, (_, tokens) in enumerate(arrivals):
         late = [j for j in arrival_s if arrival_s[j] - arrival_s[i] > tokens / AGEING]

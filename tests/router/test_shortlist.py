@@ -78,8 +78,8 @@ def bound(core: RouterCore, decision: Decision) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(40, 90), st.floats(0.0, 1.0))
-def test_the_choice_is_within_its_bound_of_the_least_price(seed: int, workers: int, cached: float) -> None:
-    core, rng = fleet(workers, cached_by=int(cached * workers), seed=seed)
+def test_the_choice_is_within_its_bound_of_the_least_price(seed: int, workers: int, cached_share: float) -> None:
+    core, rng = fleet(workers, cached_by=int(cached_share * workers), seed=seed)
     for i in range(4):
         decision = core.explain(make_request("x", rng.randrange(20), rng), 0.004)
         assert isinstance(decision, Decision)
@@ -111,9 +111,9 @@ def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by
     priced_counts: list[int] = []
 
     class CountingCost(KvCost):
-        def __init__(self, targets: Any, *args: Any, **more: Any) -> None:
+        def __init__(self, targets: Any, *args: Any, **kwargs: Any) -> None:
             priced_counts.append(len(targets))
-            super().__init__(targets, *args, **more)
+            super().__init__(targets, *args, **kwargs)
 
     monkeypatch.setattr(chooser, "KvCost", CountingCost)
     for i in range(50):
@@ -133,12 +133,12 @@ def work(core: RouterCore, requests: list[RouteRequest]) -> float:
     if sys.version_info >= (3, 12):  # 3.12 traces no opcodes of frames that a tracer has not seen before
         monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
 
-        def counted(*_: object) -> None:
+        def count_instruction(*_: object) -> None:
             nonlocal count
             count += 1
 
         monitoring.use_tool_id(tool, "work")
-        monitoring.register_callback(tool, monitoring.events.INSTRUCTION, counted)
+        monitoring.register_callback(tool, monitoring.events.INSTRUCTION, count_instruction)
         try:
             monitoring.set_events(tool, monitoring.events.INSTRUCTION)
             route()

@@ -57,7 +57,7 @@ class NaiveEngine:
         for seq in list(self._running):
             while seq in self._running and len(seq.blocks) * self.block_tokens < len(seq.ids):
                 if self._free:
-                    seq.blocks.append(self._take())
+                    seq.blocks.append(self._allocate_block())
                 else:
                     self._give_back(last := self._running.pop())
                     self._waiting.appendleft(last)
@@ -84,13 +84,13 @@ class NaiveEngine:
         for block in hits:
             self._free.pop(block, None)
             self._refs[block] += 1
-        seq.blocks = hits + [self._take() for _ in range(new)]
+        seq.blocks = hits + [self._allocate_block() for _ in range(new)]
         if seq.cached_tokens is None:
             seq.cached_tokens = len(hits) * self.block_tokens
         self._name(seq)
         return True
 
-    def _take(self) -> int:
+    def _allocate_block(self) -> int:
         block, _ = self._free.popitem(last=False)
         name = self._names.pop(block, None)
         if name is not None:

@@ -10,10 +10,10 @@ import pytest
 from router.edge.stored_responses import StoredResponses
 
 
-def ended(book: StoredResponses, beginning: bytes, worker: str = "w", **more: Any) -> None:
-    request = SimpleNamespace(path=more.get("path", "/v1/responses"))
+def end_request(book: StoredResponses, beginning: bytes, worker: str = "w", **changes: Any) -> None:
+    request = SimpleNamespace(path=changes.get("path", "/v1/responses"))
     progress = SimpleNamespace(first_bytes=beginning)
-    outcome, decision = more.get("outcome", "status_200"), SimpleNamespace(worker=worker)
+    outcome, decision = changes.get("outcome", "status_200"), SimpleNamespace(worker=worker)
     book.record_exchange(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
 
 
@@ -30,7 +30,7 @@ def holder(book: StoredResponses, path: str, previous: str | None = None) -> str
 )
 def test_the_first_name_of_an_answer_is_the_responses(beginning: bytes) -> None:
     book = StoredResponses()
-    ended(book, beginning)
+    end_request(book, beginning)
     assert holder(book, "/v1/responses", "resp_1") == "w"
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
         assert holder(book, path) == "w"
@@ -41,15 +41,15 @@ def test_the_first_name_of_an_answer_is_the_responses(beginning: bytes) -> None:
 
 def test_refused_cut_and_other_answers_are_not_noted() -> None:
     book = StoredResponses()
-    for more in ({"outcome": "status_400"}, {"outcome": "broken"}, {"path": "/v1/messages"}):
-        ended(book, b'{"id":"resp_1"}', **more)
-    ended(book, b'{"id":"' + b"x" * 300 + b'"}')
+    for changes in ({"outcome": "status_400"}, {"outcome": "broken"}, {"path": "/v1/messages"}):
+        end_request(book, b'{"id":"resp_1"}', **changes)
+    end_request(book, b'{"id":"' + b"x" * 300 + b'"}')
     assert len(book) == 0
 
 
 def test_the_book_is_bounded_and_keeps_the_newest() -> None:
     book = StoredResponses(count_max=3)
     for i in (0, 1, 2, 0, 3):
-        ended(book, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
+        end_request(book, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
     assert len(book) == 3
     assert [holder(book, f"/v1/responses/resp_{i}") for i in range(4)] == ["w0", None, "w2", "w3"]

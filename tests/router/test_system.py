@@ -36,8 +36,8 @@ print(busy, idle, len(kept))
 def test_what_the_garbage_collector_looks_at_at_once_is_bounded() -> None:
     """500,000 objects that stay: beside requests it looks at some 5,000 of them; at all while nobody waits, or once
     they have become very many."""
-    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, cwd=ROOT, check=True)
-    busy, idle, many = map(int, done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, cwd=ROOT, check=True)
+    busy, idle, object_count = map(int, result.stdout.split())
     assert busy <= 6_000
     assert idle > 500_000
-    assert 1_000_000 < many < 3_000_000
+    assert 1_000_000 < object_count < 3_000_000

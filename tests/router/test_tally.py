@@ -58,9 +58,9 @@ def test_what_runs_is_counted_in_all_places_at_once(orders: list[tuple[bool, int
 
 def test_what_was_never_counted_cannot_be_taken() -> None:
     index = make_index(seed=1)
-    tally, there, places = index.tally(), index.tally(), index.tally()
-    assert tally.enter([2**64 - 1, 0], there, places, 0.0) == 0
+    tally, resident_tally, place_tally = index.tally(), index.tally(), index.tally()
+    assert tally.enter([2**64 - 1, 0], resident_tally, place_tally, 0.0) == 0
     with pytest.raises(IndexError):
-        tally.leave([7], there, places)
-    assert tally.counts() == there.counts() == places.counts() == {2**64 - 1: 1, 0: 1}
+        tally.leave([7], resident_tally, place_tally)
+    assert tally.counts() == resident_tally.counts() == place_tally.counts() == {2**64 - 1: 1, 0: 1}
     assert tally.count(7) == 0
