@@ -150,7 +150,7 @@ class RouterProcess:
             self._prompts,
             self._worker_pool,
             self._metrics,
-            emptied=self._feed.last_emptied_s,
+            emptied_s=self._feed.last_emptied_s,
         )
         self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
         self._peers: PeerSockets | None = None

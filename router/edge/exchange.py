@@ -30,7 +30,7 @@ from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
-    from router.edge.prompt_comparison import Comparison
+    from router.edge.prompt_comparison import PromptComparison
     from router.http.connection import Client
     from router.miss_reasons.analyzer import AnalyzedRequest
 
@@ -100,7 +100,7 @@ class Exchange:
         self.progress = ResponseProgress(self.started_s)
         self.usage: ReportedUsage | None = None
         self.outcome = ""
-        self.miss_analysis: Comparison | AnalyzedRequest | None = None
+        self.miss_analysis: PromptComparison | AnalyzedRequest | None = None
         """What router/edge/miss_reasons_recorder.py knows of it; None before its first byte where it is not
         compared."""
         self._connection: UpstreamConnection | None = None
@@ -261,8 +261,8 @@ class Exchange:
             body, path = resent_body, stream.path
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
-            traceparent=None if self.span is None else self.span[1], passed=self._services.passed_fields,
-        )  # fmt: skip
+            traceparent=None if self.span is None else self.span[1],
+            allowed_worker_headers=self._services.passed_fields, )  # fmt: skip
         self.sent_s = self.progress.last_byte_s = self._services.now()
         connection.send(head, body)
         if self._is_client_paused:

@@ -22,7 +22,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
-from router.edge.prompt_comparison import Comparison, Sampling
+from router.edge.prompt_comparison import PromptComparison, Sampling
 from router.edge.proxy import Proxy
 from router.index.protocol import HolderId
 from router.metrics import Metrics
@@ -56,21 +56,21 @@ class MissReasonsRecorder:
         worker_pool: PromptWorkerPool,
         metrics: Metrics,
         *,
-        emptied: Mapping[str, float],
+        emptied_s: Mapping[str, float],
     ) -> None:
         self.analyzer = MissAnalyzer(
             config, core.index.shared, metrics.cache_miss_requests, metrics.cache_miss_tokens, metrics.reused_tokens
         )
         self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
-        self._facts = FactsAdapter(core, emptied, prompts.tokenizer_of)
+        self._facts = FactsAdapter(core, emptied_s, prompts.tokenizer_of)
         self._chunk_tokens = core.config.working_set.chunk_tokens
         self._by_header, self._by_operator = WatchedConversations(config.ttl_s), WatchedConversations(config.ttl_s)
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
-            proxy.on_first_byte.append(self._first_byte)
-            proxy.on_end.append(self._ended)
+            proxy.on_first_byte.append(self._on_first_byte)
+            proxy.on_end.append(self._on_end)
         self.enabled = config.enabled
-        self._drawn_below = config.share * 2**32
+        self._sampling_threshold = config.share * 2**32
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""
@@ -91,12 +91,12 @@ class MissReasonsRecorder:
                 self._by_header.add(read.conversation_keys()[-1])
             sampling = self._sampling(read)
             if sampling.is_compared:
-                exchange.miss_analysis = Comparison(read, sampling)
+                exchange.miss_analysis = PromptComparison(read, sampling)
                 for key in read.conversation_keys():
                     self._by_header.record_prompt(key, self._proxy.now())
                     self._by_operator.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
-            self._failed(error)
+            self._record_crash(error)
 
     def get(self, name: str) -> MissExplanation | None:
         """What is known of a request."""
@@ -108,153 +108,158 @@ class MissReasonsRecorder:
         """Why a request would miss that is not sent."""
         if not self.enabled or route.token_ids is None:
             return None
-        comparison = Comparison(read, self._sampling(read))
+        comparison = PromptComparison(read, self._sampling(read))
         await self._outline(comparison)
-        prompt, gone = self._prompt("", comparison, route), self._gone(route.token_ids, route, decision)
-        block = self._block(decision)
-        return shown(self.analyzer.explain(prompt, decision, block, gone, self._facts, now, time.time()))
+        prompt, removed_prefix = (
+            self._prompt("", comparison, route),
+            self._removed_prefix(route.token_ids, route, decision),
+        )
+        block = self._block_size(decision)
+        return shown(self.analyzer.explain(prompt, decision, block, removed_prefix, self._facts, now, time.time()))
 
     def note(self, name: str, read: ConversationTurn, route: RouteRequest, decision: Decision) -> None:
         """A request that went elsewhere, as it was priced at its arrival."""
         if not self.enabled or route.token_ids is None:
             return
-        comparison = Comparison(read, Sampling(is_compared=True, is_sampled=True, unknown_before=False))
-        gone = self._gone(route.token_ids, route, decision)
-        comparison.ended = None, 0, self._proxy.now(), False
-        self._compare(None, comparison, name, route, decision, gone)
+        comparison = PromptComparison(read, Sampling(is_compared=True, is_sampled=True, has_unknown_history=False))
+        removed_prefix = self._removed_prefix(route.token_ids, route, decision)
+        comparison.end = None, 0, self._proxy.now(), False
+        self._compare(None, comparison, name, route, decision, removed_prefix)
 
     def _sampling(self, read: ConversationTurn) -> Sampling:
         """Decide whether a request is compared. All requests of a conversation are, or none."""
         keys = read.conversation_keys()
-        if keys[0] < self._drawn_below:
-            return Sampling(is_compared=True, is_sampled=True, unknown_before=False)
+        if keys[0] < self._sampling_threshold:
+            return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
         if not self._by_header and not self._by_operator:
             return _NOT_COMPARED
-        followed = [one for one in (self._by_header, self._by_operator) if any(key in one for key in keys)]
-        if not followed:
+        matching_watches = [
+            watch for watch in (self._by_header, self._by_operator) if any(key in watch for key in keys)
+        ]
+        if not matching_watches:
             return _NOT_COMPARED
         now = self._proxy.now()
-        has_prompt = any(one.has_recent_prompt(key, now) for one in followed for key in keys)
-        return Sampling(is_compared=True, is_sampled=False, unknown_before=not has_prompt)
+        has_prompt = any(watch.has_recent_prompt(key, now) for watch in matching_watches for key in keys)
+        return Sampling(is_compared=True, is_sampled=False, has_unknown_history=not has_prompt)
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _first_byte(self, exchange: Exchange) -> None:
+    def _on_first_byte(self, exchange: Exchange) -> None:
         route, decision, found = exchange.route, exchange.decision, exchange.miss_analysis
         if route is None or decision is None or not exchange.is_in_core or route.token_ids is None:
             return  # its prompt was not read, or the core has forgotten it
         try:
             prompt = self._core.cache_state.query_of(route.request_id)
-            gone = self._gone(route.token_ids if prompt is None else prompt.ids, route, decision)
+            removed_prefix = self._removed_prefix(route.token_ids if prompt is None else prompt.ids, route, decision)
             name = exchange.trace_id.decode("latin-1")
             if found is None:
                 now, tokens = self._proxy.now(), len(route.token_ids)
                 exchange.miss_analysis = self.analyzer.record_placed(
-                    name, route.session, tokens, decision, gone, now, time.time()
+                    name, route.session, tokens, decision, removed_prefix, now, time.time()
                 )
-            elif isinstance(found, Comparison) and not found.has_begun:
-                self._compare(exchange, found, name, route, decision, gone)
+            elif isinstance(found, PromptComparison) and not found.has_started:
+                self._compare(exchange, found, name, route, decision, removed_prefix)
         except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
-            self._failed(error)
+            self._record_crash(error)
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _on_end(self, exchange: Exchange) -> None:
         found, exchange.miss_analysis = exchange.miss_analysis, None
         if found is None or exchange.outcome != "status_200":
             return
-        usage, route, said = exchange.usage, exchange.route, 0
+        usage, route, completion_tokens = exchange.usage, exchange.route, 0
         if usage is not None and usage.completion_tokens is not None:
-            said = usage.completion_tokens
+            completion_tokens = usage.completion_tokens
         elif route is not None and route.stream:
-            said = exchange.progress.read_count
-        ended = usage, said, self._proxy.now(), exchange.is_sampled
-        if isinstance(found, Comparison):
-            found.ended = ended
+            completion_tokens = exchange.progress.read_count
+        ended = usage, completion_tokens, self._proxy.now(), exchange.is_sampled
+        if isinstance(found, PromptComparison):
+            found.end = ended
         else:
             self._end(found, ended)
 
     def _compare(
-        self, exchange: Exchange | None, comparison: Comparison, name: str, route: RouteRequest, decision: Decision,
-        gone: RemovedPrefix | None,
+        self, exchange: Exchange | None, comparison: PromptComparison, name: str, route: RouteRequest, decision:
+        Decision, removed_prefix: RemovedPrefix | None,
     ) -> None:  # fmt: skip
         """Compare a request that began, at once or as soon as its body was outlined by another process."""
-        comparison.has_begun = True
+        comparison.has_started = True
         now, wall = self._proxy.now(), time.time()
 
         def compare() -> None:
-            prompt, block = self._prompt(name, comparison, route), self._block(decision)
+            prompt, block = self._prompt(name, comparison, route), self._block_size(decision)
             sampled = comparison.sampling.is_sampled
-            begun = self.analyzer.record_compared(
-                prompt, decision, block, gone, self._facts, now, wall, is_sampled=sampled
+            analyzed_request = self.analyzer.record_compared(
+                prompt, decision, block, removed_prefix, self._facts, now, wall, is_sampled=sampled
             )
-            if comparison.ended is not None:
-                self._end(begun, comparison.ended)
+            if comparison.end is not None:
+                self._end(analyzed_request, comparison.end)
             elif exchange is not None and exchange.miss_analysis is comparison:
-                exchange.miss_analysis = begun
+                exchange.miss_analysis = analyzed_request
 
         if comparison.pieces is None:
             compare()
         else:
-            self._later(comparison, compare)
+            self._compare_after_outline(comparison, compare)
 
-    def _later(self, comparison: Comparison, compare: Callable[[], None]) -> None:
+    def _compare_after_outline(self, comparison: PromptComparison, compare: Callable[[], None]) -> None:
         async def outline_and_compare() -> None:
             try:
                 await self._outline(comparison)
                 compare()
             except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
-                self._failed(error)
+                self._record_crash(error)
 
         task = asyncio.get_running_loop().create_task(outline_and_compare())
         self._outlining.add(task)
         task.add_done_callback(self._outlining.discard)
 
-    async def _outline(self, comparison: Comparison) -> None:
+    async def _outline(self, comparison: PromptComparison) -> None:
         """Have a large body outlined, where that is to be done."""
         if comparison.pieces is not None:
             comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
             comparison.pieces = None
 
-    def _end(self, begun: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
-        usage, said, now, is_logged = ended
-        self.analyzer.record_end(begun, usage, said, now)
+    def _end(self, analyzed_request: AnalyzedRequest, ended: tuple[ReportedUsage | None, int, float, bool]) -> None:
+        usage, completion_tokens, now, is_logged = ended
+        self.analyzer.record_end(analyzed_request, usage, completion_tokens, now)
         if is_logged:
-            fields = shown(begun.explanation)
+            fields = shown(analyzed_request.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
-    def _failed(self, error: Exception) -> None:
+    def _record_crash(self, error: Exception) -> None:
         self._proxy.metrics.record_crash("reasons", error)
 
     # What the ledger wants to know ----------------------------------------------------------------------------------
 
-    def _prompt(self, name: str, comparison: Comparison, route: RouteRequest) -> Prompt:
+    def _prompt(self, name: str, comparison: PromptComparison, route: RouteRequest) -> Prompt:
         token_ids, index = route.token_ids or (), self._core.index
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         keys: Sequence[int] = ()
         short: Sequence[int] = ()
         if route.session is None:
-            asked = self._core.cache_state.query_of(route.request_id)
-            if asked is not None:
-                keys = asked.keys(self._chunk_tokens)
+            query = self._core.cache_state.query_of(route.request_id)
+            if query is not None:
+                keys = query.keys(self._chunk_tokens)
             else:
                 keys = index.chunk_keys(ids, route.scope, self._chunk_tokens)
             if self.analyzer.needs_short_keys(keys):
                 short = compute_short_keys(index, ids, route.scope, self._chunk_tokens)
         return Prompt(
-            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short, comparison.begins,
-            route.is_final, comparison.sampling.unknown_before,
+            name, ids, route.scope, comparison.outline, route.session, route.parent, keys, short,
+            comparison.first_message_digest, route.is_final, comparison.sampling.has_unknown_history,
         )  # fmt: skip
 
-    def _gone(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
+    def _removed_prefix(self, ids: Any, route: RouteRequest, decision: Decision) -> RemovedPrefix | None:
         """What of its prompt was held and removed, behind what some worker has."""
         core = self._core
-        found = core.index.gone(ids, route.scope, first_missing_token(decision), self._block(decision))
+        found = core.index.gone(ids, route.scope, first_missing_token(decision), self._block_size(decision))
         return None if found is None else RemovedPrefix(found[0], self._worker_of(found[1]), found[2])
 
     def _worker_of(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
         return next(workers, "one that is known no more")
 
-    def _block(self, decision: Decision) -> int:
+    def _block_size(self, decision: Decision) -> int:
         worker = self._core.workers.get(decision.worker)
         return BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
 
@@ -263,13 +268,13 @@ class FactsAdapter:
     """What the ledger wants to know of workers and tokens."""
 
     def __init__(
-        self, core: RouterCore, emptied: Mapping[str, float], tokenizer: Callable[[str], Tokenizer | None]
+        self, core: RouterCore, emptied_s: Mapping[str, float], tokenizer: Callable[[str], Tokenizer | None]
     ) -> None:
         """`tokenizer`: of a model."""
-        self._core, self._emptied, self._tokenizer = core, emptied, tokenizer
+        self._core, self._emptied_s, self._tokenizer = core, emptied_s, tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
-        return self._emptied.get(worker_id)
+        return self._emptied_s.get(worker_id)
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         tokenizer = self._tokenizer(model)
@@ -283,7 +288,7 @@ class FactsAdapter:
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 
 
-_NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, unknown_before=True)
+_NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_history=True)
 
 
 def shown(why: MissExplanation) -> dict[str, Any]:

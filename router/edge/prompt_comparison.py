@@ -14,14 +14,14 @@ class Sampling(NamedTuple):
     is_compared: bool
     is_sampled: bool
     """As one of the share, which is counted by reason."""
-    unknown_before: bool
+    has_unknown_history: bool
     """Earlier prompts of the conversation may have been, and were not kept."""
 
 
-class Comparison:
+class PromptComparison:
     """A request that is to be compared, until that is done. Holds no text of its body but in `pieces`."""
 
-    __slots__ = ("begins", "ended", "has_begun", "outline", "pieces", "sampling")
+    __slots__ = ("end", "first_message_digest", "has_started", "outline", "pieces", "sampling")
 
     def __init__(self, read: ConversationTurn, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -29,8 +29,10 @@ class Comparison:
         self.pieces = None if read.pieces is None else (read.pieces, read.body_request.kind)
         """The body, and its kind, where its outline is made by another process."""
         is_named = read.session.name is not None
-        self.begins = None if is_named or read.body_request.kind != "chat" else read.digest_first_message()
-        self.has_begun = False
+        self.first_message_digest = (
+            None if is_named or read.body_request.kind != "chat" else read.digest_first_message()
+        )
+        self.has_started = False
         """Its first byte came, and its outline is being made."""
-        self.ended: tuple[ReportedUsage | None, int, float, bool] | None = None
+        self.end: tuple[ReportedUsage | None, int, float, bool] | None = None
         """Usage, tokens of the answer, when, whether it is logged: of what ended while its outline was made."""

@@ -13,7 +13,7 @@ from router.http.headers import HOP_BY_HOP
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
-_NOT_FORWARDED = (
+_REQUEST_HEADERS_REMOVED = (
     *HOP_BY_HOP,
     b"host",
     b"accept-encoding",
@@ -28,13 +28,15 @@ RANK_HEADER = "x-data-parallel-rank"
 """Of a request. Answers are read here, for their usage and their tokens, and bodies were decoded here: neither may be
 compressed."""
 _KEYS = (b"authorization", b"x-api-key")
-_DROPPED = [
-    frozenset((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
-    for keyed in (False, True)
-    for traced in (False, True)
+_REMOVED_HEADERS = [
+    frozenset(
+        (*_REQUEST_HEADERS_REMOVED, *(_KEYS if replaces_key else ()), *((b"traceparent",) if replaces_trace else ()))
+    )
+    for replaces_key in (False, True)
+    for replaces_trace in (False, True)
 ]
 """By whether the client's key (2), and its `traceparent` (1), are replaced."""
-_NOT_RETURNED = frozenset((
+_RESPONSE_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP,
     b"content-length",
     b"x-request-id",
@@ -52,27 +54,27 @@ def request_head(
     body: tuple[bytes, ...],
     path: bytes | None = None,
     traceparent: bytes | None = None,
-    passed: frozenset[str] = frozenset(),
+    allowed_worker_headers: frozenset[str] = frozenset(),
 ) -> bytes:
     """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
     `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none.
-    `passed`: headers of workers that clients may set."""
-    dropped = _DROPPED[2 * (authorization is not None) + (traceparent is not None)]
-    if passed:
-        dropped -= {name.encode() for name in passed if rank is None or name != RANK_HEADER}
-    more = length = b""
+    `allowed_worker_headers`: headers of workers that clients may set."""
+    removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
+    if allowed_worker_headers:
+        removed_headers -= {name.encode() for name in allowed_worker_headers if rank is None or name != RANK_HEADER}
+    added_lines = length_line = b""
     if traceparent is not None:
-        more = b"traceparent: %b\r\n" % traceparent
+        added_lines = b"traceparent: %b\r\n" % traceparent
     if authorization:
-        more += b"authorization: %b\r\n" % authorization
+        added_lines += b"authorization: %b\r\n" % authorization
     if rank is not None:
-        more += b"x-data-parallel-rank: %d\r\n" % rank
+        added_lines += b"x-data-parallel-rank: %d\r\n" % rank
     size = len(body[0]) if len(body) == 1 else sum(map(len, body))
     if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        length = b"content-length: %b\r\n" % str(size).encode()
+        length_line = b"content-length: %b\r\n" % str(size).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), target.prefix, request.target if path is None else path, target.authority, trace_id,
-        request.headers.without(dropped), more, length,
+        request.headers.without(removed_headers), added_lines, length_line,
     )  # fmt: skip
 
 
@@ -87,17 +89,17 @@ def answer_head(
 ) -> bytes:
     """The head of a worker's answer for the client. `chunks`: the client understands a chunked body. `cors_headers`:
     lines that stand in for the worker's own of their kind."""
-    told = framing = b""
+    cache_lines = framing = b""
     if decision is not None:
-        told = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
+        cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
             decision.worker.encode(), str(decision.predicted_cached_tokens).encode(),
         )  # fmt: skip
     if head.is_chunked and chunks:
         framing = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
         framing = b"content-length: %b\r\n" % str(head.content_length).encode()
-    dropped = _NOT_RETURNED | CORS_HEADERS if cors_headers else _NOT_RETURNED
+    removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
-        head.status_and_reason, trace_id, told, head.headers.without(dropped), cors_headers, framing,
+        head.status_and_reason, trace_id, cache_lines, head.headers.without(removed_headers), cors_headers, framing,
         b"" if keep_alive else b"connection: close\r\n",
     )  # fmt: skip
