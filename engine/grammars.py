@@ -49,7 +49,7 @@ def unsupported_reason(tokenizer: Tokenizer) -> str | None:
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Texts that are one token each, and that token."""
-    return {token.content: token_id for token_id, token in tokenizer.hf.get_added_tokens_decoder().items()}
+    return {token.content: token_id for token_id, token in tokenizer.hf_tokenizer.get_added_tokens_decoder().items()}
 
 
 class GrammarError(ValueError):
@@ -69,7 +69,7 @@ class GrammarVocabulary:
         self.added_tokens = added_tokens(tokenizer)
         self.end_token_ids = [token for token in tokenizer.eos_token_ids if token < self.token_count]
         self.tokens: LLTokenizer = LLTokenizer(
-            tokenizer.hf.to_str(), n_vocab=self.token_count, eos_token=self.end_token_ids, slices=slices
+            tokenizer.hf_tokenizer.to_str(), n_vocab=self.token_count, eos_token=self.end_token_ids, slices=slices
         )
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000,

@@ -108,7 +108,7 @@ class LLM:
         config = _make_config(model, kv_events_config, settings)
         _, folder = model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
-        self._factory = DetokenizerFactory(self._tokenizer.hf)
+        self._factory = DetokenizerFactory(self._tokenizer.hf_tokenizer)
         self._engine: AssembledEngine | None = assemble(config, self._tokenizer)
         self._core = self._engine.core
         self.info = self._engine.info

@@ -83,16 +83,16 @@ except ImportError:
 else:
     _HAS_NATIVE = True
 
-TEXT_MAX = 65_536
+TEXT_CHARS_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
-WORDS_MAX = 65_536
+CACHED_WORDS_MAX = 65_536
 """Words remembered, of 128 characters at most; when there are more, all are forgotten."""
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-_NEVER = r"\x80-\xff"
+_NO_ASCII = r"\x80-\xff"
 """Inside a class: no ASCII character."""
-_CLASSES = {
-    "L": "a-zA-Z", "N": "0-9", "Nd": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": _NEVER, "Lm": _NEVER, "Lo": _NEVER,
-    "M": _NEVER, "Mn": _NEVER, "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->^`|~",
+_ASCII_BY_PROPERTY = {
+    "L": "a-zA-Z", "N": "0-9", "Nd": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": _NO_ASCII, "Lm": _NO_ASCII, "Lo": _NO_ASCII,
+    "M": _NO_ASCII, "Mn": _NO_ASCII, "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<->^`|~",
 }  # fmt: skip
 _PATTERN_PARTS = re.compile(
     r"""(?P<property>\\p\{(?P<name>\w+)\})
@@ -135,60 +135,64 @@ class BpeEncoder:
     """Encodes text of one tokenizer. Thread-safe."""
 
     def __init__(
-        self, hf: HfTokenizer, steps: Sequence[Sequence[PatternRow]], added_tokens: Sequence[tuple[str, int | None]],
+        self, hf_tokenizer: HfTokenizer, pattern_steps: Sequence[Sequence[PatternRow]],
+        added_tokens: Sequence[tuple[str, int | None]],
         merge_pairs: MergePairs | None = None, accepts_non_ascii: bool = False,
     ) -> None:  # fmt: skip
         """`added_tokens`: every added token that a text may have, with its id where texts are cut at it. `merge_pairs`:
         of which new words are made; None leaves that to the library. `accepts_non_ascii`: other characters than ASCII,
         and what stands beside them, are the library's, and all else is encoded here."""
-        self._hf = hf
-        self._model = hf.model
+        self._hf_tokenizer = hf_tokenizer
+        self._model = hf_tokenizer.model
         self._library_encode = self._encode_with_library if accepts_non_ascii else None
-        self.native_encoder = Words(steps, secrets.randbits(64), WORDS_MAX, merge_pairs, added_tokens)
+        self.native_encoder = Words(pattern_steps, secrets.randbits(64), CACHED_WORDS_MAX, merge_pairs, added_tokens)
 
     def encode(self, text: str) -> bytes | None:
         """Ids of `text` as the bytes of an array; None where the library must be asked: it has an added token at which
         texts are not cut, or is not of the kind."""
-        if len(text) > TEXT_MAX or not (self._library_encode or text.isascii()):
+        if len(text) > TEXT_CHARS_MAX or not (self._library_encode or text.isascii()):
             return None
         return self.native_encoder.encode(text, self._encode_word, self._library_encode)
 
     def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._hf_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_word(self, word: str) -> list[int]:
         return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
 
 
-def _byte_level_table() -> dict[int, int]:
+def _make_byte_level_table() -> dict[int, int]:
     """How byte-level tokenizers spell ASCII bytes that cannot be seen."""
     invisible_bytes = [*range(33), 127]
     characters = {byte: byte for byte in range(128)}  # what is missing costs an exception a character
     return characters | {byte: 256 + index for index, byte in enumerate(invisible_bytes)}
 
 
-_BYTE_LEVEL = _byte_level_table()
+_BYTE_LEVEL = _make_byte_level_table()
 _BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` cuts by where it is told to."""
 
 
 def build_bpe_encoder(
-    hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str], cuts: frozenset[str] = frozenset()
+    hf_tokenizer: HfTokenizer,
+    tokenizer_json: dict[str, Any],
+    sample_texts: Sequence[str],
+    cut_tokens: frozenset[str] = frozenset(),
 ) -> BpeEncoder | str:
     """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
     tokens before and behind which texts are encoded for themselves."""
     if not _HAS_NATIVE:
         return "prompts._words was not compiled"
-    if (spec.get("model") or {}).get("type") != "BPE":
+    if (tokenizer_json.get("model") or {}).get("type") != "BPE":
         return "it is not byte-level BPE"
-    if not _preserves_ascii(spec.get("normalizer")):
+    if not _preserves_ascii(tokenizer_json.get("normalizer")):
         return "its normalizer may change ASCII text"
-    if any(token["normalized"] and not token["content"].isascii() for token in spec["added_tokens"]):
+    if any(token["normalized"] and not token["content"].isascii() for token in tokenizer_json["added_tokens"]):
         return "an added token may be ASCII once it is normalized"
-    patterns = _split_patterns(spec.get("pre_tokenizer"))
+    patterns = _read_split_patterns(tokenizer_json.get("pre_tokenizer"))
     if isinstance(patterns, str):
         return patterns
-    steps = []
+    pattern_steps = []
     for pattern in patterns:
         python_pattern = translate_pattern(pattern)
         try:
@@ -197,23 +201,29 @@ def build_bpe_encoder(
             return f"its pattern does not compile: {error}"
         if rows is None:
             return f"its pattern uses what is not known here: {pattern[:60]!r}"
-        steps.append(rows)
-    contents = dict.fromkeys(token["content"] for token in spec["added_tokens"] if token["content"])
-    added_tokens = [(content, hf.token_to_id(content) if content in cuts else None) for content in contents]
+        pattern_steps.append(rows)
+    token_texts = dict.fromkeys(token["content"] for token in tokenizer_json["added_tokens"] if token["content"])
+    added_tokens = [
+        (content, hf_tokenizer.token_to_id(content) if content in cut_tokens else None) for content in token_texts
+    ]
     try:
-        accepts_non_ascii = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
-        encoder = BpeEncoder(hf, steps, added_tokens, _merge_pairs(spec["model"]), accepts_non_ascii)
+        accepts_non_ascii = len(pattern_steps) == 1 and not any(
+            token["normalized"] for token in tokenizer_json["added_tokens"]
+        )
+        encoder = BpeEncoder(
+            hf_tokenizer, pattern_steps, added_tokens, _read_merge_pairs(tokenizer_json["model"]), accepts_non_ascii
+        )
     except ValueError as error:
         return f"its pattern is not for words: {error}"
-    for sample in samples:
-        ids = encoder.encode(sample)
-        plain = hf.encode_batch_fast([sample], add_special_tokens=False)[0].ids
-        if ids is not None and ids != array("I", plain).tobytes():
-            return f"its words gave other ids for a sample text ({sample[:40]!r})"
+    for sample_text in sample_texts:
+        ids = encoder.encode(sample_text)
+        library_ids = hf_tokenizer.encode_batch_fast([sample_text], add_special_tokens=False)[0].ids
+        if ids is not None and ids != array("I", library_ids).tobytes():
+            return f"its words gave other ids for a sample text ({sample_text[:40]!r})"
     return encoder
 
 
-def _merge_pairs(model: dict[str, Any]) -> MergePairs | None:
+def _read_merge_pairs(model: dict[str, Any]) -> MergePairs | None:
     """The merges of a byte-level model that make ASCII tokens; None where it makes words another way."""
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "dropout")):
         return None
@@ -240,7 +250,7 @@ def _preserves_ascii(normalizer: dict[str, Any] | None) -> bool:
     return normalizer.get("type") in _NORMAL_FORMS
 
 
-def _split_patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | str:
+def _read_split_patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | str:
     """The regular expressions that cut a text into words one after the other, before it is spelt byte by byte."""
     parts = [] if pre_tokenizer is None else [pre_tokenizer]
     if pre_tokenizer is not None and pre_tokenizer.get("type") == "Sequence":
@@ -266,7 +276,7 @@ def translate_pattern(pattern: str) -> str | None:
     caseless_groups = re.findall(r"\(\?i:([^()]*)\)", pattern)
     if len(caseless_groups) != pattern.count("(?i:") or any(r"\p" in text for text in caseless_groups):
         return None  # what a property means regardless of case is each engine's own idea
-    out, position = "", 0
+    python_pattern, position = "", 0
     while position < len(pattern):
         part = _PATTERN_PARTS.match(pattern, position)
         if part is None:
@@ -274,17 +284,17 @@ def translate_pattern(pattern: str) -> str | None:
         position = part.end()
         text = part.group()
         if part.lastgroup in ("property", "name"):
-            char_class = _CLASSES.get(part.group("name"))
+            char_class = _ASCII_BY_PROPERTY.get(part.group("name"))
             text = f"[{char_class}]"
             if char_class is None:
                 return None
         elif part.lastgroup == "class":
             names = re.findall(r"\\p\{(\w+)\}", text)
-            if not all(name in _CLASSES for name in names) or re.search(r"-\\p|\\p\{\w+\}-", text):
+            if not all(name in _ASCII_BY_PROPERTY for name in names) or re.search(r"-\\p|\\p\{\w+\}-", text):
                 return None
-            text = re.sub(r"\\p\{(\w+)\}", lambda match: _CLASSES[match.group(1)], text)
-        out += text
-    return out
+            text = re.sub(r"\\p\{(\w+)\}", lambda match: _ASCII_BY_PROPERTY[match.group(1)], text)
+        python_pattern += text
+    return python_pattern
 
 
 # A pattern as prompts/native/words.hpp runs it ------------------------------------------------------------------------
@@ -294,14 +304,14 @@ _ASCII = (1 << 128) - 1
 _UNLIMITED = 1 << 31
 
 
-def _char_bits(text: str) -> int:
+def _make_char_bits(text: str) -> int:
     """A set of characters as bits."""
     return sum(1 << ord(char) for char in set(text))
 
 
-_SPACE, _DIGIT = _char_bits(" \t\n\r\f\v"), _char_bits("0123456789")
-_WORD = _DIGIT | _char_bits("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-_CATEGORIES = {
+_SPACE, _DIGIT = _make_char_bits(" \t\n\r\f\v"), _make_char_bits("0123456789")
+_WORD = _DIGIT | _make_char_bits("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+_BITS_BY_CATEGORY = {
     sre.CATEGORY_SPACE: _SPACE, sre.CATEGORY_NOT_SPACE: _ASCII & ~_SPACE,
     sre.CATEGORY_DIGIT: _DIGIT, sre.CATEGORY_NOT_DIGIT: _ASCII & ~_DIGIT,
     sre.CATEGORY_WORD: _WORD, sre.CATEGORY_NOT_WORD: _ASCII & ~_WORD,
@@ -313,24 +323,30 @@ def compile_pattern(pattern: str) -> list[PatternRow] | None:
     re.error."""
     rows: list[PatternRow] = [PatternRow(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
 
-    def add_row(kind: int, next_row: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), is_positive: bool = True,
-            branches: Sequence[int] = ()) -> int:  # fmt: skip
+    def add_row(
+        kind: int, next_row: int, *, chars: int = 0, repeats: tuple[int, int] = (1, 1), is_positive: bool = True,
+        branches: Sequence[int] = (),
+    ) -> int:  # fmt: skip
         low, high = chars & (1 << 64) - 1, chars >> 64
-        count_max = min(int(times[1]), _UNLIMITED)
-        rows.append(PatternRow(kind, low, high, times[0], count_max, is_positive, list(branches), next_row))
+        count_max = min(int(repeats[1]), _UNLIMITED)
+        rows.append(PatternRow(kind, low, high, repeats[0], count_max, is_positive, list(branches), next_row))
         return len(rows) - 1
 
     def compile_items(items: Sequence[Any], next_row: int, ignores_case: bool) -> int:
         """Return the row at which these items begin, where `next_row` follows them."""
         for op, value in reversed(list(items)):
-            chars = _char_set(op, value, ignores_case)
+            chars = _compile_char_set(op, value, ignores_case)
             if chars is not None:
                 next_row = add_row(_SET, next_row, chars=chars)
             elif op is sre.MAX_REPEAT:
                 count_min, count_max, inner_items = value[0], value[1], list(value[2])
-                chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
+                chars = (
+                    _compile_char_set(inner_items[0][0], inner_items[0][1], ignores_case)
+                    if len(inner_items) == 1
+                    else None
+                )
                 if chars is not None:
-                    next_row = add_row(_SET, next_row, chars=chars, times=(count_min, count_max))
+                    next_row = add_row(_SET, next_row, chars=chars, repeats=(count_min, count_max))
                 elif (count_min, count_max) == (0, 1):
                     next_row = add_row(
                         _ALTERNATIVES, next_row, branches=[compile_items(inner_items, next_row, ignores_case), next_row]
@@ -347,7 +363,11 @@ def compile_pattern(pattern: str) -> list[PatternRow] | None:
                 next_row = compile_items(value[3], next_row, ignores_case or bool(value[1] & re.IGNORECASE))
             elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
                 inner_items = list(value[1])
-                chars = _char_set(inner_items[0][0], inner_items[0][1], ignores_case) if len(inner_items) == 1 else None
+                chars = (
+                    _compile_char_set(inner_items[0][0], inner_items[0][1], ignores_case)
+                    if len(inner_items) == 1
+                    else None
+                )
                 if chars is None:
                     raise KeyError(op)
                 next_row = add_row(_LOOKAHEAD, next_row, chars=chars, is_positive=op is sre.ASSERT)
@@ -356,18 +376,18 @@ def compile_pattern(pattern: str) -> list[PatternRow] | None:
         return next_row
 
     try:
-        first = compile_items(sre_parse.parse(pattern, re.ASCII), 0, False)
+        first_row = compile_items(sre_parse.parse(pattern, re.ASCII), 0, False)
     except KeyError:
         return None
-    add_row(_ALTERNATIVES, first, branches=[first])
+    add_row(_ALTERNATIVES, first_row, branches=[first_row])
     return rows
 
 
-def _char_set(op: Any, value: Any, ignores_case: bool) -> int | None:
+def _compile_char_set(op: Any, value: Any, ignores_case: bool) -> int | None:
     """The characters that a single-character item matches; None for any other. Raises KeyError."""
     if op is sre.LITERAL:
         char = chr(value)
-        return (_char_bits(char.lower() + char.upper() if ignores_case else char) if value < 128 else 0) & _ASCII
+        return (_make_char_bits(char.lower() + char.upper() if ignores_case else char) if value < 128 else 0) & _ASCII
     if op is sre.NOT_LITERAL and not ignores_case:
         return _ASCII & ~(1 << int(value))
     if op is not sre.IN or (ignores_case and any(item is not sre.LITERAL for item, _ in value)):
@@ -379,7 +399,7 @@ def _char_set(op: Any, value: Any, ignores_case: bool) -> int | None:
         elif item is sre.RANGE:
             chars |= ((1 << item_value[1] + 1) - 1 & ~((1 << item_value[0]) - 1)) & _ASCII
         elif item is sre.CATEGORY:
-            chars |= int(_CATEGORIES[item_value])
+            chars |= int(_BITS_BY_CATEGORY[item_value])
         else:
-            chars |= _char_set(item, item_value, ignores_case) or 0
+            chars |= _compile_char_set(item, item_value, ignores_case) or 0
     return _ASCII & ~chars if is_negated else chars

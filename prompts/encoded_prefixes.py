@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-LENGTH_MIN = 8_192
+PREFIX_CHARS_MIN = 8_192
 """Characters below which a beginning is not worth keeping."""
-LENGTH_MAX = 2**24
+PREFIX_CHARS_MAX = 2**24
 _CANDIDATES_MAX = 4
 """Beginnings kept of those that look alike: they have the same size, within a factor of two, and the same samples."""
 _SAMPLE_CHARS = 48
@@ -55,27 +55,30 @@ class EncodedPrefixCache:
     def find(self, text: str) -> EncodedPrefix | None:
         """The longest kept beginning of `text`."""
         size_class = _size_class(len(text))
-        while size_class >= LENGTH_MIN:
-            key = _lookup_key(text, size_class)
+        while size_class >= PREFIX_CHARS_MIN:
+            key = _make_lookup_key(text, size_class)
             candidates = self._candidates_by_key.get(key, ())
-            match = max(
+            longest_prefix = max(
                 (prefix for prefix in candidates if text.startswith(prefix.text)),
                 key=lambda prefix: prefix.end,
                 default=None,
             )
-            if match is not None:
+            if longest_prefix is not None:
                 self._candidates_by_key.move_to_end(key)
-                self._candidates_by_key[key].remove(match)
-                self._candidates_by_key[key].append(match)
-                return match
+                self._candidates_by_key[key].remove(longest_prefix)
+                self._candidates_by_key[key].append(longest_prefix)
+                return longest_prefix
             size_class //= 2
         return None
 
     def store(self, new_prefix: EncodedPrefix) -> None:
         """Remember it; of those that look alike, what it continues and the oldest make way."""
-        if not LENGTH_MIN <= len(new_prefix.text) <= LENGTH_MAX or new_prefix.size_bytes > self._max_bytes // 4:
+        if (
+            not PREFIX_CHARS_MIN <= len(new_prefix.text) <= PREFIX_CHARS_MAX
+            or new_prefix.size_bytes > self._max_bytes // 4
+        ):
             return
-        key = _lookup_key(new_prefix.text, _size_class(len(new_prefix.text)))
+        key = _make_lookup_key(new_prefix.text, _size_class(len(new_prefix.text)))
         candidates = self._candidates_by_key.setdefault(key, [])
         for old_prefix in [prefix for prefix in candidates if new_prefix.text.startswith(prefix.text)] or candidates[
             : len(candidates) + 1 - _CANDIDATES_MAX
@@ -100,7 +103,7 @@ class EncodedPrefixCache:
         assert self.used_bytes <= self._max_bytes
         for key, candidates in self._candidates_by_key.items():
             assert 0 < len(candidates) <= _CANDIDATES_MAX
-            assert all(_lookup_key(prefix.text, _size_class(len(prefix.text))) == key for prefix in candidates)
+            assert all(_make_lookup_key(prefix.text, _size_class(len(prefix.text))) == key for prefix in candidates)
 
 
 def _size_class(length: int) -> int:
@@ -108,7 +111,7 @@ def _size_class(length: int) -> int:
     return 1 << (length.bit_length() - 1) if length else 0
 
 
-def _lookup_key(text: str, size_class: int) -> _LookupKey:
+def _make_lookup_key(text: str, size_class: int) -> _LookupKey:
     middle = size_class // 2
     return _LookupKey(
         size_class,

@@ -8,9 +8,9 @@ cached costs only its new turn.
 What is not cached is mostly a new turn, short and ASCII: `prompts/bpe_encoder.py` encodes it by its words where it can,
 the library where not.
 
-Where that does not hold for a tokenizer, `plan_segments` says why and there is no cache for it: the rules are in
-`_unsupported_reason`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical
-to a plain full encode. Memory is bounded in bytes, least recently used first.
+Where that does not hold for a tokenizer, `make_segment_plan` says why and there is no cache for it: the rules are in
+`_find_unsupported_reason`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are
+identical to a plain full encode. Memory is bounded in bytes, least recently used first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder
-from prompts.encoded_prefixes import LENGTH_MIN, EncodedPrefix, EncodedPrefixCache
+from prompts.encoded_prefixes import PREFIX_CHARS_MIN, EncodedPrefix, EncodedPrefixCache
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
 ID_TYPE = "I"
@@ -39,15 +39,15 @@ ID_TYPE = "I"
 _ID_BYTES = array(ID_TYPE).itemsize
 _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
-_PREFIXES_SHARE = 4
+_PREFIXES_DIVISOR = 4
 """One part in so many of the memory is for beginnings of long texts."""
 _TAIL_SEGMENTS = 3
 """A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
-SHORT_MAX = 4096
+SHORT_TEXT_CHARS_MAX = 4096
 """Characters of a text that is not looked up."""
-_CHARS_AT_ONCE, _PAUSE_S = 65_536, 1e-6
+_CHARS_BETWEEN_PAUSES, _PAUSE_S = 65_536, 1e-6
 """Characters of new text that are encoded by words before other threads get a turn."""
-_STARTS_MAX = 1024
+_START_CHECKS_MAX = 1024
 _RANDOM_STATE_KEYS = ("dropout",)
 
 
@@ -56,13 +56,13 @@ class SegmentPlan:
     """How one tokenizer's input may be cut. `pattern` finds every added token; cuts are before those in `cuts`."""
 
     pattern: re.Pattern[str]
-    cuts: frozenset[str]
-    prefix: tuple[int, ...] | None
+    cut_tokens: frozenset[str]
+    prefix_ids: tuple[int, ...] | None
     """Ids that `add_special_tokens` puts before and after a text; None where it does anything else."""
-    suffix: tuple[int, ...] | None
-    anchors: frozenset[str] = frozenset()
+    suffix_ids: tuple[int, ...] | None
+    anchor_tokens: frozenset[str] = frozenset()
     """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
-    splitter: re.Pattern[str] | None = None
+    split_pattern: re.Pattern[str] | None = None
     """`pattern` in a group, where every token that it finds is a cut."""
     bpe_encoder: BpeEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
@@ -71,15 +71,15 @@ class SegmentPlan:
 
     def split(self, text: str) -> list[str]:
         """The segments of `text`, in order; their concatenation is `text`."""
-        if self.splitter is not None:
-            before, *parts = self.splitter.split(text)  # token, text, token, text ...
+        if self.split_pattern is not None:
+            before, *parts = self.split_pattern.split(text)  # token, text, token, text ...
             segments = list(map(operator.add, parts[::2], parts[1::2]))
             return [before, *segments] if before else segments
-        starts = [match.start() for match in self.pattern.finditer(text) if match.group() in self.cuts]
+        starts = [match.start() for match in self.pattern.finditer(text) if match.group() in self.cut_tokens]
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
         starts.append(len(text))
-        return [text[a:b] for a, b in pairwise(starts) if a < b]
+        return [text[start:end] for start, end in pairwise(starts) if start < end]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class SegmentStats:
     max_bytes: int
 
 
-def encode_plain(hf: HfTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """A full encode. Of the library's calls this one is the fastest, and the only one that releases the GIL."""
-    ids: list[int] = hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    ids: list[int] = hf_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
 
@@ -106,22 +106,22 @@ class SegmentCache:
 
     def __init__(
         self,
-        hf: HfTokenizer,
+        hf_tokenizer: HfTokenizer,
         plan: SegmentPlan,
         *,
         max_bytes: int = CACHE_BYTES_DEFAULT,
-        short_max: int = SHORT_MAX,
+        short_text_chars_max: int = SHORT_TEXT_CHARS_MAX,
     ) -> None:
-        self._hf = hf
-        self._short_max = short_max
+        self._hf_tokenizer = hf_tokenizer
+        self._short_text_chars_max = short_text_chars_max
         self._plan = plan
         self._max_bytes = max_bytes
-        self._prefixes = EncodedPrefixCache(max_bytes // _PREFIXES_SHARE)
-        self._segments_bytes_max = max_bytes - max_bytes // _PREFIXES_SHARE
-        self._entries: OrderedDict[str, bytes] = OrderedDict()
+        self._prefixes = EncodedPrefixCache(max_bytes // _PREFIXES_DIVISOR)
+        self._segments_bytes_max = max_bytes - max_bytes // _PREFIXES_DIVISOR
+        self._ids_by_segment: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
-        self._segment_starts: dict[str, bool] = {}
+        self._segment_start_checks: dict[str, bool] = {}
         """As many characters as a token has at most -> whether one begins there at which any text is cut."""
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
@@ -134,21 +134,21 @@ class SegmentCache:
     def encode_array(self, text: str, *, add_special_tokens: bool) -> array[int] | None:
         """`encode` as an array of `ID_TYPE`: a long prompt's ids are joined by copying bytes, not objects."""
         plan = self._plan
-        if add_special_tokens and (plan.prefix is None or plan.suffix is None):
+        if add_special_tokens and (plan.prefix_ids is None or plan.suffix_ids is None):
             return None
-        parts = self._encode_short(text)
-        if parts is None:
-            parts = self._encode_segments(text)
-        out = array(ID_TYPE, plan.prefix or ()) if add_special_tokens else array(ID_TYPE)
-        out.frombytes(parts[0] if len(parts) == 1 else b"".join(parts))
+        id_chunks = self._encode_short_text(text)
+        if id_chunks is None:
+            id_chunks = self._encode_segments(text)
+        token_ids = array(ID_TYPE, plan.prefix_ids or ()) if add_special_tokens else array(ID_TYPE)
+        token_ids.frombytes(id_chunks[0] if len(id_chunks) == 1 else b"".join(id_chunks))
         if add_special_tokens:
-            out.extend(plan.suffix or ())
-        return out
+            token_ids.extend(plan.suffix_ids or ())
+        return token_ids
 
-    def _encode_short(self, text: str) -> list[bytes] | None:
+    def _encode_short_text(self, text: str) -> list[bytes] | None:
         """At once, where that costs less than finding what of it is known."""
         bpe_encoder = self._plan.bpe_encoder
-        ids = bpe_encoder.encode(text) if bpe_encoder is not None and len(text) <= self._short_max else None
+        ids = bpe_encoder.encode(text) if bpe_encoder is not None and len(text) <= self._short_text_chars_max else None
         if ids is None:
             return None
         with self._lock:
@@ -158,19 +158,19 @@ class SegmentCache:
 
     def _encode_segments(self, text: str) -> list[bytes]:
         plan = self._plan
-        prefix = self._find_prefix(text) if len(text) >= LENGTH_MIN else None
+        prefix = self._find_prefix(text) if len(text) >= PREFIX_CHARS_MIN else None
         segments = plan.split(text if prefix is None else text[prefix.end :])
-        cached_ids = self._look_up(segments)
-        missing = [segment for segment, ids in zip(segments, cached_ids) if ids is None]
-        new_ids = self._encode_missing(missing) if missing else {}
-        parts = [new_ids[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
-        if len(text) >= LENGTH_MIN:
-            self._store_prefix(text, prefix, segments, parts)
+        cached_ids = self._get_cached_ids(segments)
+        missing_segments = [segment for segment, ids in zip(segments, cached_ids) if ids is None]
+        new_ids = self._encode_missing(missing_segments) if missing_segments else {}
+        id_chunks = [new_ids[segment] if ids is None else ids for segment, ids in zip(segments, cached_ids)]
+        if len(text) >= PREFIX_CHARS_MIN:
+            self._store_prefix(text, prefix, segments, id_chunks)
         if prefix is not None:
-            parts.insert(0, prefix.ids)
-        return parts
+            id_chunks.insert(0, prefix.ids)
+        return id_chunks
 
-    def first_segments(self, text: str, chars_min: int) -> str:
+    def take_first_segments(self, text: str, chars_min: int) -> str:
         """Of `text`, until it has so many characters."""
         end = 0
         for segment in self._plan.split(text):
@@ -181,14 +181,14 @@ class SegmentCache:
 
     def starts_segment(self, text: str, position: int = 0) -> bool:
         """Whether there is a token in `text` at `position` at which any text is cut."""
-        head = text[position : position + self._plan.token_chars_max]
-        is_start = self._segment_starts.get(head)
+        text_start = text[position : position + self._plan.token_chars_max]
+        is_start = self._segment_start_checks.get(text_start)
         if is_start is None:
-            match = self._plan.pattern.match(head)
-            is_start = match is not None and match.group() in self._plan.anchors
-            if len(self._segment_starts) >= _STARTS_MAX:
-                self._segment_starts = {}
-            self._segment_starts[head] = is_start
+            match = self._plan.pattern.match(text_start)
+            is_start = match is not None and match.group() in self._plan.anchor_tokens
+            if len(self._segment_start_checks) >= _START_CHECKS_MAX:
+                self._segment_start_checks = {}
+            self._segment_start_checks[text_start] = is_start
         return is_start
 
     def _find_prefix(self, text: str) -> EncodedPrefix | None:
@@ -198,7 +198,7 @@ class SegmentCache:
         if prefix is None:
             return None
         next_token = self._plan.pattern.match(text, prefix.end)
-        if next_token is None or next_token.group() not in self._plan.cuts:
+        if next_token is None or next_token.group() not in self._plan.cut_tokens:
             return None
         with self._lock:
             self._hits += 1
@@ -206,7 +206,7 @@ class SegmentCache:
         return prefix
 
     def _store_prefix(
-        self, text: str, cached_prefix: EncodedPrefix | None, segments: Sequence[str], parts: Sequence[bytes]
+        self, text: str, cached_prefix: EncodedPrefix | None, segments: Sequence[str], id_chunks: Sequence[bytes]
     ) -> None:
         """Remember this text up to its last turn, unless little would be won over what is known of it."""
         tail_segments = segments[-_TAIL_SEGMENTS:]
@@ -215,45 +215,45 @@ class SegmentCache:
         if len(segments) <= _TAIL_SEGMENTS or end - cached_chars < len(text) // 8:
             return
         anchor = self._plan.pattern.match(tail_segments[0])
-        if anchor is None or anchor.group() not in self._plan.anchors:
+        if anchor is None or anchor.group() not in self._plan.anchor_tokens:
             return
-        ids = b"".join(parts[:-_TAIL_SEGMENTS])
+        ids = b"".join(id_chunks[:-_TAIL_SEGMENTS])
         new_prefix = EncodedPrefix(
             text[: end + anchor.end()], end, ids if cached_prefix is None else cached_prefix.ids + ids
         )
         with self._lock:
             self._prefixes.store(new_prefix)
 
-    def _look_up(self, segments: Sequence[str]) -> list[bytes | None]:
-        entries = self._entries
+    def _get_cached_ids(self, segments: Sequence[str]) -> list[bytes | None]:
+        ids_by_segment = self._ids_by_segment
         with self._lock:
-            cached_ids = [entries.get(segment) for segment in segments]
+            cached_ids = [ids_by_segment.get(segment) for segment in segments]
             for segment, ids in zip(segments, cached_ids):
                 if ids is None:
                     self._misses += 1
                 else:
                     self._hits += 1
                     self._hit_tokens += len(ids) // _ID_BYTES
-                    entries.move_to_end(segment)
+                    ids_by_segment.move_to_end(segment)
         return cached_ids
 
-    def _encode_missing(self, missing: Iterable[str]) -> dict[str, bytes]:
-        unique = list(dict.fromkeys(missing))
+    def _encode_missing(self, missing_segments: Iterable[str]) -> dict[str, bytes]:
+        unique_segments = list(dict.fromkeys(missing_segments))
         new_ids: dict[str, bytes] = {}
-        remaining_segments = unique
+        remaining_segments = unique_segments
         if self._plan.bpe_encoder is not None:
             chars_since_pause = 0
-            for segment in unique:
+            for segment in unique_segments:
                 chars_since_pause += len(segment)
-                if chars_since_pause > _CHARS_AT_ONCE:
+                if chars_since_pause > _CHARS_BETWEEN_PAUSES:
                     time.sleep(_PAUSE_S)  # words are found under the interpreter's lock: others may have it now
                     chars_since_pause = len(segment)
                 ids = self._plan.bpe_encoder.encode(segment)
                 if ids is not None:
                     new_ids[segment] = ids
-            remaining_segments = [segment for segment in unique if segment not in new_ids]
+            remaining_segments = [segment for segment in unique_segments if segment not in new_ids]
         if remaining_segments:
-            encodings = self._hf.encode_batch_fast(remaining_segments, add_special_tokens=False)
+            encodings = self._hf_tokenizer.encode_batch_fast(remaining_segments, add_special_tokens=False)
             new_ids |= {
                 segment: array(ID_TYPE, encoding.ids).tobytes()
                 for segment, encoding in zip(remaining_segments, encodings)
@@ -266,12 +266,12 @@ class SegmentCache:
 
     def _store_segment(self, segment: str, ids: bytes) -> None:
         size_bytes = _entry_bytes(segment, ids)
-        if segment in self._entries or size_bytes > self._segments_bytes_max // 4:
+        if segment in self._ids_by_segment or size_bytes > self._segments_bytes_max // 4:
             return  # one prompt must not empty the cache
-        self._entries[segment] = ids
+        self._ids_by_segment[segment] = ids
         self._used_bytes += size_bytes
         while self._used_bytes > self._segments_bytes_max:
-            old_segment, old_ids = self._entries.popitem(last=False)
+            old_segment, old_ids = self._ids_by_segment.popitem(last=False)
             self._used_bytes -= _entry_bytes(old_segment, old_ids)
 
     def stats(self) -> SegmentStats:
@@ -281,7 +281,7 @@ class SegmentCache:
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
-                entries=len(self._entries) + len(self._prefixes),
+                entries=len(self._ids_by_segment) + len(self._prefixes),
                 used_bytes=self._used_bytes + self._prefixes.used_bytes,
                 max_bytes=self._max_bytes,
             )
@@ -289,52 +289,58 @@ class SegmentCache:
     def check_invariants(self) -> None:
         """For tests: the byte count is the sum over the entries and within its bound."""
         with self._lock:
-            assert self._used_bytes == sum(_entry_bytes(segment, ids) for segment, ids in self._entries.items())
+            assert self._used_bytes == sum(_entry_bytes(segment, ids) for segment, ids in self._ids_by_segment.items())
             assert self._used_bytes <= self._segments_bytes_max
             self._prefixes.check_invariants()
 
 
 def _entry_bytes(segment: str, ids: bytes) -> int:
     """The same at all times: a text that is not ASCII takes more once somebody asked for its UTF-8."""
-    size = sys.getsizeof(segment) if segment.isascii() else _ENTRY_BYTES + 8 * len(segment)
-    return _ENTRY_BYTES + size + sys.getsizeof(ids)
+    text_bytes = sys.getsizeof(segment) if segment.isascii() else _ENTRY_BYTES + 8 * len(segment)
+    return _ENTRY_BYTES + text_bytes + sys.getsizeof(ids)
 
 
-def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
+def make_segment_plan(hf_tokenizer: HfTokenizer) -> SegmentPlan | str:
     """How to cut this tokenizer's input, or why it must not be cut. Conservative: a doubt is a no."""
-    spec: dict[str, Any] = json.loads(hf.to_str())
-    reason = _unsupported_reason(spec)
+    tokenizer_json: dict[str, Any] = json.loads(hf_tokenizer.to_str())
+    reason = _find_unsupported_reason(tokenizer_json)
     if reason is not None:
         return reason
-    literal_tokens = [token for token in spec["added_tokens"] if not token["normalized"] and token["content"]]
-    looks_around = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in spec["added_tokens"])
-    cuts = frozenset(token["content"] for token in literal_tokens if _can_cut(token, looks_around))
-    if not cuts:
+    literal_tokens = [token for token in tokenizer_json["added_tokens"] if not token["normalized"] and token["content"]]
+    any_looks_around = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokenizer_json["added_tokens"])
+    cut_tokens = frozenset(token["content"] for token in literal_tokens if _can_cut(token, any_looks_around))
+    if not cut_tokens:
         return "no added token at whose edges its input may be cut"
-    pattern = re.compile(_trie_pattern([token["content"] for token in literal_tokens]))
-    prefix, suffix = _find_affixes(hf, sorted(cuts)[0]) or (None, None)
-    contents = [token["content"] for token in literal_tokens]
-    anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
-    encoder = build_bpe_encoder(hf, spec, _SAMPLE_TEXTS + _WORD_SAMPLE_TEXTS, cuts)
+    pattern = re.compile(_build_trie_pattern([token["content"] for token in literal_tokens]))
+    prefix_ids, suffix_ids = _find_affixes(hf_tokenizer, sorted(cut_tokens)[0]) or (None, None)
+    token_texts = [token["content"] for token in literal_tokens]
+    anchor_tokens = frozenset(
+        cut_token
+        for cut_token in cut_tokens
+        if not any(token_text.find(cut_token, 1) >= 0 for token_text in token_texts)
+    )
+    encoder = build_bpe_encoder(hf_tokenizer, tokenizer_json, _SAMPLE_TEXTS + _WORD_SAMPLE_TEXTS, cut_tokens)
     bpe_encoder = encoder if isinstance(encoder, BpeEncoder) else None
-    splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
-    token_chars_max = max(map(len, contents))
-    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, splitter, bpe_encoder, token_chars_max)
-    mismatch = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
+    split_pattern = re.compile(f"({pattern.pattern})") if cut_tokens.issuperset(token_texts) else None
+    token_chars_max = max(map(len, token_texts))
+    plan = SegmentPlan(
+        pattern, cut_tokens, prefix_ids, suffix_ids, anchor_tokens, split_pattern, bpe_encoder, token_chars_max
+    )
+    mismatch = _find_sample_mismatch(hf_tokenizer, plan, [token["content"] for token in tokenizer_json["added_tokens"]])
     return plan if mismatch is None else mismatch
 
 
-def _unsupported_reason(spec: dict[str, Any]) -> str | None:
+def _find_unsupported_reason(tokenizer_json: dict[str, Any]) -> str | None:
     """Properties of a tokenizer.json under which pieces are not encoded independently of each other."""
-    model = spec.get("model") or {}
+    model = tokenizer_json.get("model") or {}
     if any(model.get(key) for key in _RANDOM_STATE_KEYS):
         return "its model drops merges at random"
-    if spec.get("truncation") or spec.get("padding"):
+    if tokenizer_json.get("truncation") or tokenizer_json.get("padding"):
         return "it truncates or pads"
     return None
 
 
-def _can_cut(token: dict[str, Any], looks_around: bool) -> bool:
+def _can_cut(token: dict[str, Any], any_looks_around: bool) -> bool:
     """Whether the text before and after this added token is encoded without regard to it.
 
     Where other added tokens look at their neighbours (lstrip and rstrip take whitespace, single_word asks for a word's
@@ -344,12 +350,12 @@ def _can_cut(token: dict[str, Any], looks_around: bool) -> bool:
     if token["lstrip"] or token["rstrip"] or token["single_word"]:
         return False
     edges = content[0] + content[-1]
-    plain_edges = not any(c.isspace() or c.isalnum() or c == "_" for c in edges)
+    has_plain_edges = not any(char.isspace() or char.isalnum() or char == "_" for char in edges)
     # Short tokens (a newline, two spaces) are everywhere in text: exact, but not worth a segment.
-    return (plain_edges or not looks_around) and len(content) >= 3 and not content.isspace()
+    return (has_plain_edges or not any_looks_around) and len(content) >= 3 and not content.isspace()
 
 
-def _trie_pattern(words: Iterable[str]) -> str:
+def _build_trie_pattern(words: Iterable[str]) -> str:
     """A regular expression that matches the longest of `words` at the leftmost place, fast also for thousands."""
     root: dict[str, Any] = {}
     for word in words:
@@ -358,36 +364,36 @@ def _trie_pattern(words: Iterable[str]) -> str:
             node = node.setdefault(char, {})
         node[""] = {}
 
-    def build(node: dict[str, Any]) -> str:
+    def build_branch(node: dict[str, Any]) -> str:
         # Walk chains without branches in a loop, so that the depth of recursion is that of the branching.
-        chain = ""
+        chain_pattern = ""
         while len(node) == 1 and "" not in node:
             ((char, node),) = node.items()
-            chain += re.escape(char)
-        ends = "" in node
-        branches = [re.escape(char) + build(child) for char, child in sorted(node.items()) if char]
-        if not branches:
-            return chain
-        return f"{chain}(?:{'|'.join(branches)}){'?' if ends else ''}"
+            chain_pattern += re.escape(char)
+        ends_word = "" in node
+        branch_patterns = [re.escape(char) + build_branch(child) for char, child in sorted(node.items()) if char]
+        if not branch_patterns:
+            return chain_pattern
+        return f"{chain_pattern}(?:{'|'.join(branch_patterns)}){'?' if ends_word else ''}"
 
-    return build(root)
+    return build_branch(root)
 
 
-def _find_affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _find_affixes(hf_tokenizer: HfTokenizer, special_token: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """What add_special_tokens puts around a text, where it is the same for every text."""
-    probe = f"{special}a b"
-    core = encode_plain(hf, probe, add_special_tokens=False)
-    full = encode_plain(hf, probe, add_special_tokens=True)
-    candidates = [i for i in range(len(full) - len(core) + 1) if full[i : i + len(core)] == core]
-    for position in candidates:
-        prefix, suffix = full[:position], full[position + len(core) :]
-        texts = ("", "x", special, f"one{special}two", f"{special}{special} three ")
+    probe_text = f"{special_token}a b"
+    plain_ids = encode_plain(hf_tokenizer, probe_text, add_special_tokens=False)
+    full_ids = encode_plain(hf_tokenizer, probe_text, add_special_tokens=True)
+    positions = [i for i in range(len(full_ids) - len(plain_ids) + 1) if full_ids[i : i + len(plain_ids)] == plain_ids]
+    for position in positions:
+        prefix_ids, suffix_ids = full_ids[:position], full_ids[position + len(plain_ids) :]
+        texts = ("", "x", special_token, f"one{special_token}two", f"{special_token}{special_token} three ")
         if all(
-            encode_plain(hf, text, add_special_tokens=True)
-            == prefix + encode_plain(hf, text, add_special_tokens=False) + suffix
+            encode_plain(hf_tokenizer, text, add_special_tokens=True)
+            == prefix_ids + encode_plain(hf_tokenizer, text, add_special_tokens=False) + suffix_ids
             for text in texts
         ):
-            return tuple(prefix), tuple(suffix)
+            return tuple(prefix_ids), tuple(suffix_ids)
     return None
 
 
@@ -404,10 +410,10 @@ _WORD_SAMPLE_TEXTS = (
 )  # fmt: skip
 
 
-def _self_check(hf: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str]) -> str | None:
+def _find_sample_mismatch(hf_tokenizer: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str]) -> str | None:
     """Encode sample chats both ways; the first difference is the reason not to use the plan."""
-    cuts = sorted(plan.cuts)
-    tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
+    cut_tokens = sorted(plan.cut_tokens)
+    tokens = [*cut_tokens[:4], *cut_tokens[-2:], *added_tokens[:4], *added_tokens[-4:]]
     texts = [
         "".join(a + b for a, b in zip(_SAMPLE_TEXTS, _rotate_tokens(tokens, shift))) for shift in range(len(tokens))
     ]
@@ -416,8 +422,8 @@ def _self_check(hf: HfTokenizer, plan: SegmentPlan, added_tokens: Sequence[str])
     ]
     texts += [first + second for first in tokens for second in tokens[:6]]
     for text in texts:
-        pieces = [encode_plain(hf, segment, add_special_tokens=False) for segment in plan.split(text)]
-        if [i for ids in pieces for i in ids] != encode_plain(hf, text, add_special_tokens=False):
+        segment_ids = [encode_plain(hf_tokenizer, segment, add_special_tokens=False) for segment in plan.split(text)]
+        if [i for ids in segment_ids for i in ids] != encode_plain(hf_tokenizer, text, add_special_tokens=False):
             return f"cutting changed the ids of a sample text ({text[:40]!r}...)"
     return None
 

@@ -22,7 +22,14 @@ from prompts.chat_rendering import ChatPrompt, render_chat
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError, bad_value
 from prompts.schemas import CompletionRequest, Prompt
-from prompts.segments import CACHE_BYTES_DEFAULT, SegmentCache, SegmentPlan, SegmentStats, encode_plain, plan_segments
+from prompts.segments import (
+    CACHE_BYTES_DEFAULT,
+    SegmentCache,
+    SegmentPlan,
+    SegmentStats,
+    encode_plain,
+    make_segment_plan,
+)
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,14 +46,14 @@ class Tokenizer:
 
     def __init__(
         self,
-        hf: HfTokenizer,
+        hf_tokenizer: HfTokenizer,
         *,
         named_tokens: dict[str, str],
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
         cache_bytes: int = CACHE_BYTES_DEFAULT,
     ) -> None:
-        self._hf = hf
+        self._hf_tokenizer = hf_tokenizer
         self._template = template
         self.named_tokens = named_tokens
         """`bos_token`, `eos_token` ... as the config names them: token texts."""
@@ -54,14 +61,16 @@ class Tokenizer:
         """Every id that ends a generation: the tokenizer's eos first, then generation_config's (else config's)."""
         self.bos_token_id = self._named_token_id("bos_token")
         self.eos_token_id = self._named_token_id("eos_token")
-        vocabulary = hf.get_vocab(with_added_tokens=True)
+        vocabulary = hf_tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1, added tokens included."""
         self.special_ids = frozenset(
-            token_id for token_id, token in hf.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        plan = plan_segments(hf) if cache_bytes > 0 else None
-        self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
+        plan = make_segment_plan(hf_tokenizer) if cache_bytes > 0 else None
+        self._segment_cache = (
+            SegmentCache(hf_tokenizer, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
+        )
 
     @classmethod
     def load(
@@ -73,17 +82,19 @@ class Tokenizer:
         cache, 0 turns it off. Raises TokenizerError.
         """
         folder = Path(path)
-        hf = _load_backend(folder)
+        hf_tokenizer = _load_hf_tokenizer(folder)
         config = _read_json(folder / "tokenizer_config.json")
-        named_tokens = _add_configured_tokens(hf, folder, config)
-        hf.no_truncation()
-        hf.no_padding()
+        named_tokens = _add_configured_tokens(hf_tokenizer, folder, config)
+        hf_tokenizer.no_truncation()
+        hf_tokenizer.no_padding()
         try:
             template = _load_template(folder, config, chat_template, named_tokens)
         except ChatTemplateError as error:
             raise TokenizerError(f"{folder}: {error}") from error
-        eos_ids = _read_eos_ids(hf, folder, named_tokens)
-        return cls(hf, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes)
+        eos_ids = _read_eos_ids(hf_tokenizer, folder, named_tokens)
+        return cls(
+            hf_tokenizer, named_tokens=named_tokens, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it are read as such. The list is the caller's own."""
@@ -93,25 +104,25 @@ class Tokenizer:
     def encode_array(self, text: str, add_special_tokens: bool = True) -> array[int] | list[int]:
         """`encode` in the form that costs least: where there is a segment cache, an array of uint32."""
         try:
-            if self._cache is not None:
-                ids = self._cache.encode_array(text, add_special_tokens=add_special_tokens)
+            if self._segment_cache is not None:
+                ids = self._segment_cache.encode_array(text, add_special_tokens=add_special_tokens)
                 if ids is not None:
                     return ids
-            return encode_plain(self._hf, text, add_special_tokens=add_special_tokens)
+            return encode_plain(self._hf_tokenizer, text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
 
     def starts_segment(self, text: str, position: int = 0) -> bool:
         """Whether the ids of any text and of this one, from `position` on, behind it are those of both."""
-        return self._cache is not None and self._cache.starts_segment(text, position)
+        return self._segment_cache is not None and self._segment_cache.starts_segment(text, position)
 
-    def first_segments(self, text: str, chars_min: int) -> str:
+    def take_first_segments(self, text: str, chars_min: int) -> str:
         """The beginning of a text that has so many characters, if the text has, and whose end is cut."""
-        return "" if self._cache is None else self._cache.first_segments(text, chars_min)
+        return "" if self._segment_cache is None else self._segment_cache.take_first_segments(text, chars_min)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
-        return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self._hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def render_chat_text(self, request: ChatPrompt) -> str:
         """The prompt's text as the chat template writes it. Raises RequestError."""
@@ -155,17 +166,17 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling (`Ġthe`), None for an id that has none."""
-        token: str | None = self._hf.id_to_token(token_id)
+        token: str | None = self._hf_tokenizer.id_to_token(token_id)
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        token_id: int | None = self._hf.token_to_id(token)
+        token_id: int | None = self._hf_tokenizer.token_to_id(token)
         return token_id
 
     @property
-    def hf(self) -> HfTokenizer:
+    def hf_tokenizer(self) -> HfTokenizer:
         """The library's tokenizer, for incremental decoding. Not to be changed."""
-        return self._hf
+        return self._hf_tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -173,55 +184,55 @@ class Tokenizer:
 
     def cache_stats(self) -> SegmentStats | None:
         """Counters of the segment cache; None where this tokenizer has none."""
-        return None if self._cache is None else self._cache.stats()
+        return None if self._segment_cache is None else self._segment_cache.stats()
 
     def _named_token_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self.token_to_id(token)
 
 
-def _load_backend(folder: Path) -> HfTokenizer:
-    file = folder / "tokenizer.json"
+def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
+    tokenizer_path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
-    if not file.is_file():
-        files = [
+    if not tokenizer_path.is_file():
+        other_format_names = [
             file_path.name
             for file_path in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))
         ]
-        if files:
+        if other_format_names:
             raise TokenizerError(
-                f"{folder}: has {', '.join(sorted(files))} but no tokenizer.json; convert it once with transformers: "
-                f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+                f"{folder}: has {', '.join(sorted(other_format_names))} but no tokenizer.json; convert it once "
+                f"with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
             )
         raise TokenizerError(f"{folder}: no tokenizer.json")
     try:
-        return HfTokenizer.from_file(str(file))
+        return HfTokenizer.from_file(str(tokenizer_path))
     except Exception as error:
-        raise TokenizerError(f"{file}: {error}") from error
+        raise TokenizerError(f"{tokenizer_path}: {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """The file's object; an absent file is an empty one."""
-    if not file.is_file():
+    if not path.is_file():
         return {}
     try:
-        value = json.loads(_read_text(file))
+        value = json.loads(_read_text(path))
     except ValueError as error:
-        raise TokenizerError(f"{file}: {error}") from error
+        raise TokenizerError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object")
+        raise TokenizerError(f"{path}: expected a JSON object")
     return value
 
 
-def _read_text(file: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (ValueError, OSError) as error:
-        raise TokenizerError(f"{file}: {error}") from error
+        raise TokenizerError(f"{path}: {error}") from error
 
 
-def _token_text(value: Any) -> str | None:
+def _read_token_text(value: Any) -> str | None:
     """A token in a config is a string, or an object with its content and flags."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
@@ -236,30 +247,32 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
                       special=is_special, **flags)  # fmt: skip
 
 
-def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Add to `hf` the tokens that only the configs name; return the named ones."""
-    sources = dict(config)
-    decoder = config.get("added_tokens_decoder")
-    if not isinstance(decoder, dict):
-        decoder = {}
-        sources.update(_read_json(folder / "special_tokens_map.json"))
-    named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(sources.get(name))) is not None}
-    known_contents = {token.content for token in hf.get_added_tokens_decoder().values()}
-    if not all(key.isdigit() and _token_text(value) for key, value in decoder.items()):
+def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Add to `hf_tokenizer` the tokens that only the configs name; return the named ones."""
+    token_settings = dict(config)
+    tokens_by_id = config.get("added_tokens_decoder")
+    if not isinstance(tokens_by_id, dict):
+        tokens_by_id = {}
+        token_settings.update(_read_json(folder / "special_tokens_map.json"))
+    named_tokens = {
+        name: text for name in _NAMED_TOKENS if (text := _read_token_text(token_settings.get(name))) is not None
+    }
+    existing_tokens = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
+    if not all(key.isdigit() and _read_token_text(value) for key, value in tokens_by_id.items()):
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
-    configured_tokens = [decoder[key] for key in sorted(decoder, key=int)]
+    configured_tokens = [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
     new_tokens = [_make_added_token(value, special=False) for value in configured_tokens]
-    extra = sources.get("additional_special_tokens") or sources.get("extra_special_tokens") or []
-    extra = list(extra.values()) if isinstance(extra, dict) else extra
-    flags = {_token_text(value): value for value in configured_tokens}
-    for value in [*(sources.get(name) for name in named_tokens), *extra]:
-        text = _token_text(value)
+    extra_tokens = token_settings.get("additional_special_tokens") or token_settings.get("extra_special_tokens") or []
+    extra_tokens = list(extra_tokens.values()) if isinstance(extra_tokens, dict) else extra_tokens
+    settings_by_token = {_read_token_text(value): value for value in configured_tokens}
+    for value in [*(token_settings.get(name) for name in named_tokens), *extra_tokens]:
+        text = _read_token_text(value)
         if text is not None:
-            new_tokens.append(_make_added_token(flags.get(text, value), special=True))
+            new_tokens.append(_make_added_token(settings_by_token.get(text, value), special=True))
     for token in new_tokens:
-        if token.content not in known_contents:
-            known_contents.add(token.content)
-            hf.add_special_tokens([token]) if token.special else hf.add_tokens([token])
+        if token.content not in existing_tokens:
+            existing_tokens.add(token.content)
+            hf_tokenizer.add_special_tokens([token]) if token.special else hf_tokenizer.add_tokens([token])
     return named_tokens
 
 
@@ -269,12 +282,14 @@ def _load_template(
     """`override`, else the checkpoint's own: chat_template.jinja, then tokenizer_config, then chat_template.json."""
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
-    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    template_paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
-    if files:
-        sources = {name: _read_text(file) for name, file in files.items()}
-        return ChatTemplate(sources["default"] if list(sources) == ["default"] else sources, named_tokens)
+        template_paths["default"] = folder / "chat_template.jinja"
+    if template_paths:
+        templates_by_name = {name: _read_text(path) for name, path in template_paths.items()}
+        return ChatTemplate(
+            templates_by_name["default"] if list(templates_by_name) == ["default"] else templates_by_name, named_tokens
+        )
     config_template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(config_template, list) and all(
         isinstance(item, dict) and {"name", "template"} <= set(item) for item in config_template
@@ -298,9 +313,9 @@ def _read_override(override: str) -> str:
         ) from error
 
 
-def _read_eos_ids(hf: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
-    tokenizer_eos_id = hf.token_to_id(named_tokens["eos_token"]) if "eos_token" in named_tokens else None
-    ids: list[Any] = [tokenizer_eos_id]
+def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
+    tokenizer_eos_id = hf_tokenizer.token_to_id(named_tokens["eos_token"]) if "eos_token" in named_tokens else None
+    eos_ids: list[Any] = [tokenizer_eos_id]
     for name in ("generation_config.json", "config.json"):
         config = _read_json(folder / name)
         text_config = config.get("text_config")
@@ -308,6 +323,6 @@ def _read_eos_ids(hf: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -
         if value is None and isinstance(text_config, dict):
             value = text_config.get("eos_token_id")
         if value is not None:
-            ids += value if isinstance(value, list) else [value]
+            eos_ids += value if isinstance(value, list) else [value]
             break
-    return tuple(dict.fromkeys(i for i in ids if type(i) is int))
+    return tuple(dict.fromkeys(token_id for token_id in eos_ids if type(token_id) is int))

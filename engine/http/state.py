@@ -43,7 +43,7 @@ class ServerState:
         self.client = client
         self.info = info
         self.tokenizer = tokenizer
-        self.detokenizer_factory = DetokenizerFactory(tokenizer.hf)
+        self.detokenizer_factory = DetokenizerFactory(tokenizer.hf_tokenizer)
         self.model_names = config.served_model_names or (info.model_name,)
         call_format, reasoning_format = resolve_formats(
             config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template

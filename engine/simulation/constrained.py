@@ -43,7 +43,7 @@ class ConstrainedAnswers:
         self._tokenizer = tokenizer
         self._eos = eos_token_id
         self._length = FREE_TOKENS if length is None else length
-        self._tag_end = tokenizer.hf.encode(TAG_END, add_special_tokens=False).ids
+        self._tag_end = tokenizer.hf_tokenizer.encode(TAG_END, add_special_tokens=False).ids
         self._token_order: list[int] | None = None
         self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
 
@@ -86,7 +86,7 @@ class ConstrainedAnswers:
         candidates = list(islice(filter(is_allowed, self._ordered_tokens()), CANDIDATES_MAX))
         if not candidates:
             return self._eos
-        if self._tokenizer.hf.decode([candidates[0]]) in CLOSING_TEXTS:
+        if self._tokenizer.hf_tokenizer.decode([candidates[0]]) in CLOSING_TEXTS:
             return candidates[0]
         return min(candidates, key=Counter(answer_tokens).__getitem__)  # others than before: a repetition ends
 
@@ -118,17 +118,17 @@ class ConstrainedAnswers:
         return None
 
     def _is_value(self, token: int) -> bool:
-        end = self._tokenizer.hf.decode([token])[-1:]
+        end = self._tokenizer.hf_tokenizer.decode([token])[-1:]
         return end.isalnum() or end in CLOSING_TEXTS[:3]
 
     def _is_word(self, token: int) -> bool:
-        return self._tokenizer.hf.decode([token]).strip().isalpha()
+        return self._tokenizer.hf_tokenizer.decode([token]).strip().isalpha()
 
     def _ordered_tokens(self) -> list[int]:
         """All ids, those that are said first where several may be."""
         if self._token_order is None:
             texts = [
-                self._tokenizer.hf.decode([i], skip_special_tokens=False)
+                self._tokenizer.hf_tokenizer.decode([i], skip_special_tokens=False)
                 for i in range(self._grammars.vocabulary.token_count)
             ]
 

@@ -119,8 +119,11 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
     random.Random(0).shuffle(ids)
     word_ids: list[int] = []
     for token_id in ids[:_PROBED_TOKENS_MAX]:
-        text = tokenizer.hf.decode([token_id])
-        if _WORD.fullmatch(text) and tokenizer.hf.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2:
+        text = tokenizer.hf_tokenizer.decode([token_id])
+        if (
+            _WORD.fullmatch(text)
+            and tokenizer.hf_tokenizer.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2
+        ):
             word_ids.append(token_id)
             if len(word_ids) == WORD_COUNT:
                 break
@@ -134,7 +137,9 @@ def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
         lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--simulate: script {spec.script!r}: {error}") from None
-    encoded_lines = [tokenizer.hf.encode(line, add_special_tokens=False).ids for line in lines if line.strip()]
+    encoded_lines = [
+        tokenizer.hf_tokenizer.encode(line, add_special_tokens=False).ids for line in lines if line.strip()
+    ]
     if not encoded_lines:
         raise ConfigError(f"--simulate: script {spec.script!r}: expected a text with at least one line")
     return encoded_lines

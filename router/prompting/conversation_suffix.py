@@ -466,7 +466,7 @@ def _make_checkpoint(
     if array(ID_TYPE, ids[token_count:]) != array(ID_TYPE, suffix_ids):
         return None
     object_count = count_openings(body, body_end)
-    tail_text = tokenizer.first_segments(suffix_text, len(str(messages[1].get("content"))))
+    tail_text = tokenizer.take_first_segments(suffix_text, len(str(messages[1].get("content"))))
     tail_token_count = len(tokenizer.encode_array(tail_text, add_special_tokens=False))
     return Checkpoint(
         body_end,

@@ -19,7 +19,7 @@ from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.responses import client_tools, convert_to_chat, parse_response
 
 TOKENIZER = Tokenizer.load(cached_tokenizer(), cache_bytes=0)
-WORDS = LLTokenizer(TOKENIZER.hf.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
+WORDS = LLTokenizer(TOKENIZER.hf_tokenizer.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
 PATCH = """start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF
 end_patch: "*** End Patch" LF?

@@ -242,7 +242,7 @@ def test_words_are_read_back_as_they_were_said() -> None:
     words = sample_words(tokenizer)
     assert len(set(words)) > 100
     text = tokenizer.decode(words, skip_special_tokens=True)
-    assert tokenizer.hf.encode(text, add_special_tokens=False).ids == words
+    assert tokenizer.hf_tokenizer.encode(text, add_special_tokens=False).ids == words
 
 
 def test_certain_logprobs_for_those_who_ask() -> None:

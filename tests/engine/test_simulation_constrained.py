@@ -98,7 +98,7 @@ def test_a_forced_call_is_made_and_an_optional_one_is_words(grammars: Grammars, 
 
 
 def test_an_open_thought_is_ended_first(grammars: Grammars) -> None:
-    end = TOKENIZER.hf.encode(" x", add_special_tokens=False).ids[0]
+    end = TOKENIZER.hf_tokenizer.encode(" x", add_special_tokens=False).ids[0]
     form = make_constraint(structured_outputs={"choice": ["yes"]})
     answer = generate_text(grammars, Constraint(lark_grammar=form.lark_grammar, param="", reasoning_end_token=end))
     assert answer == TOKENIZER.decode([end], skip_special_tokens=False) + "yes"
@@ -197,7 +197,7 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
     while (token := constrained_answers.next_token(seq, free_answers.next_token)) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
-    assert seq.token_ids[1:] == TOKENIZER.hf.encode(text, add_special_tokens=False).ids
+    assert seq.token_ids[1:] == TOKENIZER.hf_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(

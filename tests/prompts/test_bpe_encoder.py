@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from prompts import bpe_encoder
 from prompts._words import Words, count_openings, digest32
 from prompts.bpe_encoder import BpeEncoder, build_bpe_encoder, translate_pattern
-from prompts.segments import SegmentPlan, plan_segments
+from prompts.segments import SegmentPlan, make_segment_plan
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _O200K_CAPS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -46,22 +46,28 @@ CORPUS = [
 @cache
 def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenizer:
     """`normalized`: with an added token that is sought in normalized text."""
-    hf = Tokenizer(models.BPE())
-    hf.normalizer = getattr(normalizers, form)()
+    hf_tokenizer = Tokenizer(models.BPE())
+    hf_tokenizer.normalizer = getattr(normalizers, form)()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PATTERNS[name]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    hf.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    hf.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
-    hf.add_special_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<|end|>", normalized=False)])
-    hf.add_tokens([AddedToken("panic", normalized=True)] * normalized + [AddedToken("<think>", normalized=False)])
-    return hf
+    hf_tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    hf_tokenizer.add_special_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<|end|>", normalized=False)])
+    hf_tokenizer.add_tokens(
+        [AddedToken("panic", normalized=True)] * normalized + [AddedToken("<think>", normalized=False)]
+    )
+    return hf_tokenizer
 
 
 @cache
 def encoder(name: str) -> BpeEncoder:
-    hf = tokenizer(name)
-    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
+    hf_tokenizer = tokenizer(name)
+    tested_encoder = build_bpe_encoder(
+        hf_tokenizer, json.loads(hf_tokenizer.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>"))
+    )
     assert isinstance(tested_encoder, BpeEncoder), tested_encoder
     return tested_encoder
 
@@ -104,9 +110,9 @@ MIXED = st.lists(st.one_of(PIECES, st.sampled_from(["The fox", " is a test", "it
 @example(text="It’s a test").via("an apostrophe that is none")
 @example(text="a test of the cafe\u0301 is it").via("what becomes one with the character before")
 def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, text: str) -> None:
-    hf = tokenizer(name, form, normalized=False)
+    hf_tokenizer = tokenizer(name, form, normalized=False)
     tested_encoder = mixing(name, form)
-    want = array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+    want = array("I", hf_tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
     for _ in range(2):
         actual = tested_encoder.encode(text)
         assert actual is None or actual == want
@@ -116,8 +122,8 @@ def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, te
 
 @cache
 def mixing(name: str, form: str) -> BpeEncoder:
-    hf = tokenizer(name, form, normalized=False)
-    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), CORPUS)
+    hf_tokenizer = tokenizer(name, form, normalized=False)
+    tested_encoder = build_bpe_encoder(hf_tokenizer, json.loads(hf_tokenizer.to_str()), CORPUS)
     assert isinstance(tested_encoder, BpeEncoder), tested_encoder
     return tested_encoder
 
@@ -179,24 +185,26 @@ def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str
 
 def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
     for kind in ("byte_level", "qwen", "llama3"):
-        plan = plan_segments(make_tokenizer(kind))
+        plan = make_segment_plan(make_tokenizer(kind))
         assert isinstance(plan, SegmentPlan)
         assert plan.bpe_encoder is not None, kind
     for kind in ("byte_level_prefix_space", "metaspace_first", "unigram"):
-        plan = plan_segments(make_tokenizer(kind))
+        plan = make_segment_plan(make_tokenizer(kind))
         assert not isinstance(plan, SegmentPlan) or plan.bpe_encoder is None, kind
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe_encoder, "WORDS_MAX", 5)
-    hf = tokenizer("llama3")
-    tested_encoder = build_bpe_encoder(hf, json.loads(hf.to_str()), [])
+    monkeypatch.setattr(bpe_encoder, "CACHED_WORDS_MAX", 5)
+    hf_tokenizer = tokenizer("llama3")
+    tested_encoder = build_bpe_encoder(hf_tokenizer, json.loads(hf_tokenizer.to_str()), [])
     assert isinstance(tested_encoder, BpeEncoder)
     for number in range(50):
         text = f"word{number % 7}x and more{number}"
-        assert tested_encoder.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+        assert (
+            tested_encoder.encode(text) == array("I", hf_tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+        )
         assert len(tested_encoder.native_encoder) <= 5
-    assert tested_encoder.encode("x" * (bpe_encoder.TEXT_MAX + 1)) is None
+    assert tested_encoder.encode("x" * (bpe_encoder.TEXT_CHARS_MAX + 1)) is None
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -223,12 +231,14 @@ def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
 
 
 def test_a_rule_of_dashes_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested_encoder, hf, library_texts = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
+    tested_encoder, hf_tokenizer, library_texts = encoder.__wrapped__("gpt2"), tokenizer("gpt2"), list[str]()
     learn = tested_encoder._encode_word
     monkeypatch.setattr(tested_encoder, "_encode_word", lambda word: [library_texts.append(word), learn(word)][1])
     for number in range(3):
         text = f"part {number} {'-' * 119} {'=' * 65}end {'.' * 64} {'*' * 200}"
-        assert tested_encoder.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+        assert (
+            tested_encoder.encode(text) == array("I", hf_tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+        )
     assert [len(word) for word in library_texts] == [120, 66, 65, 201, 201, 201]
 
 
@@ -242,8 +252,8 @@ def test_patterns_that_may_mean_something_else_are_refused(pattern: str) -> None
 
 
 def test_other_kinds_of_tokenizers_are_refused() -> None:
-    hf = tokenizer("qwen")
-    spec = json.loads(hf.to_str())
+    hf_tokenizer = tokenizer("qwen")
+    spec = json.loads(hf_tokenizer.to_str())
     for change, reason in (
         ({"normalizer": {"type": "Lowercase"}}, "normalizer"),
         ({"model": {"type": "Unigram"}}, "BPE"),
@@ -251,15 +261,15 @@ def test_other_kinds_of_tokenizers_are_refused() -> None:
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}}, "byte-level"),
         ({"added_tokens": [{"content": "Å", "normalized": True}]}, "normalized"),
     ):
-        refused = build_bpe_encoder(hf, {**spec, **change}, [])
+        refused = build_bpe_encoder(hf_tokenizer, {**spec, **change}, [])
         assert isinstance(refused, str)
         assert reason in refused
 
 
 def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = tokenizer("llama3")
+    hf_tokenizer = tokenizer("llama3")
     monkeypatch.setattr(bpe_encoder, "translate_pattern", lambda pattern: r"[^\s]+|\s+")
-    reason = build_bpe_encoder(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
+    reason = build_bpe_encoder(hf_tokenizer, json.loads(hf_tokenizer.to_str()), ["It's 1234 tests!"])
     assert isinstance(reason, str)
     assert "other ids" in reason
 
@@ -272,11 +282,11 @@ def test_a_pattern_with_many_alternatives_is_known() -> None:
 
 
 def test_a_pattern_with_too_many_states_is_refused() -> None:
-    hf = tokenizer("qwen")
+    hf_tokenizer = tokenizer("qwen")
     split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,5000}"}, "behavior": "Isolated", "invert": False}
-    spec = json.loads(hf.to_str())
+    spec = json.loads(hf_tokenizer.to_str())
     spec["pre_tokenizer"]["pretokenizers"].insert(0, split)
-    reason = build_bpe_encoder(hf, spec, [])
+    reason = build_bpe_encoder(hf_tokenizer, spec, [])
     assert isinstance(reason, str)
     assert "too many states" in reason
 

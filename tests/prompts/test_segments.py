@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
-from prompts.segments import SegmentCache, SegmentPlan, _trie_pattern, encode_plain, plan_segments
+from prompts.segments import SegmentCache, SegmentPlan, _build_trie_pattern, encode_plain, make_segment_plan
 
 WORDS = ["The", " quick", "fox", " fox", "FOX", "panic", " don't", "1234", "\n", "\n\n", "  ", " ", "▁", "▁▁▁", "\t",
          "é", "ﬁ", "½", "日本", "한국", "🙂", "👍🏽", "<|", "|>", "<|im", "im_", "_", "x", ".", "Å", "\u0301",
@@ -21,13 +21,13 @@ WORDS = ["The", " quick", "fox", " fox", "FOX", "panic", " don't", "1234", "\n",
 
 @cache
 def _prepare_plan(spec: str) -> tuple[Tokenizer, SegmentPlan | str, list[str]]:
-    hf = Tokenizer.from_str(spec)
+    hf_tokenizer = Tokenizer.from_str(spec)
     added_tokens = [token["content"] for token in json.loads(spec)["added_tokens"]]
-    return hf, plan_segments(hf), added_tokens
+    return hf_tokenizer, make_segment_plan(hf_tokenizer), added_tokens
 
 
-def make_cache(hf, plan=None, **options):
-    return SegmentCache(hf, plan or plan_segments(hf), **options)
+def make_cache(hf_tokenizer, plan=None, **options):
+    return SegmentCache(hf_tokenizer, plan or make_segment_plan(hf_tokenizer), **options)
 
 
 def texts(added: list[str]) -> st.SearchStrategy[str]:
@@ -43,40 +43,43 @@ def texts(added: list[str]) -> st.SearchStrategy[str]:
 @given(data=st.data())
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_cached_ids_equal_a_full_encode(kind, make_tokenizer, data):
-    hf, plan, added_tokens = _prepare_plan(make_tokenizer(kind).to_str())
+    hf_tokenizer, plan, added_tokens = _prepare_plan(make_tokenizer(kind).to_str())
     assert isinstance(plan, SegmentPlan), plan
-    bounds = {"max_bytes": st.sampled_from([1, 2_000, 1_000_000]), "short_max": st.sampled_from([0, 20, 1_000])}
-    cache = make_cache(hf, plan, **data.draw(st.fixed_dictionaries(bounds)))
+    bounds = {
+        "max_bytes": st.sampled_from([1, 2_000, 1_000_000]),
+        "short_text_chars_max": st.sampled_from([0, 20, 1_000]),
+    }
+    cache = make_cache(hf_tokenizer, plan, **data.draw(st.fixed_dictionaries(bounds)))
     history = ""
     for _ in range(data.draw(st.integers(1, 4))):
         history += data.draw(texts(added_tokens))
         for special in (False, True):
             assert "".join(plan.split(history)) == history
             actual_ids = cache.encode(history, add_special_tokens=special)
-            want = encode_plain(hf, history, add_special_tokens=special)
+            want = encode_plain(hf_tokenizer, history, add_special_tokens=special)
             assert actual_ids is None or actual_ids == want, (kind, history)
-            assert want == hf.encode(history, add_special_tokens=special).ids
+            assert want == hf_tokenizer.encode(history, add_special_tokens=special).ids
         cache.check_invariants()
 
 
 def test_every_kind_here_has_a_cache_and_knows_its_affixes(kind, make_tokenizer):
-    plan = plan_segments(make_tokenizer(kind))
+    plan = make_segment_plan(make_tokenizer(kind))
     assert isinstance(plan, SegmentPlan)
-    assert "<|im_start|>" in plan.cuts
-    assert plan.prefix is not None
+    assert "<|im_start|>" in plan.cut_tokens
+    assert plan.prefix_ids is not None
 
 
 def test_tokens_that_look_around_never_cut(make_tokenizer):
-    assert not {"fox", "<|user|>"} & plan_segments(make_tokenizer("phi_rstrip")).cuts
-    cuts = plan_segments(make_tokenizer("word_edged_specials")).cuts
+    assert not {"fox", "<|user|>"} & make_segment_plan(make_tokenizer("phi_rstrip")).cut_tokens
+    cuts = make_segment_plan(make_tokenizer("word_edged_specials")).cut_tokens
     assert not {"BEGIN", "__x__", "panic"} & cuts
     assert "<|im_end|>" in cuts
 
 
 def test_dropout_and_missing_specials_mean_no_cache():
     vocab = {chr(97 + i): i for i in range(26)}
-    assert "random" in plan_segments(Tokenizer(models.BPE(vocab=vocab, merges=[], dropout=0.1)))
-    assert "no added token" in plan_segments(Tokenizer(models.BPE(vocab=vocab, merges=[])))
+    assert "random" in make_segment_plan(Tokenizer(models.BPE(vocab=vocab, merges=[], dropout=0.1)))
+    assert "no added token" in make_segment_plan(Tokenizer(models.BPE(vocab=vocab, merges=[])))
 
 
 def test_a_wrong_plan_is_found_by_the_self_check(monkeypatch, make_tokenizer):
@@ -84,7 +87,7 @@ def test_a_wrong_plan_is_found_by_the_self_check(monkeypatch, make_tokenizer):
     tok = make_tokenizer("byte_level")
     tok.add_special_tokens([AddedToken("<strip>", lstrip=True, rstrip=True, normalized=False)])
     monkeypatch.setattr("prompts.segments._can_cut", lambda token, looks_around: True)
-    assert "cutting changed" in plan_segments(tok)
+    assert "cutting changed" in make_segment_plan(tok)
 
 
 @given(st.lists(st.text("ab<|>", min_size=1, max_size=5), min_size=1, max_size=12), st.text("ab<|>", max_size=40))
@@ -98,25 +101,25 @@ def test_the_pattern_finds_the_leftmost_longest_token(words, text):
         if best:
             naive.append((at, best))
         at += len(best) or 1
-    assert [(m.start(), m.group()) for m in re.finditer(_trie_pattern(words), text)] == naive
+    assert [(m.start(), m.group()) for m in re.finditer(_build_trie_pattern(words), text)] == naive
 
 
 def test_a_new_turn_costs_only_itself(make_tokenizer):
-    hf = make_tokenizer("qwen")
-    cache = make_cache(hf, short_max=0)
+    hf_tokenizer = make_tokenizer("qwen")
+    cache = make_cache(hf_tokenizer, short_text_chars_max=0)
     turns = [f"<|im_start|>user\nquestion {i}<|im_end|>\n" for i in range(20)]
     cache.encode("".join(turns), add_special_tokens=False)
     before = cache.stats()
     cache.encode("".join(turns) + "<|im_start|>user\nthe new one<|im_end|>\n", add_special_tokens=False)
     after = cache.stats()
     assert after.misses - before.misses == 1
-    assert after.miss_tokens - before.miss_tokens == len(hf.encode("<|im_start|>user\nthe new one").ids)
+    assert after.miss_tokens - before.miss_tokens == len(hf_tokenizer.encode("<|im_start|>user\nthe new one").ids)
     assert after.hit_tokens > 0
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first(make_tokenizer):
-    hf = make_tokenizer("qwen")
-    cache = make_cache(hf, max_bytes=4_000, short_max=0)
+    hf_tokenizer = make_tokenizer("qwen")
+    cache = make_cache(hf_tokenizer, max_bytes=4_000, short_text_chars_max=0)
     first = "<|im_start|>first"
     for i in range(50):
         cache.encode(first, add_special_tokens=False)  # used all the time: it stays
@@ -132,10 +135,10 @@ def test_memory_is_bounded_and_the_oldest_goes_first(make_tokenizer):
 
 
 def test_many_threads_agree(make_tokenizer):
-    hf = make_tokenizer("metaspace_first")
-    cache = make_cache(hf, max_bytes=3_000)
+    hf_tokenizer = make_tokenizer("metaspace_first")
+    cache = make_cache(hf_tokenizer, max_bytes=3_000)
     chats = ["".join(f"<|im_start|>user {j % 7} {i}<|im_end|>" for j in range(i)) for i in range(1, 30)]
-    want = [encode_plain(hf, chat, add_special_tokens=True) for chat in chats]
+    want = [encode_plain(hf_tokenizer, chat, add_special_tokens=True) for chat in chats]
     wrong = []
 
     def work() -> None:
@@ -152,10 +155,10 @@ def test_many_threads_agree(make_tokenizer):
 
 
 def test_the_callers_list_is_its_own(make_tokenizer):
-    hf = make_tokenizer("qwen")
-    cache = make_cache(hf)
+    hf_tokenizer = make_tokenizer("qwen")
+    cache = make_cache(hf_tokenizer)
     text = "<|im_start|>user"
-    want = encode_plain(hf, text, add_special_tokens=False)
+    want = encode_plain(hf_tokenizer, text, add_special_tokens=False)
     cache.encode(text, add_special_tokens=False).append(7)
     assert cache.encode(text, add_special_tokens=False) == want
 
@@ -165,4 +168,4 @@ def test_patterns_of_thousands_of_tokens_compile(count):
     import re
 
     words = [f"<unused{i}>" for i in range(count)]
-    assert re.fullmatch(_trie_pattern(words), words[-1])
+    assert re.fullmatch(_build_trie_pattern(words), words[-1])
