@@ -122,7 +122,8 @@ class MemberActor:
     def _await_end(self) -> None:
         status = self._process.wait()
         self._exited.set()
-        self._update_status(ended=f"ended with status {status}" + (": " + "".join(self._last_lines) if status else ""))
+        last_lines = ": " + "".join(self._last_lines) if status else ""
+        self._update_status(exit_reason=f"ended with status {status}{last_lines}")
 
     def _watch_health(self) -> None:
         """Look until it serves, then for as long as it is not told to end."""
@@ -137,9 +138,9 @@ class MemberActor:
             took_s, checked_s = time.monotonic() - checked_s, time.monotonic()
             health = health.with_probe(is_alive, took_s, pause_s + CALL_S_MAX)
             if health.is_silent != self._status.is_silent:
-                self._update_status(silent=health.is_silent)
+                self._update_status(is_silent=health.is_silent)
             if health.is_hung(patience_s) and not self._stopping:
-                self._update_status(hung=True)
+                self._update_status(was_hung=True)
                 self._kill()
 
     def _is_alive(self) -> bool:
