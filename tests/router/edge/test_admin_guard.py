@@ -15,7 +15,9 @@ JSON = b"Content-Type: application/json"
 NEW = b'{"url": "http://10.0.0.1:1"}'
 
 
-def ask(method: bytes, path: bytes, *headers: bytes, body: bytes = b"", host: bytes = b"127.0.0.1:8080") -> bytes:
+def build_request(
+    method: bytes, path: bytes, *headers: bytes, body: bytes = b"", host: bytes = b"127.0.0.1:8080"
+) -> bytes:
     lines = [method + b" " + path + b" HTTP/1.1", b"Connection: close", b"Host: " + host, *headers]
     lines += [b"Content-Length: %d" % len(body)] if body else []
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
@@ -40,7 +42,7 @@ def test_every_route_but_a_few_needs_the_key(edge: Any) -> None:
         found = routes_of(edge.admin)
         assert len(found) >= 10
         for method, path, _ in found:
-            answer = await edge.exchange(ask(method.encode(), path.replace("*", "x").encode()))
+            answer = await edge.exchange(build_request(method.encode(), path.replace("*", "x").encode()))
             assert (status(answer) == 401) is (path not in PUBLIC), (method, path, answer[:80])
 
     edge.run(scenario())
@@ -81,7 +83,9 @@ def test_what_a_web_page_or_a_proxy_sends_is_refused(
 
     async def scenario() -> None:
         await edge.start(guard=AdminGuard("secret", ["router.example"]).check_on_loopback)
-        assert status(await edge.exchange(ask(b"POST", b"/workers", *headers, body=NEW, host=host))) == expected
+        assert (
+            status(await edge.exchange(build_request(b"POST", b"/workers", *headers, body=NEW, host=host))) == expected
+        )
 
     edge.run(scenario())
 
@@ -92,8 +96,8 @@ def test_each_address_has_its_rule(edge: Any) -> None:
 
     async def one(rule: Any, expected: int) -> None:
         await edge.start(guard=rule)
-        assert status(await edge.exchange(ask(b"GET", b"/workers", KEY))) == expected
-        assert status(await edge.exchange(ask(b"GET", b"/health"))) in (200, 503)
+        assert status(await edge.exchange(build_request(b"GET", b"/workers", KEY))) == expected
+        assert status(await edge.exchange(build_request(b"GET", b"/health"))) in (200, 503)
 
     for rule, expected in rules:
         edge.run(one(rule, expected))
@@ -129,7 +133,7 @@ def test_a_long_body_of_a_change_is_refused_before_it_is_decoded(edge: Any, path
     async def scenario() -> None:
         await edge.start()
         body = b'{"url":"http://w:1","odd":[' + b"[]," * 25_000 + b"[]]}"
-        assert status(await edge.exchange(ask(b"POST", path, JSON, body=body))) == 413
+        assert status(await edge.exchange(build_request(b"POST", path, JSON, body=body))) == 413
 
     edge.run(scenario())
 
@@ -147,7 +151,7 @@ def test_a_route_has_its_methods_and_no_others(edge: Any, path: str, allowed: st
         await edge.start(pass_routes=("/v1/extra",))
         await edge.worker(edge.reply(b"[]"))
         for method in ("DELETE", "GET", "PATCH", "POST", "PUT", "TRACE"):
-            answer = await edge.exchange(ask(method.encode(), path.encode(), JSON, body=b"{}"))
+            answer = await edge.exchange(build_request(method.encode(), path.encode(), JSON, body=b"{}"))
             assert (status(answer) == 405) == (method not in allowed.split(", ")), method
             if status(answer) == 405:
                 assert b"\r\nallow: " + allowed.encode() + b"\r\n" in answer
@@ -167,8 +171,8 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
         )
 
         async def ready() -> int:
-            assert status(await edge.exchange(ask(b"GET", b"/livez"))) == 200
-            return status(await edge.exchange(ask(b"GET", b"/readyz")))
+            assert status(await edge.exchange(build_request(b"GET", b"/livez"))) == 200
+            return status(await edge.exchange(build_request(b"GET", b"/readyz")))
 
         assert admin.unready_reason() == "no worker is up"
         await edge.worker(edge.reply(), "a")

@@ -22,7 +22,7 @@ LONG = {"text": "x" * 100_000}
 KEY = b"Authorization: Bearer one"
 
 
-def once(data: bytes) -> dict[str, Any]:
+def decode_without_duplicates(data: bytes) -> dict[str, Any]:
     """Read a body as serde's derived structs do, which refuse a field that comes twice."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_given_fields_win_and_the_rest_stays(fields: dict[str, Any], space: str,
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in pairwise(edges)]
     new: dict[str, object] = {"cache_salt": 'x"}', "priority": 3}
-    assert once(b"".join(splice(pieces, locate_fields(data).edits(new)))) == {**fields, **new}
+    assert decode_without_duplicates(b"".join(splice(pieces, locate_fields(data).edits(new)))) == {**fields, **new}
 
 
 @given(st.permutations(["a", "b", "c"]), st.sampled_from(["1", "12", '"1"', '{"a":1,"b":2}', "[1]"]))
@@ -76,7 +76,7 @@ def test_no_field_is_said_twice_to_workers(edge: Any, make_post: Any) -> None:
                 for model in ("gpt", "gone", "tiny"):
                     data = json.dumps({"model": model, "prompt": [1], **sent, **more}).encode()
                     assert status(await edge.exchange(make_post(data, b"/v1/completions", [KEY]))) == 200
-                    got = once(worker.received[-1].body)
+                    got = decode_without_duplicates(worker.received[-1].body)
                     assert got["model"] == "tiny"
                     assert got["priority"] == 5
                     assert got["cache_salt"].endswith(sent.get("cache_salt", ""))
@@ -119,7 +119,7 @@ def test_no_spelling_of_a_priority_passes_the_floor(edge: Any, make_post: Any, s
                 continue
             assert status(answer) == 200, (path, answer)
             assert taken[-1] == read
-            sent = once(worker.received[-1].body)["priority"]
+            sent = decode_without_duplicates(worker.received[-1].body)["priority"]
             assert sent is None or int(sent) >= 0
         assert read is not None or not worker.received
 

@@ -233,11 +233,13 @@ def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pyte
     assert len(truncate_prompt(read_prompt(parsed, tokenizer, 100).token_ids, parsed, 100) or ()) == 101
     stats = tokenizer.cache_stats()
     assert stats is not None
-    encoded = tokenizer.encode(WORDS[: 101 * encode.CHARS_PER_TOKEN_MAX], add_special_tokens=False)
-    assert 101 < stats.hit_tokens + stats.miss_tokens <= len(encoded) + 1 < len(WORDS) / encode.CHARS_PER_TOKEN_MAX
+    encoded_texts = tokenizer.encode(WORDS[: 101 * encode.CHARS_PER_TOKEN_MAX], add_special_tokens=False)
+    assert (
+        101 < stats.hit_tokens + stats.miss_tokens <= len(encoded_texts) + 1 < len(WORDS) / encode.CHARS_PER_TOKEN_MAX
+    )
 
 
-def allocated(work: Any) -> int:
+def allocated_bytes(work: Any) -> int:
     """Bytes that it takes at most beyond what there was, for however short a time."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -249,7 +251,7 @@ def allocated(work: Any) -> int:
 def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
     """Not when its last byte has come, not on its way to a helper process, not on its way to the worker: what is
     allocated stays within a few pieces."""
-    most = 3 * PIECE_BYTES
+    bytes_max = 3 * PIECE_BYTES
     text = b'{"model":"m","prompt":"%b"}' % (b"x" * (16 << 20))
     parser, requests = RequestParser(HttpLimits()), []
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(text)
@@ -266,16 +268,16 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         for at in range(0, len(text), 1 << 16):
             part = text[at : at + (1 << 16)]
             parser.feed(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
-            assert allocated(take) < most
+            assert allocated_bytes(take) < bytes_max
         if chunked:
             parser.feed(b"0\r\n\r\n")
-            assert allocated(take) < most
+            assert allocated_bytes(take) < bytes_max
         (request,) = requests
-        assert max(map(len, request.pieces)) < most
+        assert max(map(len, request.pieces)) < bytes_max
         transport, pool = mock.Mock(), mock.Mock()
         connection = UpstreamConnection(pool, mock.Mock())
         connection.transport = transport
-        assert allocated(lambda: connection.send(b"head", request.pieces)) < most
+        assert allocated_bytes(lambda: connection.send(b"head", request.pieces)) < bytes_max
         while pool.scheduler.schedule.called:
             (send_on,) = pool.scheduler.schedule.call_args.args
             pool.scheduler.schedule.reset_mock()
@@ -287,7 +289,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
             _, _, made = await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)
             assert made.result is None
 
-        assert allocated(lambda: run(PromptWorkerConfig(count=1), work)) < most
+        assert allocated_bytes(lambda: run(PromptWorkerConfig(count=1), work)) < bytes_max
         assert b"".join(request.pieces) == text
     finally:
         tracemalloc.stop()
@@ -378,6 +380,6 @@ print(before, kept, resident_bytes())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library, which is not asked")
 def test_memory_that_was_freed_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, cwd=ROOT, check=True)
-    before, kept, after = map(int, done.stdout.split())
-    assert kept > before + (64 << 20)
+    before, blocks, after = map(int, done.stdout.split())
+    assert blocks > before + (64 << 20)
     assert after < before + (8 << 20)

@@ -46,9 +46,9 @@ def test_all_prompts_of_a_body_are_counted_priced_and_charged(
 
     async def scenario() -> None:
         await start(edge, tokenizer, tmp_path, api_keys=("one",), key_tokens_max=10**6)
-        routes, charged = [], []
+        routes, charged_tokens = [], []
         edge.proxy.on_end.insert(0, lambda exchange: routes.append(exchange.route))
-        edge.proxy.on_end.insert(0, lambda exchange: charged.append(edge.tenants.tokens["key 0"]))
+        edge.proxy.on_end.insert(0, lambda exchange: charged_tokens.append(edge.tenants.tokens["key 0"]))
         key = [b"Authorization: Bearer one"]
         for prompt, expected, longest in (
             (texts, sum(counts), max(counts)), ([[1, 2, 3], list(range(500)), [7]], 504, 500), ([WORDS], counts[0], 0),
@@ -62,13 +62,13 @@ def test_all_prompts_of_a_body_are_counted_priced_and_charged(
             choices = 2 * (len(prompt) if several else 1)
             assert (route.prompt_tokens, route.longest_prompt_tokens) == (expected, longest)
             assert (route.output_tokens_max, route.output_tokens_min) == (7 * choices, 2 * choices)
-            assert charged == [expected]
+            assert charged_tokens == [expected]
             assert len(route.token_ids) == (counts[0] if prompt in (texts, [WORDS], WORDS) else len(route.token_ids))
             routes.clear()
-            charged.clear()
+            charged_tokens.clear()
         body = {"model": "tiny", "prompt": [list(range(3000))] * 2, "truncate_prompt_tokens": 10}
-        _, explained = parts(await edge.exchange(make_post(json.dumps(body).encode(), b"/route")))
-        assert explained["prompt_tokens"] == 20
+        _, explanation = parts(await edge.exchange(make_post(json.dumps(body).encode(), b"/route")))
+        assert explanation["prompt_tokens"] == 20
 
     edge.run(scenario())
 

@@ -136,10 +136,10 @@ def test_what_cannot_be_asked_is_not() -> None:
     first = build_tokenize_request(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
     assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
     turns = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1, 2,"}]
-    begun = build_tokenize_request(
+    request_body = build_tokenize_request(
         parse_routing("/v1/messages", json.dumps({"max_tokens": 5, "messages": turns}).encode()), "m"
     )
-    asked = json.loads(begun or b"")
+    asked = json.loads(request_body or b"")
     assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
 
 

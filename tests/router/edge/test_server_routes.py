@@ -129,9 +129,9 @@ def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
         rows = json.loads(parts(await edge.exchange(get("/workers")))[2])["workers"]
         assert [row["worker_id"] for row in rows] == ["w0", "w1"]
         status, _, body = parts(await edge.exchange(make_post(CHAT, b"/route")))
-        explained = json.loads(body)
+        explanation = json.loads(body)
         assert status == 200
-        assert {one["worker"] for one in explained["candidates"]} == {"w0", "w1"}
+        assert {one["worker"] for one in explanation["candidates"]} == {"w0", "w1"}
         assert edge.core.counters["routed"] == 0
         assert parts(await edge.exchange(make_post(b"", b"/workers/w0/drain")))[0] == 200
         for _ in range(3):
@@ -354,14 +354,14 @@ def test_connections_over_the_limit_get_a_503(edge: Any, make_post: Any) -> None
     async def scenario() -> None:
         await edge.start(connections_max=2)
         await edge.worker(edge.reply())
-        held = [await edge.connect() for _ in range(2)]
-        for _, writer in held:
+        connections = [await edge.connect() for _ in range(2)]
+        for _, writer in connections:
             writer.write(make_post(CHAT, close=False))
-        for reader, _ in held:
+        for reader, _ in connections:
             await reader.readuntil(b"\r\n\r\n")
         status, headers, _ = parts(await edge.exchange(make_post(CHAT)))
         assert (status, headers["retry-after"]) == (503, "1")
-        for _, writer in held:
+        for _, writer in connections:
             writer.close()
 
     edge.run(scenario())

@@ -43,7 +43,7 @@ async def start(edge: Any, folder: str) -> list[Any]:
     return routes
 
 
-def ask(edge: Any, make_post: Any, model: str = "bad", path: bytes = b"/v1/chat/completions", **more: Any) -> Any:
+def send_chat(edge: Any, make_post: Any, model: str = "bad", path: bytes = b"/v1/chat/completions", **more: Any) -> Any:
     return edge.exchange(make_post(json.dumps({"model": model, **BODY, **more}).encode(), path))
 
 
@@ -57,7 +57,7 @@ def test_what_is_not_proven_is_read_by_a_helper_with_the_same_result(
     async def scenario() -> None:
         routes = await start(edge, folder)
         for _ in range(2):
-            answer = await ask(edge, make_post, path=path.encode(), max_tokens=1)
+            answer = await send_chat(edge, make_post, path=path.encode(), max_tokens=1)
             assert answer.startswith(b"HTTP/1.1 200")
         assert [list(route.token_ids) for route in routes] == [expected, expected]
         assert edge.worker_pool.counts["read"] == 2
@@ -75,7 +75,7 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
     async def scenario() -> None:
         routes = await start(edge, folder)
         for _ in range(TIMEOUTS_MAX + 2):  # here, then by worker processes, then no more
-            answers = await asyncio.gather(ask(edge, make_post), ask(edge, make_post, "tiny"))
+            answers = await asyncio.gather(send_chat(edge, make_post), send_chat(edge, make_post, "tiny"))
             assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
         assert all(route.token_ids is None for route in routes)
         assert edge.worker_pool.counts["failed"] == TIMEOUTS_MAX
@@ -130,7 +130,7 @@ def test_keys_take_turns_at_the_helpers() -> None:
         order: list[str] = []
         gate = asyncio.Event()
 
-        async def hold(process: WorkerProcess) -> None:
+        async def occupy(process: WorkerProcess) -> None:
             await gate.wait()
             raise RequestError("done", param=None)
 
@@ -140,7 +140,7 @@ def test_keys_take_turns_at_the_helpers() -> None:
 
             await worker_pool.processes.run(b"", note, party)
 
-        holding = [asyncio.create_task(worker_pool.processes.run(b"", hold, "a")) for _ in range(2)]
+        holding = [asyncio.create_task(worker_pool.processes.run(b"", occupy, "a")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(take("a")) for _ in range(24)]
         await asyncio.sleep(0)

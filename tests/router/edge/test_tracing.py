@@ -36,8 +36,8 @@ def test_a_traced_request_and_its_worker(edge: Any, make_post: Any) -> None:
         worker = await edge.worker(edge.reply())
         exporter = InMemorySpanExporter()
         tracing = trace(edge, 0.0, exporter)
-        given = b"traceparent: 00-%b-%b-01" % (TRACE.encode(), PARENT.encode())
-        await edge.exchange(make_post(CHAT, headers=[given]))
+        traceparent = b"traceparent: 00-%b-%b-01" % (TRACE.encode(), PARENT.encode())
+        await edge.exchange(make_post(CHAT, headers=[traceparent]))
         tracing._provider.force_flush()
         spans = {span.name: span for span in exporter.get_finished_spans()}
         root = spans["POST /v1/chat/completions"]
@@ -94,10 +94,10 @@ def test_what_is_traced(edge: Any, make_post: Any, share: float, header: bytes, 
 
 
 def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
-    received: list[ExportTraceServiceRequest] = []
+    payloads: list[ExportTraceServiceRequest] = []
 
     async def take(request: web.Request) -> web.Response:
-        received.append(ExportTraceServiceRequest.FromString(await request.read()))
+        payloads.append(ExportTraceServiceRequest.FromString(await request.read()))
         return web.Response(body=b"", content_type="application/x-protobuf")
 
     async def scenario() -> None:
@@ -114,7 +114,7 @@ def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
         await runner.cleanup()
 
     edge.run(scenario())
-    (resource,) = received[0].resource_spans
+    (resource,) = payloads[0].resource_spans
     assert "blockcast-router" in {each.value.string_value for each in resource.resource.attributes}
     (span,) = resource.scope_spans[0].spans
     assert span.status.code == 2
