@@ -10,8 +10,8 @@ from engine import LLM, SamplingParams
 
 def main() -> None:
     llm = LLM(sys.argv[1] if len(sys.argv) > 1 else None)
-    shared = "You are a helpful assistant. " * 20
-    prompts = [shared + "Name a colour.", shared + "Name a river."]
+    system_prompt = "You are a helpful assistant. " * 20
+    prompts = [system_prompt + "Name a colour.", system_prompt + "Name a river."]
     for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16)):
         print(f"{output.num_cached_tokens:>4} of {len(output.prompt_token_ids)} prompt tokens were cached")
         print(f"     {output.outputs[0].text!r}")

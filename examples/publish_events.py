@@ -12,18 +12,20 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
-    endpoint, *replay = sys.argv[1:]
+    endpoint, *replay_endpoints = sys.argv[1:]
     config = KVEventsConfig(
-        enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay[0] if replay else None
+        enable_kv_cache_events=True,
+        endpoint=endpoint,
+        replay_endpoint=replay_endpoints[0] if replay_endpoints else None,
     )
     publisher = EventPublisher(config)
     prompt = list(range(4 * BLOCK_SIZE))
-    names = block_hashes(None, prompt, BLOCK_SIZE)
+    hashes = block_hashes(None, prompt, BLOCK_SIZE)
     try:
         while True:
-            publisher.publish([BlockStored(names, None, prompt, BLOCK_SIZE)])  # after None: the start of a prompt
+            publisher.publish([BlockStored(hashes, None, prompt, BLOCK_SIZE)])  # after None: the start of a prompt
             time.sleep(1.0)
-            publisher.publish([BlockRemoved(names[::-1])])  # the deepest block first
+            publisher.publish([BlockRemoved(hashes[::-1])])  # the deepest block first
             time.sleep(1.0)
     except KeyboardInterrupt:
         pass

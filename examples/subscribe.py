@@ -12,22 +12,22 @@ from events import BlockRemoved, BlockStored, Clear, Message, StreamSource, Subs
 def main() -> None:
     url = sys.argv[1]
     streams = [StreamSource(url, source.endpoint, source.replay_endpoint) for source in discover(url)]
-    held: set[int | bytes] = set()
+    resident_blocks: set[int | bytes] = set()
     with Subscriber(streams) as subscriber:
         for item in subscriber:
             if not isinstance(item, Message):
                 if isinstance(item.content, Clear):
-                    held.clear()
+                    resident_blocks.clear()
                 print(f"{type(item.content).__name__}: {item.content}", flush=True)
                 continue
             for event in item.decoded_batch.batch.events:
                 if isinstance(event, BlockStored):
-                    held.update(event.block_hashes)
+                    resident_blocks.update(event.block_hashes)
                 elif isinstance(event, BlockRemoved):
-                    held.difference_update(event.block_hashes)
+                    resident_blocks.difference_update(event.block_hashes)
                 else:
-                    held.clear()
-            print(f"batch {item.seq}: the worker holds {len(held)} blocks", flush=True)
+                    resident_blocks.clear()
+            print(f"batch {item.seq}: the worker holds {len(resident_blocks)} blocks", flush=True)
 
 
 if __name__ == "__main__":

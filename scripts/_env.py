@@ -19,9 +19,9 @@ def _in_own_environment() -> bool:
 
 
 if not _in_own_environment() and "BLOCKCAST_NO_VENV" not in os.environ:
-    done = subprocess.run(["bash", "-c", f'source "{ROOT}/scripts/_setup"'])
-    if done.returncode != 0:
-        sys.exit(done.returncode)  # it has said why
+    setup = subprocess.run(["bash", "-c", f'source "{ROOT}/scripts/_setup"'])
+    if setup.returncode != 0:
+        sys.exit(setup.returncode)  # it has said why
     os.execv(PYTHON, [str(PYTHON), *sys.argv])
 
 sys.path.insert(0, str(ROOT))

@@ -12,36 +12,38 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MODEL = b'{"model":"mock",'
 TALK = MODEL + b'"messages":[{"role":"user","content":"x"}],'
 TOOL = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}'
-Kind = tuple[str, Callable[[int], bytes]]
+BodyKind = tuple[str, Callable[[int], bytes]]
 
 
-def _many(start: bytes, item: bytes, end: bytes, between: bytes = b",") -> Kind:
+def _repeat_item(start: bytes, item: bytes, end: bytes, separator: bytes = b",") -> BodyKind:
     """So many equal items; to the path that the field asks for."""
     path = CHAT if b"messages" in start else TEXT
-    return path, lambda size: start + between.join([item] * (size // (len(item) + len(between)))) + end
+    return path, lambda size: start + separator.join([item] * (size // (len(item) + len(separator)))) + end
 
 
-def _messages(item: bytes) -> Kind:
-    return _many(MODEL + b'"messages":[', item, b"]}")
+def _messages(item: bytes) -> BodyKind:
+    return _repeat_item(MODEL + b'"messages":[', item, b"]}")
 
 
-def _parts(item: bytes) -> Kind:
-    return _many(MODEL + b'"messages":[{"role":"user","content":[', item, b"]}]}")
+def _parts(item: bytes) -> BodyKind:
+    return _repeat_item(MODEL + b'"messages":[{"role":"user","content":[', item, b"]}]}")
 
 
-def _content(text: str) -> Kind:
-    return _many(MODEL + b'"messages":[{"role":"user","content":"', json.dumps(text)[1:-1].encode(), b'"}]}', b"")
+def _content(text: str) -> BodyKind:
+    return _repeat_item(
+        MODEL + b'"messages":[{"role":"user","content":"', json.dumps(text)[1:-1].encode(), b'"}]}', b""
+    )
 
 
-def _deep(open_: bytes, close: bytes, most: int = 1 << 30) -> Kind:
+def _nest_field(open_: bytes, close: bytes, depth_max: int = 1 << 30) -> BodyKind:
     def make(size: int) -> bytes:
-        depth = min(most, size // (len(open_) + len(close)))
+        depth = min(depth_max, size // (len(open_) + len(close)))
         return TALK + b'"x":' + open_ * depth + b"1" + close * depth + b"}"
 
     return CHAT, make
 
 
-def _keys(size: int) -> bytes:
+def _template_arguments(size: int) -> bytes:
     return TALK + b'"chat_template_kwargs":{%b}}' % ",".join(f'"k{i}":1' for i in range(size // 12)).encode()
 
 
@@ -49,36 +51,36 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _TEXT = b'{"type":"text","text":"x"}'
 _RESULT = b'{"type":"tool_result","tool_use_id":"1","content":[{"type":"text","text":"x"}]}'
 _CALL = b'{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}'
-_SAID = b'"messages":[{"role":"user","content":"x"}],'
+_MESSAGES = b'"messages":[{"role":"user","content":"x"}],'
 
 
-def _items(start: bytes, item: bytes, end: bytes, between: bytes = b",") -> Callable[[int], bytes]:
+def _repeat_field_item(start: bytes, item: bytes, end: bytes, between: bytes = b",") -> Callable[[int], bytes]:
     def make(size: int) -> bytes:
         return MODEL + b'"max_tokens":1,' + start + between.join([item] * (size // (len(item) + 1))) + end + b"}"
 
     return make
 
 
-def _nested(size: int) -> bytes:
+def _nested_tool_results(size: int) -> bytes:
     open_ = b'{"type":"tool_result","tool_use_id":"1","content":['
     depth = size // (len(open_) + 2)
     return MODEL + b'"max_tokens":1,"messages":[{"role":"user","content":[' + open_ * depth + b"]}" * depth + b"]}]}"
 
 
-BODIES: dict[str, Kind] = {
+BODIES: dict[str, BodyKind] = {
     "empty messages": _messages(b"{}"),
     "a million messages": _messages(b'{"role":"user","content":"x"}'),
     "messages that are numbers": _messages(b"1"),
     "messages that are lists": _messages(b"[]"),
     "empty content parts": _parts(b"{}"),
     "text parts of a letter": _parts(b'{"type":"text","text":"x"}'),
-    "token ids": _many(MODEL + b'"prompt":[', b"1", b"]}"),
-    "token ids in lists": _many(MODEL + b'"prompt":[', b"[1]", b"]}"),
-    "many prompts": _many(MODEL + b'"prompt":[', b'"x"', b"]}"),
-    "keys of template arguments": (CHAT, _keys),
-    "tools": _many(TALK + b'"tools":[', TOOL, b"]}"),
-    "stop strings": _many(TALK + b'"stop":[', b'"x"', b"]}"),
-    "unknown lists": _many(TALK + b'"unknown":[', b"[[]]", b"]}"),
+    "token ids": _repeat_item(MODEL + b'"prompt":[', b"1", b"]}"),
+    "token ids in lists": _repeat_item(MODEL + b'"prompt":[', b"[1]", b"]}"),
+    "many prompts": _repeat_item(MODEL + b'"prompt":[', b'"x"', b"]}"),
+    "keys of template arguments": (CHAT, _template_arguments),
+    "tools": _repeat_item(TALK + b'"tools":[', TOOL, b"]}"),
+    "stop strings": _repeat_item(TALK + b'"stop":[', b'"x"', b"]}"),
+    "unknown lists": _repeat_item(TALK + b'"unknown":[', b"[[]]", b"]}"),
     "one letter": _content("a"),
     "one space": _content(" "),
     "words": _content("many different words make a text "),
@@ -87,26 +89,38 @@ BODIES: dict[str, Kind] = {
     "no ASCII": _content("é漢🙂"),
     "escapes": _content("\n"),
     "surrogates": _content("🙂"),
-    "blocks of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', b"{}", b"]}]")),
-    "texts of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', _TEXT, b"]}]")),
-    "tool results of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', _RESULT, b"]}]")),
-    "tool results in tool results": (MESSAGES, _nested),
-    "turns of Messages": (MESSAGES, _items(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
-    "tools of Messages": (MESSAGES, _items(_SAID + b'"tools":[', b'{"name":"f","input_schema":{}}', b"]")),
-    "system of Messages": (MESSAGES, _items(_SAID + b'"system":[', _TEXT, b"]")),
-    "counted Messages": ("/v1/messages/count_tokens", _items(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
-    "items of Responses": (RESPONSES, _items(b'"input":[', b"{}", b"]")),
-    "messages of Responses": (RESPONSES, _items(b'"input":[', b'{"role":"user","content":"x"}', b"]")),
-    "calls of Responses": (RESPONSES, _items(b'"input":[', _CALL, b"]")),
-    "tools of Responses": (RESPONSES, _items(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]")),
-    "instructions of Responses": (RESPONSES, _items(b'"input":"x","instructions":"', b"a", b'"', b"")),
-    "a previous response": (RESPONSES, _items(b'"input":"x","previous_response_id":"', b"r", b'"', b"")),
-    "a long number": _many(MODEL + b'"prompt":[', b"9", b"]}", b""),
-    "a long model name": _many(b'{"prompt":[1],"model":"', b"m", b'"}', b""),
-    "nested lists": _deep(b"[", b"]"),
-    "nested lists, 1,200 deep": _deep(b"[", b"]", 1200),
-    "nested objects": _deep(b'{"a":', b"}"),
-    "white space": _many(MODEL, b" ", b'"prompt":[1]}', b""),
-    "an open string": _many(MODEL + b'"prompt":"', b"x", b"", b""),
-    "zeros": _many(b"", b"\x00", b"", b""),
+    "blocks of Messages": (MESSAGES, _repeat_field_item(b'"messages":[{"role":"user","content":[', b"{}", b"]}]")),
+    "texts of Messages": (MESSAGES, _repeat_field_item(b'"messages":[{"role":"user","content":[', _TEXT, b"]}]")),
+    "tool results of Messages": (
+        MESSAGES,
+        _repeat_field_item(b'"messages":[{"role":"user","content":[', _RESULT, b"]}]"),
+    ),
+    "tool results in tool results": (MESSAGES, _nested_tool_results),
+    "turns of Messages": (MESSAGES, _repeat_field_item(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
+    "tools of Messages": (
+        MESSAGES,
+        _repeat_field_item(_MESSAGES + b'"tools":[', b'{"name":"f","input_schema":{}}', b"]"),
+    ),
+    "system of Messages": (MESSAGES, _repeat_field_item(_MESSAGES + b'"system":[', _TEXT, b"]")),
+    "counted Messages": (
+        "/v1/messages/count_tokens",
+        _repeat_field_item(b'"messages":[', b'{"role":"user","content":"x"}', b"]"),
+    ),
+    "items of Responses": (RESPONSES, _repeat_field_item(b'"input":[', b"{}", b"]")),
+    "messages of Responses": (RESPONSES, _repeat_field_item(b'"input":[', b'{"role":"user","content":"x"}', b"]")),
+    "calls of Responses": (RESPONSES, _repeat_field_item(b'"input":[', _CALL, b"]")),
+    "tools of Responses": (
+        RESPONSES,
+        _repeat_field_item(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]"),
+    ),
+    "instructions of Responses": (RESPONSES, _repeat_field_item(b'"input":"x","instructions":"', b"a", b'"', b"")),
+    "a previous response": (RESPONSES, _repeat_field_item(b'"input":"x","previous_response_id":"', b"r", b'"', b"")),
+    "a long number": _repeat_item(MODEL + b'"prompt":[', b"9", b"]}", b""),
+    "a long model name": _repeat_item(b'{"prompt":[1],"model":"', b"m", b'"}', b""),
+    "nested lists": _nest_field(b"[", b"]"),
+    "nested lists, 1,200 deep": _nest_field(b"[", b"]", 1200),
+    "nested objects": _nest_field(b'{"a":', b"}"),
+    "white space": _repeat_item(MODEL, b" ", b'"prompt":[1]}', b""),
+    "an open string": _repeat_item(MODEL + b'"prompt":"', b"x", b"", b""),
+    "zeros": _repeat_item(b"", b"\x00", b"", b""),
 }

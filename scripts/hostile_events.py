@@ -15,30 +15,30 @@ from harness.workers import BLOCK, END_SEQ, block_removed, block_stored
 from msgspec.msgpack import encode
 
 Payloads = Callable[[], Iterator[bytes]]
-TS = 1795230670.0
+TIMESTAMP = 1795230670.0
 
 
 def batch(*events: Any, rank: Any = None) -> bytes:
-    return encode([TS, list(events), rank])
+    return encode([TIMESTAMP, list(events), rank])
 
 
 def raw_batch(count: int, event: bytes) -> bytes:
     """So many equal events, without making them one by one."""
-    return b"\x93" + encode(TS) + b"\xdd" + struct.pack(">I", count) + event * count + b"\xc0"
+    return b"\x93" + encode(TIMESTAMP) + b"\xdd" + struct.pack(">I", count) + event * count + b"\xc0"
 
 
-def _once(make: Callable[[], bytes]) -> Payloads:
+def _single_payload(make: Callable[[], bytes]) -> Payloads:
     def payloads() -> Iterator[bytes]:
         yield make()
 
     return payloads
 
 
-def _chain(count: int, **more: Any) -> Any:
-    return block_stored([2**40 + i for i in range(count)], [i % 30000 for i in range(count * BLOCK)], **more)
+def _chain_event(count: int, **extra_fields: Any) -> Any:
+    return block_stored([2**40 + i for i in range(count)], [i % 30000 for i in range(count * BLOCK)], **extra_fields)
 
 
-def _per_event(count: int, make: Callable[[int], Any]) -> Payloads:
+def _event_batches(count: int, make: Callable[[int], Any]) -> Payloads:
     """Batches of 1,000 events."""
 
     def payloads() -> Iterator[bytes]:
@@ -48,85 +48,98 @@ def _per_event(count: int, make: Callable[[int], Any]) -> Payloads:
     return payloads
 
 
-def _one(i: int, **more: Any) -> Any:
-    return block_stored([i], [i % 30000] * BLOCK, **more)
+def _block_event(i: int, **extra_fields: Any) -> Any:
+    return block_stored([i], [i % 30000] * BLOCK, **extra_fields)
 
 
-def _field(name: str, *values: Any) -> Payloads:
-    return _once(lambda: batch(*({**_one(7), name: value} for value in values)))
+def _field_variants(name: str, *values: Any) -> Payloads:
+    return _single_payload(lambda: batch(*({**_block_event(7), name: value} for value in values)))
 
 
-WRONG = (None, -1, 0, 1.5, 2**63, "x", b"\xff", [], {}, [[]], True)
+INVALID_VALUES = (None, -1, 0, 1.5, 2**63, "x", b"\xff", [], {}, [[]], True)
 FIELDS = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
     "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "type", "cache_salt", "session_id",
 )  # fmt: skip
 
 EVENTS: dict[str, Payloads] = {
-    **{f"every wrong {name}": _field(name, *WRONG) for name in FIELDS},
-    "nothing": _once(bytes),
-    "noise": _once(lambda: bytes(range(256)) * 1000),
-    "JSON": _once(lambda: json.dumps([TS, [_one(1)], None]).encode()),
-    "half a batch": _once(lambda: batch(_chain(100))[:-700]),
-    "a batch and more": _once(lambda: batch(_one(1)) + b"\x00" * 1000),
-    "a batch in a batch": _once(lambda: batch(batch(_one(1)))),
-    "a map for a batch": _once(lambda: encode({"ts": TS, "events": [_one(1)]})),
-    "a list of 2^32 events": _once(lambda: b"\x93" + encode(TS) + b"\xdd\xff\xff\xff\xff\xc0"),
-    "a map of 2^32 keys": _once(lambda: b"\x93" + encode(TS) + b"\x91\xdf\xff\xff\xff\xff\xc0"),
-    "a string of 4 GB": _once(lambda: b"\x93" + encode(TS) + b"\x91\x81\xdb\xff\xff\xff\xffx"),
-    "extension types": _once(lambda: raw_batch(1000, b"\xc7\x03\x05abc")),
-    "100,000 lists deep": _once(lambda: b"\x93" + encode(TS) + b"\x91" * 100_000 + b"\xc0\xc0"),
-    "100,000 maps deep": _once(lambda: b"\x93" + encode(TS) + b"\x91" + b"\x81\xa1x" * 100_000 + b"\xc0\xc0"),
-    "a million tiny unknown events": _once(lambda: raw_batch(1_000_000, b"\x81\xa4type\xa1x")),
-    "a million nils": _once(lambda: raw_batch(1_000_000, b"\xc0")),
-    "100 MB of nils": _once(lambda: raw_batch(100_000_000, b"\xc0")),
-    "50,000 different unknown types": _per_event(50_000, lambda i: {"type": f"Event{i}"}),
-    "one event of 1.6 M tokens": _once(lambda: batch(_chain(100_000))),
-    "40,000 blocks of a key each": _once(lambda: batch(_chain(40_000, extra_keys=[["a"]] * 40_000))),
-    "40,000 blocks of an image each": _once(lambda: batch(_chain(40_000, extra_keys=[[["m" * 64, 0]]] * 40_000))),
-    "200,000 children of nobody": _per_event(200_000, lambda i: _one(i, parent=2**50 + i)),
-    "200,000 children of one that never comes": _per_event(200_000, lambda i: _one(i, parent=2**50)),
-    "names that share 24 bits": _per_event(20_000, lambda i: _one((i << 24) + 5)),
-    "names that share 48 bits": _per_event(20_000, lambda i: _one((i << 48) + 5)),
-    "names of 64 KB": _once(lambda: batch(*(block_stored([bytes([i]) * 65536], [1] * BLOCK) for i in range(100)))),
-    "one name 100,000 times": _per_event(100_000, lambda i: _one(9)),
-    "one name for 20,000 contents": _per_event(20_000, lambda i: block_stored([9], [i] * BLOCK)),
-    "a ring of parents": _per_event(2000, lambda i: _one(i, parent=(i + 1) % 2000)),
-    "its own parent": _once(lambda: batch(_one(5, parent=5))),
-    "50,000 removals of nothing": _per_event(50_000, lambda i: block_removed([i + 2**60])),
-    "stored and cleared in turn": _per_event(100_000, lambda i: _one(i) if i % 2 else {"type": "AllBlocksCleared"}),
-    "10,000 media": _per_event(10_000, lambda i: _one(i, medium=f"M{i}")),
-    "10,000 LoRAs": _per_event(10_000, lambda i: {**_one(i), "lora_name": f"l{i}", "lora_id": i}),
-    "10,000 salts": _per_event(10_000, lambda i: _one(i, extra_keys=[[f"salt {i}"]])),
-    "10,000 groups": _per_event(10_000, lambda i: _one(i, group_idx=i, kv_cache_spec_kind="full_attention")),
-    "10,000 block sizes": _per_event(
+    **{f"every wrong {name}": _field_variants(name, *INVALID_VALUES) for name in FIELDS},
+    "nothing": _single_payload(bytes),
+    "noise": _single_payload(lambda: bytes(range(256)) * 1000),
+    "JSON": _single_payload(lambda: json.dumps([TIMESTAMP, [_block_event(1)], None]).encode()),
+    "half a batch": _single_payload(lambda: batch(_chain_event(100))[:-700]),
+    "a batch and more": _single_payload(lambda: batch(_block_event(1)) + b"\x00" * 1000),
+    "a batch in a batch": _single_payload(lambda: batch(batch(_block_event(1)))),
+    "a map for a batch": _single_payload(lambda: encode({"ts": TIMESTAMP, "events": [_block_event(1)]})),
+    "a list of 2^32 events": _single_payload(lambda: b"\x93" + encode(TIMESTAMP) + b"\xdd\xff\xff\xff\xff\xc0"),
+    "a map of 2^32 keys": _single_payload(lambda: b"\x93" + encode(TIMESTAMP) + b"\x91\xdf\xff\xff\xff\xff\xc0"),
+    "a string of 4 GB": _single_payload(lambda: b"\x93" + encode(TIMESTAMP) + b"\x91\x81\xdb\xff\xff\xff\xffx"),
+    "extension types": _single_payload(lambda: raw_batch(1000, b"\xc7\x03\x05abc")),
+    "100,000 lists deep": _single_payload(lambda: b"\x93" + encode(TIMESTAMP) + b"\x91" * 100_000 + b"\xc0\xc0"),
+    "100,000 maps deep": _single_payload(
+        lambda: b"\x93" + encode(TIMESTAMP) + b"\x91" + b"\x81\xa1x" * 100_000 + b"\xc0\xc0"
+    ),
+    "a million tiny unknown events": _single_payload(lambda: raw_batch(1_000_000, b"\x81\xa4type\xa1x")),
+    "a million nils": _single_payload(lambda: raw_batch(1_000_000, b"\xc0")),
+    "100 MB of nils": _single_payload(lambda: raw_batch(100_000_000, b"\xc0")),
+    "50,000 different unknown types": _event_batches(50_000, lambda i: {"type": f"Event{i}"}),
+    "one event of 1.6 M tokens": _single_payload(lambda: batch(_chain_event(100_000))),
+    "40,000 blocks of a key each": _single_payload(lambda: batch(_chain_event(40_000, extra_keys=[["a"]] * 40_000))),
+    "40,000 blocks of an image each": _single_payload(
+        lambda: batch(_chain_event(40_000, extra_keys=[[["m" * 64, 0]]] * 40_000))
+    ),
+    "200,000 children of nobody": _event_batches(200_000, lambda i: _block_event(i, parent=2**50 + i)),
+    "200,000 children of one that never comes": _event_batches(200_000, lambda i: _block_event(i, parent=2**50)),
+    "names that share 24 bits": _event_batches(20_000, lambda i: _block_event((i << 24) + 5)),
+    "names that share 48 bits": _event_batches(20_000, lambda i: _block_event((i << 48) + 5)),
+    "names of 64 KB": _single_payload(
+        lambda: batch(*(block_stored([bytes([i]) * 65536], [1] * BLOCK) for i in range(100)))
+    ),
+    "one name 100,000 times": _event_batches(100_000, lambda i: _block_event(9)),
+    "one name for 20,000 contents": _event_batches(20_000, lambda i: block_stored([9], [i] * BLOCK)),
+    "a ring of parents": _event_batches(2000, lambda i: _block_event(i, parent=(i + 1) % 2000)),
+    "its own parent": _single_payload(lambda: batch(_block_event(5, parent=5))),
+    "50,000 removals of nothing": _event_batches(50_000, lambda i: block_removed([i + 2**60])),
+    "stored and cleared in turn": _event_batches(
+        100_000, lambda i: _block_event(i) if i % 2 else {"type": "AllBlocksCleared"}
+    ),
+    "10,000 media": _event_batches(10_000, lambda i: _block_event(i, medium=f"M{i}")),
+    "10,000 LoRAs": _event_batches(10_000, lambda i: {**_block_event(i), "lora_name": f"l{i}", "lora_id": i}),
+    "10,000 salts": _event_batches(10_000, lambda i: _block_event(i, extra_keys=[[f"salt {i}"]])),
+    "10,000 groups": _event_batches(
+        10_000, lambda i: _block_event(i, group_idx=i, kv_cache_spec_kind="full_attention")
+    ),
+    "10,000 block sizes": _event_batches(
         300, lambda i: block_stored([i], [1] * (i + 1), size=i + 1, group_idx=0, kv_cache_spec_kind="mamba")
     ),
-    "windows of every size": _per_event(
-        2000, lambda i: _one(i, group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=i - 5)
+    "windows of every size": _event_batches(
+        2000,
+        lambda i: _block_event(i, group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=i - 5),
     ),
-    "a time that is none": _once(lambda: encode([float("nan"), [_one(1)], None])),
-    "a rank of 10^18": _once(lambda: batch(_one(1), rank=10**18)),
+    "a time that is none": _single_payload(lambda: encode([float("nan"), [_block_event(1)], None])),
+    "a rank of 10^18": _single_payload(lambda: batch(_block_event(1), rank=10**18)),
 }
 
 FRAMES: dict[str, list[list[bytes]]] = {
     "no frames but one": [[b""], [b"x"]],
     "two frames": [[b"", b"\x00" * 8]],
     "a hundred frames": [[b"x"] * 100],
-    "a seq of 3 bytes": [[b"", b"\x00" * 3, batch(_one(1))]],
-    "a seq of 1 MB": [[b"", b"\x00" * 1_000_000, batch(_one(1))]],
+    "a seq of 3 bytes": [[b"", b"\x00" * 3, batch(_block_event(1))]],
+    "a seq of 1 MB": [[b"", b"\x00" * 1_000_000, batch(_block_event(1))]],
     "the end marker": [[b"", struct.pack(">Q", END_SEQ), b""]],
-    "a topic of 1 MB": [[b"t" * 1_000_000, struct.pack(">Q", 5), batch(_one(1))]],
-    "seqs that jump": [[b"", struct.pack(">Q", seq), batch(_one(1))] for seq in (5, 2**63, 1, 2**64 - 3, 0, 7) * 50],
-    "seqs that go back": [[b"", struct.pack(">Q", 2000 - seq), batch(_one(seq))] for seq in range(2000)],
+    "a topic of 1 MB": [[b"t" * 1_000_000, struct.pack(">Q", 5), batch(_block_event(1))]],
+    "seqs that jump": [
+        [b"", struct.pack(">Q", seq), batch(_block_event(1))] for seq in (5, 2**63, 1, 2**64 - 3, 0, 7) * 50
+    ],
+    "seqs that go back": [[b"", struct.pack(">Q", 2000 - seq), batch(_block_event(seq))] for seq in range(2000)],
 }
 
 _END = struct.pack(">Q", END_SEQ)
 REPLAYS: dict[str, list[list[bytes]]] = {
     "noise": [[b"", b"\xff" * 50, b"\xff"]],
-    "frames without an end": [[b"", struct.pack(">Q", seq), batch(_one(seq))] for seq in range(20_000)],
+    "frames without an end": [[b"", struct.pack(">Q", seq), batch(_block_event(seq))] for seq in range(20_000)],
     "too few frames": [[], [b""], [b"", b"x"]],
-    "seqs that go back": [[b"", struct.pack(">Q", 500 - seq), batch(_one(seq))] for seq in range(500)]
+    "seqs that go back": [[b"", struct.pack(">Q", 500 - seq), batch(_block_event(seq))] for seq in range(500)]
     + [[b"", _END, b""]],
     "batches that are none": [[b"", struct.pack(">Q", seq), b"\xc1" * 10] for seq in range(500)] + [[b"", _END, b""]],
     "a batch of 50 MB": [[b"", struct.pack(">Q", 0), raw_batch(50_000_000, b"\xc0")], [b"", _END, b""]],

@@ -26,189 +26,215 @@ from harness.upstream import (
 from harness.workers import BLOCK, Publisher, ScriptedWorker, block_stored
 from hostile_bodies import BODIES, CHAT
 from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
-from hostile_http import Variant, variants
-from hostile_upstreams import AFTER, BEFORE, CUT, GOOD, ODD
-from hostile_world import CLOSED_S_MAX, ENDED, QUIET_S, STAYS_OPEN, World, named
+from hostile_http import Variant, make_variants
+from hostile_upstreams import COMPLETE_RESPONSES, INVALID_RESPONSES, TRUNCATED_RESPONSES, UNUSUAL_RESPONSES, VALID_BODY
+from hostile_world import CLOSED_S_MAX, ENDED, SILENCE_S, STAYS_OPEN, AttackRun, select_attacks
 
-AT_ONCE = 32
+CONCURRENCY = 32
 BODY_S_MAX = 120.0
 ANSWER_S_MAX = 25.0
 """More than --total-timeout: what is not over then hangs."""
 EVENT_S_MAX = 60.0
 REDIRECT = b"HTTP/1.1 302 Found\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"
-ODD_IDS = ("x", "%00", "%ff", "a" * 60_000, "..%2f..%2fworkers", "%", "x/y", "\u00e9", "cmpl-" + "9" * 5_000, "#", "?")
+UNUSUAL_IDS = (
+    "x",
+    "%00",
+    "%ff",
+    "a" * 60_000,
+    "..%2f..%2fworkers",
+    "%",
+    "x/y",
+    "\u00e9",
+    "cmpl-" + "9" * 5_000,
+    "#",
+    "?",
+)
 PAUSE_S = 0.1
 """Between requests, so that what a worker says unasked finds its connection idle: in the middle of the next request
 nobody could tell it from the answer."""
 
 
-async def http(world: World) -> None:
+async def attack_http(world: AttackRun) -> None:
     """Each variant whole, then cut: the answers are the same."""
-    found = {f"http: {v.name}": v for v in variants()}
-    for name, variant in named(found, world, 30):
+    attacks = {f"http: {v.name}": v for v in make_variants()}
+    for name, variant in select_attacks(attacks, world, 30):
         async with world.attack(name):
-            await _cut_everywhere(world, name, variant)
+            await _check_cuts(world, name, variant)
 
 
-async def _cut_everywhere(world: World, name: str, variant: Variant) -> None:
+async def _check_cuts(world: AttackRun, name: str, variant: Variant) -> None:
     data = variant.data
-    patience_s = CLOSED_S_MAX if variant.answers else QUIET_S
-    statuses, end = await world.exchange(data, patience_s=patience_s)
-    taken = sum(status < 400 for status in statuses)
-    if end == STAYS_OPEN:
+    patience_s = CLOSED_S_MAX if variant.answers else SILENCE_S
+    statuses, connection_end = await world.send_raw(data, timeout_s=patience_s)
+    accepted_count = sum(status < 400 for status in statuses)
+    if connection_end == STAYS_OPEN:
         world.report_fault(name, "the connection stays open", data)
-    if variant.answers is not None and taken != variant.answers:
+    if variant.answers is not None and accepted_count != variant.answers:
         world.report_fault(name, f"statuses {statuses}, expected {variant.answers} below 400", data)
-    if end == ENDED:  # else more bytes are awaited, and the client's end of sending is what ends it
+    if connection_end == ENDED:  # else more bytes are awaited, and the client's end of sending is what ends it
         patience_s = CLOSED_S_MAX
-    limit = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(CONCURRENCY)
 
-    async def cut(*pieces: bytes) -> None:
+    async def send_cut(*pieces: bytes) -> None:
         async with limit:
-            again, end = await world.exchange(*pieces, patience_s=patience_s)
-        if sum(status < 400 for status in again) != taken or end == STAYS_OPEN:
+            cut_statuses, end = await world.send_raw(*pieces, timeout_s=patience_s)
+        if sum(status < 400 for status in cut_statuses) != accepted_count or end == STAYS_OPEN:
             lengths = [len(piece) for piece in pieces][:20]
-            world.report_fault(name, f"cut into {lengths}: statuses {again}, {end}; whole {statuses}", data)
+            world.report_fault(name, f"cut into {lengths}: statuses {cut_statuses}, {end}; whole {statuses}", data)
 
-    few = 6 if world.short else 160 if len(data) < 2000 else 4
+    cut_count = 6 if world.is_short else 160 if len(data) < 2000 else 4
     offsets = range(1, len(data))
-    chosen = world.rng.sample(offsets, min(few, len(offsets)))
-    cuts = [(data[:at], data[at:]) for at in chosen]
+    cut_offsets = world.rng.sample(offsets, min(cut_count, len(offsets)))
+    cuts = [(data[:offset], data[offset:]) for offset in cut_offsets]
     if len(data) < 2000:
         cuts.append(tuple(data[i : i + 1] for i in range(len(data))))
-    await asyncio.gather(*(cut(*pieces) for pieces in cuts))
+    await asyncio.gather(*(send_cut(*pieces) for pieces in cuts))
 
 
-async def upstreams(world: World) -> None:
+async def attack_upstreams(world: AttackRun) -> None:
     """Each beside a sound worker of the same model; then answers broken off at every offset."""
-    kinds = {f"upstream: {name}": (steps, "") for modes in (BEFORE, AFTER, ODD) for name, steps in modes.items()}
-    kinds |= {f"upstream: {how}s every connection": ((), how) for how in (CLOSE, RESET)}
-    limit = asyncio.Semaphore(1 if world.match else 6)
+    kinds = {
+        f"upstream: {name}": (steps, "")
+        for modes in (INVALID_RESPONSES, TRUNCATED_RESPONSES, UNUSUAL_RESPONSES)
+        for name, steps in modes.items()
+    }
+    kinds |= {f"upstream: {action}s every connection": ((), action) for action in (CLOSE, RESET)}
+    limit = asyncio.Semaphore(1 if world.name_filter else 6)
 
-    async def one(number: int, name: str, steps: Steps, at_accept: str) -> None:
+    async def attack_one(number: int, name: str, steps: Steps, at_accept: str) -> None:
         async with limit, world.attack(name):
-            await _beside_a_sound_one(world, f"up{number}", name, steps, at_accept)
+            await _compare_with_valid_worker(world, f"up{number}", name, steps, at_accept)
 
-    chosen = named(kinds, world, 12)
-    await asyncio.gather(*(one(number, name, *how) for number, (name, how) in enumerate(chosen)))
-    for name, answer in named({f"upstream: {name}, broken off": answer for name, answer in CUT.items()}, world, 1):
-        offsets = list(range(len(answer))) if not world.short else world.rng.sample(range(len(answer)), 20)
+    attacks = select_attacks(kinds, world, 12)
+    await asyncio.gather(*(attack_one(number, name, *how) for number, (name, how) in enumerate(attacks)))
+    for name, answer in select_attacks(
+        {f"upstream: {name}, broken off": answer for name, answer in COMPLETE_RESPONSES.items()}, world, 1
+    ):
+        offsets = list(range(len(answer))) if not world.is_short else world.rng.sample(range(len(answer)), 20)
         for how in (CLOSE, RESET):
             async with world.attack(f"{name} ({how})"):
-                await _broken_off(world, f"{name} ({how})", answer, [(answer[:at], how) for at in offsets])
+                await _check_truncated(world, f"{name} ({how})", answer, [(answer[:at], how) for at in offsets])
 
 
-async def _beside_a_sound_one(world: World, model: str, name: str, steps: Steps, at_accept: str) -> None:
+async def _compare_with_valid_worker(world: AttackRun, model: str, name: str, steps: Steps, at_accept: str) -> None:
     pages = {"/v1/models": models_page(model_card(model))}
-    before = name.removeprefix("upstream: ") in BEFORE or at_accept
-    async with Upstream(pages, lambda: steps) as rogue, Upstream(pages, lambda: (complete_response(GOOD),)) as sound:
-        workers = [await world.add(rogue.url, events="none"), await world.add(sound.url, events="none")]
-        if not await world.up(workers[0]) or not await world.up(workers[1]):
+    must_repeat = name.removeprefix("upstream: ") in INVALID_RESPONSES or at_accept
+    async with (
+        Upstream(pages, lambda: steps) as rogue,
+        Upstream(pages, lambda: (complete_response(VALID_BODY),)) as valid_worker,
+    ):
+        workers = [
+            await world.add_worker(rogue.url, events="none"),
+            await world.add_worker(valid_worker.url, events="none"),
+        ]
+        if not await world.wait_until_up(workers[0]) or not await world.wait_until_up(workers[1]):
             world.report_fault(name, "a worker whose pages are sound is not taken in", steps)
         rogue.accept_action = at_accept
         async with Client(world.url, timeout_s=ANSWER_S_MAX) as client:
-            for number in range(3 if world.short else 6):
+            for number in range(3 if world.is_short else 6):
                 body = {"model": model, "prompt": [number] * 20, "stream": bool(number % 2)}
                 headers = {} if number < 4 else {"x-blockcast-worker": workers[0]}
-                answer = await client.send(post_request("/v1/completions", body, headers))
+                response = await client.send(post_request("/v1/completions", body, headers))
                 await asyncio.sleep(PAUSE_S)
-                _judge(world, name, answer, steps)
+                _check_response(world, name, response, steps)
                 # A worker named in the request cannot be replaced, nor one that takes its whole time to fail.
-                if before and not headers and answer.status not in (200, 504):
-                    world.report_fault(name, f"not repeated on the sound worker: {answer.status} {answer.error}", steps)
-        await world.remove(*workers)
+                if must_repeat and not headers and response.status not in (200, 504):
+                    world.report_fault(
+                        name, f"not repeated on the sound worker: {response.status} {response.error}", steps
+                    )
+        await world.remove_workers(*workers)
 
 
-def _judge(world: World, name: str, answer: Response, steps: object) -> None:
-    if answer.error == "timeout":
-        world.report_fault(name, f"hangs: status {answer.status} after {ANSWER_S_MAX:g} s", steps)
-    if b"STALE" in answer.body:
+def _check_response(world: AttackRun, name: str, response: Response, steps: object) -> None:
+    if response.error == "timeout":
+        world.report_fault(name, f"hangs: status {response.status} after {ANSWER_S_MAX:g} s", steps)
+    if b"STALE" in response.body:
         world.report_fault(name, "bytes that nobody asked for reached a client", steps)
     if (
-        name.removeprefix("upstream: ") in AFTER
-        and answer.status == 200
-        and not answer.error
-        and b"GOOD" not in answer.body
+        name.removeprefix("upstream: ") in TRUNCATED_RESPONSES
+        and response.status == 200
+        and not response.error
+        and b"GOOD" not in response.body
     ):
-        world.report_fault(name, f"a broken answer looks whole: {answer.body[-200:]!r}", steps)
+        world.report_fault(name, f"a broken answer looks whole: {response.body[-200:]!r}", steps)
 
 
-async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]) -> None:
+async def _check_truncated(world: AttackRun, name: str, answer: bytes, steps: list[Steps]) -> None:
     """One worker for a few of them, as one that fails often is left alone."""
-    model, left = f"cut{len(world.attacks)}", list(steps)
+    model, remaining_steps = f"cut{len(world.attacks)}", list(steps)
     pages = {"/v1/models": models_page(model_card(model))}
 
     def next_steps() -> Steps:
-        return left.pop() if left else (answer,)
+        return remaining_steps.pop() if remaining_steps else (answer,)
 
     end_s = time.monotonic() + 120
     async with (
-        Upstream(pages, lambda: (complete_response(GOOD),)) as sound,
+        Upstream(pages, lambda: (complete_response(VALID_BODY),)) as valid_worker,
         Client(world.url, timeout_s=ANSWER_S_MAX) as client,
     ):
-        workers = [await world.add(sound.url, events="none")]
-        while left and time.monotonic() < end_s:
+        workers = [await world.add_worker(valid_worker.url, events="none")]
+        while remaining_steps and time.monotonic() < end_s:
             async with Upstream(pages, next_steps) as rogue:
-                worker = await world.add(rogue.url, events="none")
-                await world.up(worker)
+                worker = await world.add_worker(rogue.url, events="none")
+                await world.wait_until_up(worker)
                 for number in range(12):
                     body = {"model": model, "prompt": [number] * 20}
-                    got = await client.send(post_request("/v1/completions", body))
-                    if got.error == "timeout":
-                        world.report_fault(name, f"hangs; {len(left)} offsets are left", steps)
-                    is_whole = b"GOOD" in got.body or b"[DONE]" in got.body or b"FULL" in got.body[-200:]
-                    if got.status == 200 and not got.error and not (is_whole and got.body):
-                        world.report_fault(name, f"a broken answer looks whole: {got.body!r}", steps)
-                await world.remove(worker)
-        await world.remove(*workers)
-    if left:
-        world.attacks[-1]["note"] = f"{len(left)} offsets were not reached"
+                    response = await client.send(post_request("/v1/completions", body))
+                    if response.error == "timeout":
+                        world.report_fault(name, f"hangs; {len(remaining_steps)} offsets are left", steps)
+                    is_whole = b"GOOD" in response.body or b"[DONE]" in response.body or b"FULL" in response.body[-200:]
+                    if response.status == 200 and not response.error and not (is_whole and response.body):
+                        world.report_fault(name, f"a broken answer looks whole: {response.body!r}", steps)
+                await world.remove_workers(worker)
+        await world.remove_workers(*workers)
+    if remaining_steps:
+        world.attacks[-1]["note"] = f"{len(remaining_steps)} offsets were not reached"
 
 
-async def bodies(world: World) -> None:
-    sizes = (63_000, 10**6) if world.short else (63_000, 10**6, 10**7, 6 * 10**7)
+async def attack_bodies(world: AttackRun) -> None:
+    sizes = (63_000, 10**6) if world.is_short else (63_000, 10**6, 10**7, 6 * 10**7)
     kinds = {f"body: {name}, {size / 1e6:g} MB": (*BODIES[name], size) for name in BODIES for size in sizes}
-    for name, (path, make, size) in named(kinds, world, 8):
+    for name, (path, make, size) in select_attacks(kinds, world, 8):
         request = post_request(path, make(size))
         async with world.attack(name) as entry, Client(world.url, timeout_s=BODY_S_MAX) as client:
-            answer = await client.send(request)
-            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.start_s:.2f} s"
-            if answer.status >= 500 or answer.error == "timeout" or not answer.status:
+            response = await client.send(request)
+            entry["note"] = f"{response.status} {response.error} in {response.end_s - response.start_s:.2f} s"
+            if response.status >= 500 or response.error == "timeout" or not response.status:
                 world.report_fault(name, entry["note"], request[:300])
-    unfinished = {"body: 12 unfinished ones of 60 MB": 60_000_000}
-    for name, size in named(unfinished, world, 0):
+    unfinished_sizes = {"body: 12 unfinished ones of 60 MB": 60_000_000}
+    for name, size in select_attacks(unfinished_sizes, world, 0):
         async with world.attack(name):
             host, port = world.url.removeprefix("http://").split(":")
-            opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
-            for _, writer in opened:
+            connections = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+            for _, writer in connections:
                 writer.write(b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), size + 1))
                 writer.write(b"x" * size)
             await asyncio.sleep(3)
-            for _, writer in opened:
+            for _, writer in connections:
                 writer.transport.abort()
 
 
-class Sound:
+class EventDelayProbe:
     """A worker whose events are followed while others misbehave: how long until one is known."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: AttackRun) -> None:
         self._world = world
         self.worker = ScriptedWorker("sound", Publisher())
-        self._count = 0
+        self._event_count = 0
 
-    async def delay_s(self) -> float | None:
+    async def measure_delay_s(self) -> float | None:
         """None: not within the time."""
-        self._count += 1
-        ids = [(self._count * 7919 + i) % 30000 for i in range(4 * BLOCK + 1)]
-        self.worker.publisher.publish(block_stored([self._count * 100 + i for i in range(4)], ids[:-1]))
-        begun = time.monotonic()
+        self._event_count += 1
+        ids = [(self._event_count * 7919 + i) % 30000 for i in range(4 * BLOCK + 1)]
+        self.worker.publisher.publish(block_stored([self._event_count * 100 + i for i in range(4)], ids[:-1]))
+        start_s = time.monotonic()
 
-        def known() -> bool:
+        def is_indexed() -> bool:
             status, answer = request_json(f"{self._world.url}/route", {"model": "sound", "prompt": ids}, timeout_s=60)
             return status == 200 and any(row["cached_tokens"] == 4 * BLOCK for row in answer["candidates"])
 
-        found = await asyncio.to_thread(wait_until, known, EVENT_S_MAX, 0.01)
-        return time.monotonic() - begun if found else None
+        is_found = await asyncio.to_thread(wait_until, is_indexed, EVENT_S_MAX, 0.01)
+        return time.monotonic() - start_s if is_found else None
 
 
 class LyingReplays(Publisher):
@@ -219,22 +245,22 @@ class LyingReplays(Publisher):
         super().__init__()
 
     def _answer(self, router: zmq.Socket[bytes], stop: Any) -> None:
-        answered = 0
+        reply_count = 0
         while not stop.is_set():
             if not router.poll(20):
                 continue
             identity, *_ = router.recv_multipart()
-            answered += 1
-            for frames in self._replies if answered <= 20 else ():
+            reply_count += 1
+            for frames in self._replies if reply_count <= 20 else ():
                 router.send_multipart([identity, b"", *frames])
         router.close(0)
 
 
-async def events(world: World) -> None:
-    sound = Sound(world)
-    await world.up(await world.add(sound.worker.url))
-    await asyncio.to_thread(sound.worker.publisher.await_subscriber)
-    if await sound.delay_s() is None:
+async def attack_events(world: AttackRun) -> None:
+    probe = EventDelayProbe(world)
+    await world.wait_until_up(await world.add_worker(probe.worker.url))
+    await asyncio.to_thread(probe.worker.publisher.await_subscriber)
+    if await probe.measure_delay_s() is None:
         world.report_fault("events", "the sound worker's events are not known even before the first attack", "")
 
     def frames_of(payloads: Callable[[], Iterator[bytes]]) -> Iterator[list[bytes]]:
@@ -245,139 +271,140 @@ async def events(world: World) -> None:
     gap = [[b"", struct.pack(">Q", 9), b"\x93\xcb" + b"\x00" * 8 + b"\x90\xc0"]]
     kinds |= {f"replay: {n}": (lambda: iter(gap), lambda r=r: LyingReplays(r)) for n, r in REPLAYS.items()}
     try:
-        for number, (name, (frames, publisher)) in enumerate(named(kinds, world, 10)):
+        for number, (name, (frames, publisher)) in enumerate(select_attacks(kinds, world, 10)):
             async with world.attack(name) as entry:
                 worker = ScriptedWorker(f"evil{number}", publisher())
-                added = await world.add(worker.url)
-                await world.up(added)
+                worker_id = await world.add_worker(worker.url)
+                await world.wait_until_up(worker_id)
                 await asyncio.to_thread(worker.publisher.await_subscriber)
-                await asyncio.to_thread(_send, worker, frames)
-                delay_s = await sound.delay_s()
+                await asyncio.to_thread(_send_frames, worker, frames)
+                delay_s = await probe.measure_delay_s()
                 entry["note"] = f"a sound event is known after {delay_s or 0:.2f} s"
                 if delay_s is None:
                     world.report_fault(name, f"events of the sound worker are not known after {EVENT_S_MAX:g} s", name)
-                await world.remove(added)
+                await world.remove_workers(worker_id)
                 await asyncio.to_thread(worker.close)
     finally:
-        await asyncio.to_thread(sound.worker.close)
+        await asyncio.to_thread(probe.worker.close)
 
 
-def _send(worker: ScriptedWorker, frames: Callable[[], Iterator[list[bytes]]]) -> None:
+def _send_frames(worker: ScriptedWorker, frames: Callable[[], Iterator[list[bytes]]]) -> None:
     for message in frames():
         worker.publisher._pub.send_multipart(message)
 
 
-async def discovery(world: World) -> None:
-    found = named({f"discovery: {name}": pages for name, pages in PAGES.items()}, world, 8)
-    while found:
-        batch, found = found[:6], found[6:]
-        await asyncio.gather(*(_discovered(world, name, pages) for name, pages in batch))
+async def attack_discovery(world: AttackRun) -> None:
+    attacks = select_attacks({f"discovery: {name}": pages for name, pages in PAGES.items()}, world, 8)
+    while attacks:
+        batch, attacks = attacks[:6], attacks[6:]
+        await asyncio.gather(*(_attack_discovery_page(world, name, pages) for name, pages in batch))
 
 
-async def _discovered(world: World, name: str, pages: dict[str, bytes]) -> None:
+async def _attack_discovery_page(world: AttackRun, name: str, pages: dict[str, bytes]) -> None:
     async with world.attack(name) as entry:
         card = model_card(f"found{len(world.attacks)}")
-        sound = {"/v1/models": models_page(card), "/kv_event_sources": b"{}"}
-        async with Upstream({**sound, **pages}, lambda: (complete_response(GOOD),)) as rogue:
-            worker = await world.add(rogue.url)
-            await asyncio.sleep(1.0 if world.short else 2.5)
-            status, state = await world.admin("/workers")
+        valid_pages = {"/v1/models": models_page(card), "/kv_event_sources": b"{}"}
+        async with Upstream({**valid_pages, **pages}, lambda: (complete_response(VALID_BODY),)) as rogue:
+            worker = await world.add_worker(rogue.url)
+            await asyncio.sleep(1.0 if world.is_short else 2.5)
+            status, state = await world.call_admin("/workers")
             rows = [row for row in state["workers"] if row["worker_id"] == worker] if status == 200 else []
             entry["note"] = rows[0]["state"] if rows else "not listed"
             if status != 200:
                 world.report_fault(name, f"/workers answers {status}: {str(state)[:200]}", pages)
-            await world.remove(worker)
+            await world.remove_workers(worker)
 
 
-async def peers(world: World) -> None:
+async def attack_peers(world: AttackRun) -> None:
     context = zmq.Context()
     pub = context.socket(zmq.PUB)
     pub.linger = 0
     pub.bind(f"tcp://127.0.0.1:{world.peer_port}")
     await asyncio.sleep(1.5)
     try:
-        for name, messages in named({f"peer: {name}": frames for name, frames in PEER.items()}, world, 4):
+        for name, messages in select_attacks({f"peer: {name}": frames for name, frames in PEER.items()}, world, 4):
             async with world.attack(name):
                 for frames in messages:
                     pub.send_multipart(frames)
-                await asyncio.sleep(0.3 if world.short else 1.5)
+                await asyncio.sleep(0.3 if world.is_short else 1.5)
     finally:
         pub.close(0)
         context.term()
     dumps = {"noise": bytes(range(256)), "deep": b"[" * 100_000, "50 MB": b"x" * 50_000_000, "null": b"null"}
     dumps["chunks without end"] = STREAM + encode_chunk(b"x" * 9000) * 1000
-    for name, dump in named({f"dump: {name}": dump for name, dump in dumps.items()}, world, 1):
+    for name, dump in select_attacks({f"dump: {name}": dump for name, dump in dumps.items()}, world, 1):
         async with world.attack(name), Upstream({}, lambda: (complete_response(b"{}"),), port=world.dump_port) as peer:
             peer.default_page = dump
             worker = ScriptedWorker(f"dumped{len(world.attacks)}", Publisher())
             for _ in range(3):
                 worker.publisher.publish(block_stored([1], [1] * BLOCK))
             worker.publisher.drop_oldest(2)
-            added = await world.add(worker.url)
-            await asyncio.sleep(1.0 if world.short else 3.0)
-            await world.remove(added)
+            worker_id = await world.add_worker(worker.url)
+            await asyncio.sleep(1.0 if world.is_short else 3.0)
+            await world.remove_workers(worker_id)
             await asyncio.to_thread(worker.close)
 
 
-async def operators(world: World) -> None:
+async def attack_admin_routes(world: AttackRun) -> None:
     """The admin's own routes, with the key: what a program or a person may mistype, and bodies of every kind."""
-    asked = {
-        f"operator: {path} of {odd[:8]!r}": (f"{path}/{odd}", None, method)
+    requests = {
+        f"operator: {path} of {unusual_id[:8]!r}": (f"{path}/{unusual_id}", None, method)
         for path, method in (("/requests", "GET"), ("/workers", "DELETE"), ("/peer", "GET"))
-        for odd in ODD_IDS
+        for unusual_id in UNUSUAL_IDS
     }
-    sizes = (10**5,) if world.short else (10**7,)
+    sizes = (10**5,) if world.is_short else (10**7,)
     for path in ("/route", "/workers"):
-        asked |= {f"operator: {path} with {name}, {size} bytes": (path, make(size), "POST")
+        requests |= {f"operator: {path} with {name}, {size} bytes": (path, make(size), "POST")
                   for name, (_, make) in BODIES.items() for size in sizes}  # fmt: skip
-    for name, (path, body, method) in named(asked, world, 12):
+    for name, (path, body, method) in select_attacks(requests, world, 12):
         async with world.attack(name) as entry, Client(world.url, timeout_s=BODY_S_MAX) as client:
             request = post_request(path, body or b"", ADMIN_HEADERS).replace(b"POST", method.encode(), 1)
-            answer = await client.send(request)
-            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.start_s:.2f} s"
-            if answer.status >= 500 or answer.error == "timeout":
+            response = await client.send(request)
+            entry["note"] = f"{response.status} {response.error} in {response.end_s - response.start_s:.2f} s"
+            if response.status >= 500 or response.error == "timeout":
                 world.report_fault(name, entry["note"], (method, path[:200]))
 
 
-async def collectors(world: World) -> None:
+async def attack_trace_collectors(world: AttackRun) -> None:
     """Where traces go."""
     kinds: dict[str, Steps] = {
         "closes": (CLOSE,), "resets": (RESET,), "never answers": (WAIT,), "noise": (bytes(range(256)), CLOSE),
         "redirects": (REDIRECT,), "50 MB": (complete_response(b"x" * 50_000_000),),
     }  # fmt: skip
-    for name, steps in named({f"collector: {name}": steps for name, steps in kinds.items()}, world, 2):
+    for name, steps in select_attacks({f"collector: {name}": steps for name, steps in kinds.items()}, world, 2):
         async with world.attack(name), Upstream({}, lambda steps=steps: steps, port=world.otlp_port):
             async with Client(world.url, timeout_s=ANSWER_S_MAX) as client:
                 for number in range(200):
-                    traced = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01"}
-                    answer = await client.send(
-                        post_request("/v1/completions", {"model": "mock", "prompt": [number]}, traced)
+                    headers = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01"}
+                    response = await client.send(
+                        post_request("/v1/completions", {"model": "mock", "prompt": [number]}, headers)
                     )
-                    if answer.status != 200:
-                        world.report_fault(name, f"{answer.status} {answer.error}", steps)
-            await asyncio.sleep(0.3 if world.short else 6.0)
+                    if response.status != 200:
+                        world.report_fault(name, f"{response.status} {response.error}", steps)
+            await asyncio.sleep(0.3 if world.is_short else 6.0)
 
 
-async def sessions(world: World) -> None:
+async def attack_identifiers(world: AttackRun) -> None:
     """Names that clients give: of sessions, requests, tenants and models, each one new."""
-    count = 300 if world.short else 5_000
+    count = 300 if world.is_short else 5_000
     headers: dict[str, Callable[[int], dict[str, str]]] = {
         "sessions": lambda i: {"x-session-id": f"s{i}"}, "request ids": lambda i: {"x-request-id": f"r{i}"},
         "long sessions": lambda i: {"x-session-id": f"{i}" + "s" * 4_000},
         "traces": lambda i: {"traceparent": f"00-{i + 1:032x}-{i + 1:016x}-01"},
     }  # fmt: skip
-    for name, make in named({f"new {name}": make for name, make in headers.items()}, world, 2):
+    for name, make in select_attacks({f"new {name}": make for name, make in headers.items()}, world, 2):
         async with world.attack(name), Client(world.url, timeout_s=ANSWER_S_MAX) as client:
             for i in range(count):
-                answer = await client.send(
+                response = await client.send(
                     post_request("/v1/completions", {"model": "mock", "prompt": [i % 999] * 40}, make(i))
                 )
-                if answer.status != 200:
-                    world.report_fault(name, f"{answer.status} {answer.error}", make(i))
+                if response.status != 200:
+                    world.report_fault(name, f"{response.status} {response.error}", make(i))
                     break
 
 
-GROUPS: dict[str, Callable[[World], Awaitable[None]]] = {
-    "operators": operators, "collectors": collectors, "sessions": sessions,
-    "http": http, "upstreams": upstreams, "events": events, "bodies": bodies, "discovery": discovery, "peers": peers,
+GROUPS: dict[str, Callable[[AttackRun], Awaitable[None]]] = {
+    "operators": attack_admin_routes, "collectors": attack_trace_collectors, "sessions": attack_identifiers,
+    "http": attack_http, "upstreams": attack_upstreams, "events": attack_events,
+    "bodies": attack_bodies, "discovery": attack_discovery, "peers": attack_peers,
 }  # fmt: skip

@@ -32,12 +32,14 @@ def faults(hostile: Any, handler: Handler, data: bytes, answers: int | None, mon
     monkeypatch.setattr(hostile.hostile_world, "CLOSED_S_MAX", 0.3)
 
     async def run() -> list[str]:
-        world = hostile.hostile_world.World(match="", short=True, checkout=True, seconds=60, seed=0)
+        world = hostile.hostile_world.AttackRun(
+            name_filter="", is_short=True, from_checkout=True, duration_s=60, seed=0
+        )
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
         async with server:
             world.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             variant = hostile.hostile_http.Variant("v", data, answers)
-            await hostile.hostile_groups._cut_everywhere(world, "v", variant)
+            await hostile.hostile_groups._check_cuts(world, "v", variant)
             await asyncio.sleep(1.0)
         return [fault["what"] for fault in world.faults]
 
@@ -99,9 +101,9 @@ def test_a_connection_that_stays_open_is_seen(hostile: Any, monkeypatch: pytest.
     ],
 )
 def test_answers_are_judged(hostile: Any, error: str, body: bytes, fault_text: str) -> None:
-    world = hostile.hostile_world.World(match="", short=True, checkout=True, seconds=60, seed=0)
+    world = hostile.hostile_world.AttackRun(name_filter="", is_short=True, from_checkout=True, duration_s=60, seed=0)
     answer = hostile.load.Response(0.0, status=200, chunks=[(0.0, body)], error=error)
-    hostile.hostile_groups._judge(world, "upstream: a stream that ends", answer, ())
+    hostile.hostile_groups._check_response(world, "upstream: a stream that ends", answer, ())
     assert bool(world.faults) == bool(fault_text)
     assert fault_text in "".join(fault["what"] for fault in world.faults)
 
@@ -114,5 +116,7 @@ def test_a_delay_is_judged_by_who_asked_directly_at_that_moment(hostile: Any) ->
             (11.0, 50.0, "router"), (11.0, 3.0, "direct"), (10.95, 4.0, "direct"), (12.0, 8.0, "router"),
         )
     )  # fmt: skip
-    direct_delays_ms = {line[0]: hostile.hostile_world.beside_ms(line, lines) for line in lines if line[3] == "router"}
+    direct_delays_ms = {
+        line[0]: hostile.hostile_world.direct_delay_ms(line, lines) for line in lines if line[3] == "router"
+    }
     assert direct_delays_ms == {10.0: 70.0, 11.0: 4.0, 12.0: 0.0}
