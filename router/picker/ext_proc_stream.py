@@ -8,9 +8,9 @@ How the body comes is the gateway's to say (`protocol_config` of the first messa
 * BUFFERED: headers are let pass at once, the one message with the body is answered with the choice.
 * NONE, STREAMED, BUFFERED_PARTIAL: the choice is made on the headers; what follows passes.
 
-Owns order and framing. Refuses to know workers, prompts, sockets and clocks; it asks its Party. An answer whose request
-was never seen (another filter made it) passes. What Envoy must not send raises `OutOfTurn` and changes nothing.
-"""
+Owns order and framing. Refuses to know workers, prompts, sockets and clocks; it asks its handler. An answer whose
+request was never seen (another filter made it) passes. What Envoy must not send raises `UnexpectedMessage` and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class ExtProcStream:
         return out
 
     def receive(self, message: Request) -> None:
-        """Raises OutOfTurn, or RequestError for what the client did."""
+        """Raises UnexpectedMessage, or RequestError for what the client did."""
         kind = message.WhichOneof("request")
         if kind == "request_headers":
             self._head(message)

@@ -87,7 +87,7 @@ class PickerClient:
         return self._stream.pop_responses()
 
     def receive(self, message: Request) -> None:
-        """Raises OutOfTurn. Whatever else goes wrong ends this request alone."""
+        """Raises UnexpectedMessage. Whatever else goes wrong ends this request alone."""
         try:
             self._stream.receive(message)
         except RequestError as refused:
@@ -108,7 +108,9 @@ class PickerClient:
             self._app.budget.change(self._booked_tenant, self._booked_bytes, 0)
             self._booked_bytes = 0
 
-    # The conversation's party ---------------------------------------------------------------------------------------
+    # What the ext_proc stream reports
+   
+    ----------------------------------------------------------------------------------
 
     def _client_address(self) -> str:
         """As the gateway says, which is one peer for all of them."""
