@@ -108,9 +108,7 @@ class PickerClient:
             self._app.budget.change(self._booked_tenant, self._booked_bytes, 0)
             self._booked_bytes = 0
 
-    # What the ext_proc stream reports
-   
-    ----------------------------------------------------------------------------------
+    # What the ext_proc stream reports -------------------------------------------------------------------------------
 
     def _client_address(self) -> str:
         """As the gateway says, which is one peer for all of them."""

@@ -377,7 +377,7 @@ def test_streams_that_nobody_reads_take_no_worker_down(edge: Any, make_post: Any
             writer.transport.pause_reading()
             writer.write(make_post(STREAM))
         await edge.until(lambda: len(worker.received) == len(clients))
-        await edge.until(lambda: all(exchange._paused for exchange in edge.proxy.exchanges.values()))
+        await edge.until(lambda: all(exchange._is_client_paused for exchange in edge.proxy.exchanges.values()))
         edge.advance(31)
         await edge.until(lambda: edge.metrics.broken_streams["cut"] == len(clients))
         assert {worker.state.value for worker in edge.core.workers.values()} == {"up"}
@@ -446,7 +446,7 @@ def test_slow_reader_holds_back_its_worker_and_loses_nothing(edge: Any, make_pos
         reader, writer = await edge.connect()
         writer.transport.pause_reading()
         writer.write(make_post(CHAT))
-        await edge.until(lambda: any(exchange._paused for exchange in edge.proxy.exchanges.values()))
+        await edge.until(lambda: any(exchange._is_client_paused for exchange in edge.proxy.exchanges.values()))
         await edge.until(lambda: edge.upstreams[0].unread_bytes)
         for _ in range(20):
             await edge.let_loop_read()

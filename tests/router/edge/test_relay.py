@@ -167,7 +167,7 @@ def test_a_client_that_does_not_read_stops_its_worker_and_loses_nothing(edge: An
             sent += piece
             script.pieces.put_nowait(piece)
         (exchange,) = edge.proxy.exchanges.values()
-        await edge.until(lambda: exchange._paused and edge.upstreams[0].unread_bytes)
+        await edge.until(lambda: exchange._is_client_paused and edge.upstreams[0].unread_bytes)
         for _ in range(20):
             await edge.let_loop_read()
             assert script.pieces.qsize() > 20, "everything was taken in for a client that reads nothing"
