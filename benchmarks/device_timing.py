@@ -30,7 +30,7 @@ def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 20
     rounds = max(3, min(50, int(budget_ms / max(once_ms, 1e-3))))
     if device.type != "cuda":
         return sorted(_wall_ms(call, device) for _ in range(rounds))[rounds // 2]
-    repeat, replay = _repeated(call)
+    repeat, replay = _capture_repeats(call)
     samples = []
     for _ in range(rounds):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -42,7 +42,7 @@ def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 20
     return sorted(samples)[rounds // 2]
 
 
-def _repeated(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
+def _capture_repeats(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
     """(calls in a CUDA graph, its replay); the plain call, which has run before, where it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
@@ -56,7 +56,7 @@ def _repeated(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
     return GRAPH_CALLS, graph.replay
 
 
-def kernel_times(call: Callable[[], Any], device: torch.device, most: int = 14) -> list[dict[str, Any]]:
+def kernel_times(call: Callable[[], Any], device: torch.device, kernels_max: int = 14) -> list[dict[str, Any]]:
     """Of one call, by kernel: launches and microseconds on the device, the dearest first, then what is left of them."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -70,10 +70,10 @@ def kernel_times(call: Callable[[], Any], device: torch.device, most: int = 14) 
         if event.device_type != torch.autograd.DeviceType.CPU  # operations count their kernels once more
     ]
     entries.sort(key=lambda entry: -entry["us"])
-    rest = entries[most:]
-    if rest:
-        launches, us = (sum(entry[key] for entry in rest) for key in ("launches", "us"))
-        entries[most:] = [{"kernel": f"{len(rest)} others", "launches": launches, "us": round(us, 1)}]
+    other_kernels = entries[kernels_max:]
+    if other_kernels:
+        launches, us = (sum(entry[key] for entry in other_kernels) for key in ("launches", "us"))
+        entries[kernels_max:] = [{"kernel": f"{len(other_kernels)} others", "launches": launches, "us": round(us, 1)}]
     return entries
 
 

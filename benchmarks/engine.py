@@ -54,12 +54,17 @@ class Figures:
     cpu_us_per_token: float | None
 
     @classmethod
-    def of(
-        cls, answers: Sequence[tuple[float, list[float]]], tokens: int, each: int, wall_s: float, cpu_s: float | None
+    def from_answers(
+        cls,
+        answers: Sequence[tuple[float, list[float]]],
+        tokens: int,
+        tokens_per_answer: int,
+        wall_s: float,
+        cpu_s: float | None,
     ) -> Figures:
         """`answers`: when each was asked for and when its parts came; `tokens` in all, `each` in one."""
-        ttft_s = statistics.median(times[0] - asked_s for asked_s, times in answers)
-        itl_s = statistics.median((times[-1] - times[0]) / max(1, each - 1) for _, times in answers)
+        ttft_s = statistics.median(times[0] - start_s for start_s, times in answers)
+        itl_s = statistics.median((times[-1] - times[0]) / max(1, tokens_per_answer - 1) for _, times in answers)
         gaps_s = [b - a for _, times in answers for a, b in pairwise(times)]  # zero: two parts that came in one read
         cpu_us = None if cpu_s is None else 1e6 * cpu_s / tokens
         return cls(1e3 * ttft_s, 1e3 * itl_s, 1e3 * percentile(gaps_s or [0.0], 0.99), tokens / wall_s, cpu_us)
@@ -98,41 +103,41 @@ class HttpSystem:
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
         import uvloop
 
-        more = {"return_token_ids": True} if self._with_ids else {}
-        bodies = [completion_body(self.model, prompt, output_len, **more) for prompt in prompts]
+        extra_fields = {"return_token_ids": True} if self._with_ids else {}
+        bodies = [completion_body(self.model, prompt, output_len, **extra_fields) for prompt in prompts]
         cpu_s = cpu_seconds(self.pid) if self.pid is not None else 0.0
         start_s = time.perf_counter()
         answers = uvloop.run(closed_loop(self.url, [post_request("/v1/completions", body) for body in bodies], users))
         wall_s = time.perf_counter() - start_s
-        used_s = cpu_seconds(self.pid) - cpu_s if self.pid is not None else None
-        found = []
+        cpu_used_s = cpu_seconds(self.pid) - cpu_s if self.pid is not None else None
+        timings = []
         for answer in answers:
             *chunks, (_, last) = answer.json_events()  # the last is the usage
             tokens = json.loads(last)["usage"]["completion_tokens"]
             if tokens != output_len:
                 raise RuntimeError(f"{self.name}: {tokens} tokens instead of {output_len}")
-            found.append((answer.start_s, [at_s for at_s, _ in chunks]))
-        return Figures.of(found, len(prompts) * output_len, output_len, wall_s, used_s)
+            timings.append((answer.start_s, [at_s for at_s, _ in chunks]))
+        return Figures.from_answers(timings, len(prompts) * output_len, output_len, wall_s, cpu_used_s)
 
 
 def compare(
     systems: list[HttpSystem], prompts: Prompts, length: int, users: int, outputs: int, rounds: int, turns: int
 ) -> dict[str, list[Figures]]:
     """Figures of each system in each round, one setting. The systems alternate; who begins changes."""
-    found: dict[str, list[Figures]] = {system.name: [] for system in systems}
+    figures: dict[str, list[Figures]] = {system.name: [] for system in systems}
     for number in range(rounds):
         shift = number % len(systems)
         for system in systems[shift:] + systems[:shift]:
-            found[system.name].append(system.run(prompts(users * turns, length), users, outputs))
-    return found
+            figures[system.name].append(system.run(prompts(users * turns, length), users, outputs))
+    return figures
 
 
 def row(figures: list[Figures]) -> dict[str, Any]:
     """Medians over the rounds."""
     columns = {name: [getattr(f, name) for f in figures] for name in asdict(figures[0])}
-    found: dict[str, Any] = {n: statistics.median(v) for n, v in columns.items() if None not in v}
-    rates, cpu = columns["tokens_per_s"], found.get("cpu_us_per_token")
-    return found | {"range": f"{min(rates):.0f}..{max(rates):.0f}", "cpu": "-" if cpu is None else f"{cpu:.0f}"}
+    medians: dict[str, Any] = {n: statistics.median(v) for n, v in columns.items() if None not in v}
+    rates, cpu = columns["tokens_per_s"], medians.get("cpu_us_per_token")
+    return medians | {"range": f"{min(rates):.0f}..{max(rates):.0f}", "cpu": "-" if cpu is None else f"{cpu:.0f}"}
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> list[int]:
@@ -170,36 +175,42 @@ def main(
     folder = cached_model(PRESETS[model]) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    spoken = len(tokenizer["model"]["vocab"])
+    text_token_count = len(tokenizer["model"]["vocab"])
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
-    rng, vocab_size = random.Random(seed), min(config["vocab_size"], spoken)
+    rng, vocab_size = random.Random(seed), min(config["vocab_size"], text_token_count)
 
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[rng.randrange(10, vocab_size) for _ in range(length)] for _ in range(count)]
 
-    textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
-    where = describe_machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
-    print(format_facts(where))
+    # In a shape with random weights most tokens have no text.
+    textless = text_token_count < config["vocab_size"] // 2
+    machine_facts = describe_machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
+    print(format_facts(machine_facts))
     dtype = config.get("dtype") or config.get("torch_dtype")
     print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s), seed {seed}")
-    report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
+    report: dict[str, Any] = {"machine": machine_facts, "model": model, "outputs": outputs, "settings": []}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = ("--port", "0", "--num-threads", str(threads), "--max-model-len", str(max(prompt_lens) + outputs))
         urls = list(peers)
         for name in ("overlapping", "blockcast") if overlap else ("blockcast",):
-            how = ("--overlap", "on" if name == "overlapping" else "off")
-            engine = serve_engine(logs / name, str(folder), *flags, *how, env={"OMP_NUM_THREADS": str(threads)})
+            overlap_flags = ("--overlap", "on" if name == "overlapping" else "off")
+            engine = serve_engine(
+                logs / name, str(folder), *flags, *overlap_flags, env={"OMP_NUM_THREADS": str(threads)}
+            )
             urls.insert(0, (name, stack.enter_context(engine).await_line()))
         systems: list[HttpSystem] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
         for length in prompt_lens:
             for system in systems:  # warm up
                 system.run(prompts(max(users), length), max(users), min(outputs, 8))
             for count in users:
-                found = compare(systems, prompts, length, count, outputs, rounds, turns)
+                figures_by_system = compare(systems, prompts, length, count, outputs, rounds, turns)
                 print(f"\n{count} users, prompts of {length}, {outputs} outputs")
-                print(markdown_table({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
-                rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
+                print(
+                    markdown_table({name: row(figures) for name, figures in figures_by_system.items()}, COLUMNS),
+                    flush=True,
+                )
+                rows = {name: [asdict(f) for f in figures] for name, figures in figures_by_system.items()}
                 report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
     write_json(json_file, report)
 

@@ -42,7 +42,7 @@ Trace = list[list[int]]
 
 
 class Cache(Protocol):
-    refused: int
+    refused_prompts: int
     """Prompts that were longer than the whole cache, where it refuses some."""
 
     def serve(self, names: list[int]) -> int:
@@ -57,17 +57,17 @@ class Lru:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.refused = 0
+        self.refused_prompts = 0
         self.blocks: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, names: list[int]) -> int:
-        found = count_cached_prefix(names, self.blocks)
+        hit_count = count_cached_prefix(names, self.blocks)
         for name in reversed(names):
             self.blocks[name] = None
             self.blocks.move_to_end(name)
         while len(self.blocks) > self.capacity:
             self.blocks.popitem(last=False)
-        return found
+        return hit_count
 
 
 class Node:
@@ -80,36 +80,36 @@ class Node:
         self.cached_child_count = 0
 
 
-class Ours:
+class EngineOrder:
     """The engine's order, asked as the engine's pool asks it: one block at a time."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.refused = 0
+        self.refused_prompts = 0
         self.nodes: dict[int, Node] = {}
         self.order: AdaptiveEviction[Node] = AdaptiveEviction(capacity, BLOCK)
 
     def serve(self, names: list[int]) -> int:
-        found, turn = self.take(names)
-        self.leave(names, turn)
+        hit_count, turn = self.begin_request(names)
+        self.end_request(names, turn)
         self.trim()
-        return found
+        return hit_count
 
-    def take(self, names: list[int]) -> tuple[int, ConversationTurn]:
+    def begin_request(self, names: list[int]) -> tuple[int, ConversationTurn]:
         """A request begins and holds its blocks: how many were found."""
-        found = count_cached_prefix(names, self.nodes)
-        turn = self.order.begin_turn(names, found)
-        last = self.nodes[names[found - 1]] if found else None
-        if last is not None:
-            self.order.mark_used(last)
-        for depth in range(found, len(names)):
-            node = self.nodes[names[depth]] = Node(names[depth], depth, last)
-            if last is not None:
-                last.cached_child_count += 1
-            last = node
-        return found, turn
+        hit_count = count_cached_prefix(names, self.nodes)
+        turn = self.order.begin_turn(names, hit_count)
+        parent = self.nodes[names[hit_count - 1]] if hit_count else None
+        if parent is not None:
+            self.order.mark_used(parent)
+        for depth in range(hit_count, len(names)):
+            node = self.nodes[names[depth]] = Node(names[depth], depth, parent)
+            if parent is not None:
+                parent.cached_child_count += 1
+            parent = node
+        return hit_count, turn
 
-    def leave(self, names: list[int], turn: ConversationTurn) -> None:
+    def end_request(self, names: list[int], turn: ConversationTurn) -> None:
         self.order.end_turn(turn)
         self.order.mark_cached(self.nodes[names[-1]])
 
@@ -127,7 +127,7 @@ class Ours:
         self.order.remove_leaf(leaf, None if parent is None or parent.cached_child_count else parent)
 
 
-ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": Ours}
+ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": EngineOrder}
 
 
 # ---------------------------------------------------------------------- the traces
@@ -147,11 +147,11 @@ def read(path: Path, requests_max: int) -> Trace:
             timeline = sorted(_sessions(records), key=lambda entry: entry[:3])
         else:
             raise ValueError(f"{path}: line 1 has neither `hash_ids` nor `reqs`")
-    picked = [entry for entry in timeline if entry[3]][:requests_max]
+    calls = [entry for entry in timeline if entry[3]][:requests_max]
     rng = random.Random(0)
     names: dict[Any, int] = {}
     trace = []
-    for _, session, _, parts in picked:
+    for _, session, _, parts in calls:
         prefix: Any = session
         prompt = []
         for part in parts:  # a name is a random number for a prefix, as a block's hash is
@@ -184,7 +184,7 @@ def _texts(path: Path) -> Iterator[tuple[float, int, int, Sequence[Any]]]:
                     yield call["timestamp"] - calls[0]["timestamp"], 0, index, blocks
 
 
-def contrary(requests: int = 6000) -> Trace:
+def generate_contrary(requests: int = 6000) -> Trace:
     """Conversations that come back at once after a long gap, and late after a short one."""
     rng = random.Random(0)
     waiting = [(300 * rng.random(), number, 0, [rng.getrandbits(63) for _ in range(20)]) for number in range(300)]
@@ -193,9 +193,9 @@ def contrary(requests: int = 6000) -> Trace:
     for _ in range(requests):
         at, number, turn, names = heapq.heappop(waiting)
         trace.append(names)
-        grown = [*names, rng.getrandbits(63)] if len(names) < 40 else [rng.getrandbits(63) for _ in range(20)]
+        next_names = [*names, rng.getrandbits(63)] if len(names) < 40 else [rng.getrandbits(63) for _ in range(20)]
         gap = rng.uniform(400, 900) if turn % 2 else rng.uniform(1, 8)
-        heapq.heappush(waiting, (at + gap, number, turn + 1, grown))
+        heapq.heappush(waiting, (at + gap, number, turn + 1, next_names))
     return trace
 
 
@@ -207,19 +207,19 @@ def play(
 ) -> dict[str, dict[str, float]]:
     """Share of prompt blocks found, by size and order; `bound` names Belady's. The cache has the room of a share of the
     distinct blocks."""
-    distinct = len({name for names in trace for name in names})
-    asked = sum(map(len, trace[warm:]))
+    distinct_count = len({name for names in trace for name in names})
+    block_count = sum(map(len, trace[warm:]))
     rows: dict[str, dict[str, float]] = {}
     for percent in percents:
-        capacity = max(1, distinct * percent // 100)
+        capacity = max(1, distinct_count * percent // 100)
         row = rows[f"{percent} %"] = {}
         for order, make in orders.items():
             cache, start_s = make(capacity), time.process_time()
-            found = [cache.serve(names) for names in trace]
-            row[order] = sum(found[warm:]) / asked
+            hit_counts = [cache.serve(names) for names in trace]
+            row[order] = sum(hit_counts[warm:]) / block_count
             row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
-            row[f"{order}, refused"] = cache.refused
-        row[bound] = sum(belady_hits(trace, capacity)[warm:]) / asked
+            row[f"{order}, refused"] = cache.refused_prompts
+        row[bound] = sum(belady_hits(trace, capacity)[warm:]) / block_count
         print(f"    {percent} %: " + "  ".join(f"{k} {row[k]:.3f}" for k in (*orders, bound)), file=sys.stderr)
     return rows
 
@@ -248,11 +248,11 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for path in (*args.traces, None):
         name = "contrary" if path is None else path.name.split(".")[0]
-        trace = contrary(args.requests) if path is None else read(path, args.requests)
-        distinct, asked = len({n for names in trace for n in names}), sum(map(len, trace))
-        print(f"{name}: {len(trace)} requests, {asked} blocks, {distinct} distinct", file=sys.stderr)
+        trace = generate_contrary(args.requests) if path is None else read(path, args.requests)
+        distinct, block_count = len({n for names in trace for n in names}), sum(map(len, trace))
+        print(f"{name}: {len(trace)} requests, {block_count} blocks, {distinct} distinct", file=sys.stderr)
         rows = play(trace, args.percents, len(trace) // 10, ORDERS, "Belady")
-        figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "rows": rows}
+        figures[name] = {"requests": len(trace), "blocks": block_count, "distinct": distinct, "rows": rows}
         columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
         print(f"\n{name}\n\n{markdown_table(rows, columns, 'cache')}\n")
         for blocks in args.state_blocks:

@@ -45,7 +45,7 @@ class HybridCache:
         self._hasher = _PromptKeys()
         self.cache._hasher = cast(Any, self._hasher)
         self._blocks: dict[int, BlockKey] = {}
-        self.refused = 0
+        self.refused_prompts = 0
         """Prompts that were longer than the whole cache."""
 
     def serve(self, names: Items[int]) -> int:
@@ -58,14 +58,14 @@ class HybridCache:
         tokens = cast("list[int]", range(length))  # only their number is asked for
         seq = Sequence(request=request, token_ids=tokens, prompt_len=length, arrival_s=0.0)
         if length > cache.token_capacity or not cache.admit(seq):
-            self.refused += 1
+            self.refused_prompts += 1
             cache.discard_keys(seq)
             return 0
-        found = seq.computed_tokens // size
+        hit_count = seq.computed_tokens // size
         while seq.computed_tokens < length:
             end = cache.clip_chunk_end(seq, min(length, seq.computed_tokens + CHUNK_TOKENS_MAX))
-            grown = cache.grow(seq, end)
-            assert grown, "a request that fits alone did not fit alone"
+            has_grown = cache.grow(seq, end)
+            assert has_grown, "a request that fits alone did not fit alone"
             plan = StepPlan(chunks=[Chunk(seq, seq.computed_tokens, end, end == length)])
             cache.register_full_blocks(seq, end)
             cache.fill_plan(plan)
@@ -73,4 +73,4 @@ class HybridCache:
         cache.release(seq)
         cache.discard_keys(seq)
         cache.take_events()
-        return found
+        return hit_count

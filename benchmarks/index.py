@@ -63,7 +63,7 @@ def names(rng: random.Random, count: int) -> list[int]:
     return array("Q", rng.randbytes(8 * count)).tolist()
 
 
-def stored(block_names: list[int], parent: int | None, token_ids: list[int]) -> bytes:
+def encode_stored(block_names: list[int], parent: int | None, token_ids: list[int]) -> bytes:
     """One batch with one run of blocks."""
     event = {
         "type": "BlockStored",
@@ -91,7 +91,7 @@ def batches(seed: int, blocks: int, per_batch: int, streams: int) -> Iterator[tu
         if length[stream] >= CHAIN_BLOCKS:
             parent[stream], length[stream] = None, 0
         run = names(rng, per_batch)
-        yield stream, stored(run, parent[stream], tokens(rng, per_batch * BLOCK_TOKENS))
+        yield stream, encode_stored(run, parent[stream], tokens(rng, per_batch * BLOCK_TOKENS))
         parent[stream] = run[-1]
         length[stream] += per_batch
 
@@ -108,10 +108,10 @@ class Prompt:
 def prompt(rng: random.Random, blocks: int) -> Prompt:
     token_ids = tokens(rng, blocks * BLOCK_TOKENS + 1)
     block_names = names(rng, blocks)
-    return Prompt(token_ids, block_names, stored(block_names, None, token_ids[:-1]))
+    return Prompt(token_ids, block_names, encode_stored(block_names, None, token_ids[:-1]))
 
 
-def filled(workers: int) -> tuple[PrefixIndex, list[Any]]:
+def make_filled_index(workers: int) -> tuple[PrefixIndex, list[Any]]:
     index = make_index(seed=1)
     return index, [index.add_holder(f"w{i}", "m") for i in range(workers)]
 
@@ -121,26 +121,26 @@ def measure_ingest(blocks: int) -> Result:
     payloads = list(batches(16, blocks, 16, WORKERS))
     best = 0.0
     for _ in range(3):
-        index, holders = filled(WORKERS)
-        started = time.thread_time()
+        index, holders = make_filled_index(WORKERS)
+        start_s = time.thread_time()
         for stream, payload in payloads:
             index.ingest(holders[stream], payload)
-        best = max(best, len(payloads) * 16 / (time.thread_time() - started))
+        best = max(best, len(payloads) * 16 / (time.thread_time() - start_s))
         assert index.stats().entries == len(payloads) * 16
     return {"ingest_blocks_per_cpu_s": round(best)}
 
 
-def per_call_us(call: Callable[[Any], object], inputs: list[Any], seconds: float) -> float:
+def cpu_us_per_call(call: Callable[[Any], object], inputs: list[Any], seconds: float) -> float:
     """Median over passes of CPU microseconds a call, cycling through the inputs."""
     for item in inputs[:4]:
         call(item)
     means = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or len(means) < 3:
-        started = time.thread_time()
+        start_s = time.thread_time()
         for item in inputs:
             call(item)
-        means.append((time.thread_time() - started) / len(inputs) * 1e6)
+        means.append((time.thread_time() - start_s) / len(inputs) * 1e6)
     return statistics.median(means)
 
 
@@ -148,15 +148,16 @@ def measure_match(quick: bool) -> Result:
     """Each prompt is held by every worker. Hot: one prompt; cold: many, far more than the caches hold."""
     rng, seconds, blocks = random.Random(1024), 0.1 if quick else 0.4, 1024
     prompts = [prompt(rng, blocks) for _ in range(128)]
-    index, holders = filled(WORKERS)
-    for held in prompts:
+    index, holders = make_filled_index(WORKERS)
+    for prompt_data in prompts:
         for holder in holders:
-            index.ingest(holder, held.payload)
-    queries = [array("I", held.token_ids).tobytes() for held in prompts]
+            index.ingest(holder, prompt_data.payload)
+    queries = [array("I", prompt_data.token_ids).tobytes() for prompt_data in prompts]
     matches = index.match(queries[0], SCOPE)
     assert [match.tokens for match in matches] == [blocks * BLOCK_TOKENS] * WORKERS
     hot, cold = (
-        per_call_us(partial(index.match, scope=SCOPE), asked, seconds) for asked in (queries[:1] * 20, queries)
+        cpu_us_per_call(partial(index.match, scope=SCOPE), query_list, seconds)
+        for query_list in (queries[:1] * 20, queries)
     )
     return {"match_us_1024": round(hot, 2), "match_us_1024_cold": round(cold, 2)}
 
@@ -165,12 +166,14 @@ def measure_decision() -> Result:
     """The same prompt again and again; worker i holds (i + 1) / 64 of it, two requests are in flight on each."""
     index = make_index(seed=1)
     core = RouterCore(index, CoreConfig())
-    held = prompt(random.Random(3), 1024)
+    shared_prompt = prompt(random.Random(3), 1024)
     for i in range(WORKERS):
         spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=1_000_000)
         (holder,) = core.add_worker(spec, 0.0).holders
         count = 1024 * (i + 1) // WORKERS
-        index.ingest(holder, stored(held.names[:count], None, held.token_ids[: count * BLOCK_TOKENS]))
+        index.ingest(
+            holder, encode_stored(shared_prompt.names[:count], None, shared_prompt.token_ids[: count * BLOCK_TOKENS])
+        )
     for i in range(2 * WORKERS):
         core.route(RouteRequest(f"bg{i}", "m", SCOPE, None, 500 + i, worker=f"w{i % WORKERS}"), 0.0)
         if i >= WORKERS:
@@ -178,11 +181,14 @@ def measure_decision() -> Result:
 
     routed_s = []
     for i in range(200):
-        request, now = RouteRequest("r", "m", SCOPE, held.token_ids, len(held.token_ids)), 1.0 + i * 1e-3
-        started = time.thread_time()
-        placed = core.route(request, now)
-        routed_s.append(time.thread_time() - started)
-        assert isinstance(placed, Forward)
+        request, now = (
+            RouteRequest("r", "m", SCOPE, shared_prompt.token_ids, len(shared_prompt.token_ids)),
+            1.0 + i * 1e-3,
+        )
+        start_s = time.thread_time()
+        decision = core.route(request, now)
+        routed_s.append(time.thread_time() - start_s)
+        assert isinstance(decision, Forward)
         core.abort_request("r", now)
     return {"route_us_16k_tokens": round(statistics.median(routed_s) * 1e6, 1)}
 
@@ -197,14 +203,14 @@ def measure_route(workers: int) -> Result:
         spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=400_000)
         (holder,) = core.add_worker(spec, 0.0).holders
         for k in range(i, len(sessions), workers):
-            core.index.ingest(holder, stored(list(range(1000 * k + 1, 1000 * k + 129)), None, sessions[k]))
+            core.index.ingest(holder, encode_stored(list(range(1000 * k + 1, 1000 * k + 129)), None, sessions[k]))
 
     def route(name: str, now: float) -> float:
         ids = rng.choice(sessions) + tokens(rng, 100)
         request = RouteRequest(name, "m", SCOPE, ids, len(ids))
-        started = time.thread_time()
+        start_s = time.thread_time()
         core.route(request, now)
-        return time.thread_time() - started
+        return time.thread_time() - start_s
 
     for i in range(4 * workers):
         route(f"bg{i}", 0.1 * i / workers)
@@ -220,7 +226,7 @@ def measure_route(workers: int) -> Result:
 
 
 def measure_memory(blocks: int, copies: int) -> Result:
-    index, holders = filled(WORKERS)
+    index, holders = make_filled_index(WORKERS)
     for _, payload in batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
         del payload
     before = resident_bytes()
@@ -230,22 +236,22 @@ def measure_memory(blocks: int, copies: int) -> Result:
             # A chain of 4 batches stays on its workers; the chains go round.
             index.ingest(holders[(at // 4 * copies + i) % WORKERS], payload)
             entries += 16
-    grown = resident_bytes() - before
+    growth_bytes = resident_bytes() - before
     stats = index.stats()
     assert stats.entries == entries
     return {
-        f"bytes_per_entry_{copies}": round(grown / entries, 1),
+        f"bytes_per_entry_{copies}": round(growth_bytes / entries, 1),
         f"reported_bytes_per_entry_{copies}": round(stats.memory_bytes / entries, 1),
     }
 
 
 def measure_pause(entries: int) -> Result:
     """The slowest single call while the index grows, and while half of what it holds is cleared and stored again."""
-    index, holders = filled(WORKERS)
+    index, holders = make_filled_index(WORKERS)
     copies = 8
     worst_cpu = worst_wall = 0.0
 
-    def timed(call: Callable[[], object]) -> None:
+    def time_call(call: Callable[[], object]) -> None:
         nonlocal worst_cpu, worst_wall
         wall, cpu = time.perf_counter(), time.thread_time()
         call()
@@ -256,14 +262,14 @@ def measure_pause(entries: int) -> Result:
         for at, (_, payload) in enumerate(batches(seed, count // copies, 16, 1)):
             for i in range(copies):
                 holder = holders[(at // 4 * copies + i) % WORKERS]
-                timed(lambda holder=holder, payload=payload: index.ingest(holder, payload))  # type: ignore[misc]
+                time_call(lambda holder=holder, payload=payload: index.ingest(holder, payload))  # type: ignore[misc]
             yield
 
     for _ in grow(7, entries):
         pass
     assert index.stats().entries == entries // copies // 16 * 16 * copies
     for holder in holders[::2]:
-        timed(lambda holder=holder: index.clear(holder))  # type: ignore[misc]
+        time_call(lambda holder=holder: index.clear(holder))  # type: ignore[misc]
     for _ in grow(8, entries // 4):
         pass
     return {
@@ -273,7 +279,7 @@ def measure_pause(entries: int) -> Result:
     }
 
 
-def isolated(section: Callable[..., Result], *args: Any) -> Result:
+def run_isolated(section: Callable[..., Result], *args: Any) -> Result:
     """Run a section in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(section, args)
@@ -281,16 +287,16 @@ def isolated(section: Callable[..., Result], *args: Any) -> Result:
 
 def measure(quick: bool) -> Result:
     blocks, memory_blocks = (64_000, 64_000) if quick else (256_000, 1_000_000)
-    result = isolated(measure_ingest, blocks)
-    result |= isolated(measure_match, quick)
-    result |= isolated(measure_decision)
+    result = run_isolated(measure_ingest, blocks)
+    result |= run_isolated(measure_match, quick)
+    result |= run_isolated(measure_decision)
     for workers in (8, 500):
-        result |= isolated(measure_route, workers)
+        result |= run_isolated(measure_route, workers)
     for copies in (1, 8):
-        result |= isolated(measure_memory, memory_blocks // 64 * 64, copies)
+        result |= run_isolated(measure_memory, memory_blocks // 64 * 64, copies)
     result["bytes_per_entry"] = max(result["bytes_per_entry_1"], result["bytes_per_entry_8"])
     result["bytes_per_entry_blocks"] = memory_blocks
-    return result | isolated(measure_pause, 512_000 if quick else 5_120_000)
+    return result | run_isolated(measure_pause, 512_000 if quick else 5_120_000)
 
 
 KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "match_us_1024_cold", "route_us_16k_tokens",

@@ -18,7 +18,7 @@ Call = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class KernelCase:
     """A kernel on its inputs, and what it must at least move and compute."""
 
     call: Call
@@ -48,14 +48,14 @@ class Shape:
     ssm: tuple[int, int, int, int] = (128, 64, 8, 128)
     """Heads, head dim, groups, state: Nemotron-H-8B."""
     vocab: int = 151_936
-    counted: int = 1024
+    penalised_tokens: int = 1024
     """Distinct tokens of a sequence that penalties look at."""
 
 
 TINY = Shape(
     hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
     prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
-    vocab=300, counted=20,
+    vocab=300, penalised_tokens=20,
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ class Bench:
     def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
 
-    def cases(self) -> Iterator[tuple[str, Callable[[Kernels], Prepared]]]:
+    def cases(self) -> Iterator[tuple[str, Callable[[Kernels], KernelCase]]]:
         s = self.shape
         for count, context in s.decode:
             yield f"decode {count} x {context}", lambda ops, c=count, n=context: self.attention(ops, c, 1, n - 1)
@@ -87,29 +87,29 @@ class Bench:
             yield f"gated_delta {kind}", lambda ops, c=count, t=tokens: self.delta(ops, c, t)
             yield f"state_space {kind}", lambda ops, c=count, t=tokens: self.ssm(ops, c, t)
         for rows in s.rows[:2]:
-            for kind, given in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
-                yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=given: self.draw(ops, n, *g)
+            for kind, draw_arguments in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
+                yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=draw_arguments: self.draw(ops, n, *g)
             yield f"penalise {rows} x {s.counted}", lambda ops, n=rows: self.penalise(ops, n)
             yield f"count_sampled {rows} x {s.counted}", lambda ops, n=rows: self.count_sampled(ops, n)
 
-    def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
-        s, context = self.shape, queries + before
+    def attention(self, ops: Kernels, count: int, queries: int, context_before: int) -> KernelCase:
+        s, context = self.shape, queries + context_before
         blocks = -(-context // BLOCK_SIZE)
         unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
         kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
         table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
-        batch = RaggedBatch.from_positions([before] * count, [context] * count)
+        batch = RaggedBatch.from_positions([context_before] * count, [context] * count)
         plan = ops.plan_attention(batch, table, kv, None)
         q = self.random(count * queries, s.heads, s.dim)
         k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
-        pairs = count * (queries * before + queries * (queries + 1) / 2)
-        moved = 2 * count * context * s.kv_heads * s.dim + 2 * q.numel()
+        pairs = count * (queries * context_before + queries * (queries + 1) / 2)
+        moved_elements = 2 * count * context * s.kv_heads * s.dim + 2 * q.numel()
 
         def call() -> torch.Tensor:
             return ops.attention(q, k, v, kv, 0, plan, s.dim**-0.5)
 
         peers = self._attention_peers(count, queries, context)
-        return Prepared(call, moved * q.element_size(), 4 * s.heads * s.dim * pairs, peers)
+        return KernelCase(call, moved_elements * q.element_size(), 4 * s.heads * s.dim * pairs, peers)
 
     def _attention_peers(self, count: int, queries: int, context: int) -> dict[str, Call]:
         s = self.shape
@@ -121,7 +121,7 @@ class Bench:
             return {}
         return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)}
 
-    def draw(self, ops: Kernels, rows: int, temperature: float, top_p: float) -> Prepared:
+    def draw(self, ops: Kernels, rows: int, temperature: float, top_p: float) -> KernelCase:
         """Against it: a sort of the whole vocabulary, as is usual. Logits as steep as a model's."""
         logits = self.random(rows, self.shape.vocab) * 3
 
@@ -134,87 +134,89 @@ class Bench:
 
         def by_sort() -> torch.Tensor:
             probs, order = (logits.float() / temperature).softmax(-1).sort(descending=True)
-            kept = probs * (probs.cumsum(-1) - probs < top_p)
-            return order.gather(1, (kept / noise).argmax(-1, keepdim=True))
+            kept_probs = probs * (probs.cumsum(-1) - probs < top_p)
+            return order.gather(1, (kept_probs / noise).argmax(-1, keepdim=True))
 
         peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
-        return Prepared(lambda: ops.draw(logits, settings), logits.numel() * logits.element_size(), 0.0, peers)
+        return KernelCase(lambda: ops.draw(logits, settings), logits.numel() * logits.element_size(), 0.0, peers)
 
-    def penalise(self, ops: Kernels, rows: int) -> Prepared:
+    def penalise(self, ops: Kernels, rows: int) -> KernelCase:
         """Of all rows, again and again on the same logits. Beside a token's own bytes a sector of the logits moves."""
-        logits, (counts, batch) = self.random(rows, self.shape.vocab, dtype=torch.float32), self._counted(rows)
+        logits, (counts, batch) = self.random(rows, self.shape.vocab, dtype=torch.float32), self._token_counts(rows)
 
         def call() -> torch.Tensor:
-            ops.penalise(logits, counts, batch, self.shape.counted)
+            ops.penalise(logits, counts, batch, self.shape.penalised_tokens)
             return logits
 
-        return Prepared(call, rows * self.shape.counted * (12 + 2 * 32))
+        return KernelCase(call, rows * self.shape.penalised_tokens * (12 + 2 * 32))
 
-    def count_sampled(self, ops: Kernels, rows: int) -> Prepared:
-        counts, batch = self._counted(rows)
-        drawn = counts.tokens[:, -1].clone()
+    def count_sampled(self, ops: Kernels, rows: int) -> KernelCase:
+        counts, batch = self._token_counts(rows)
+        sampled_tokens = counts.tokens[:, -1].clone()
 
         def call() -> torch.Tensor:
-            ops.count_sampled(drawn, counts, batch, self.shape.counted)
+            ops.count_sampled(sampled_tokens, counts, batch, self.shape.penalised_tokens)
             return counts.values
 
-        return Prepared(call, rows * self.shape.counted * 12)
+        return KernelCase(call, rows * self.shape.penalised_tokens * 12)
 
-    def _counted(self, rows: int) -> tuple[TokenCounts, PenaltyRows]:
-        room = self.shape.counted
+    def _token_counts(self, rows: int) -> tuple[TokenCounts, PenaltyRows]:
+        room = self.shape.penalised_tokens
         tokens = torch.rand(rows, self.shape.vocab, device=self.device).argsort(1)[:, :room].contiguous()
         values = torch.randint(1, 9, (rows, room), device=self.device, dtype=torch.int32)
         counts = TokenCounts(tokens, values, torch.full((rows,), room, device=self.device))
         columns = (torch.full((rows, 1), value, device=self.device) for value in (1.1, 0.1, 0.1))
         return counts, PenaltyRows(None, torch.arange(rows, device=self.device), *columns)
 
-    def norm(self, ops: Kernels, rows: int) -> Prepared:
+    def norm(self, ops: Kernels, rows: int) -> KernelCase:
         x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)
         weight = self.random(self.shape.hidden)
-        return Prepared(
+        return KernelCase(
             lambda: ops.add_rms_norm(x, residual, weight, 1e-6)[0], 4 * x.numel() * x.element_size(), 0.0,
             {"torch": lambda: F.rms_norm(x + residual, weight.shape, weight, 1e-6)},
         )  # fmt: skip
 
-    def rotate(self, ops: Kernels, rows: int) -> Prepared:
+    def rotate(self, ops: Kernels, rows: int) -> KernelCase:
         x = self.random(rows, self.shape.heads + self.shape.kv_heads, self.shape.dim)
         cos, sin = self.random(rows, self.shape.dim), self.random(rows, self.shape.dim)
-        return Prepared(lambda: ops.rotate(x, cos, sin), 2 * (x.numel() + cos.numel()) * x.element_size())
+        return KernelCase(lambda: ops.rotate(x, cos, sin), 2 * (x.numel() + cos.numel()) * x.element_size())
 
-    def silu(self, ops: Kernels, rows: int) -> Prepared:
+    def silu(self, ops: Kernels, rows: int) -> KernelCase:
         x = self.random(rows, 2 * self.shape.intermediate)
-        return Prepared(
+        return KernelCase(
             lambda: ops.silu_and_mul(x), 1.5 * x.numel() * x.element_size(), 0.0,
             {"torch": lambda: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]},
         )  # fmt: skip
 
-    def linear(self, rows: int) -> Prepared:
+    def linear(self, rows: int) -> KernelCase:
         x, weight = self.random(rows, self.shape.hidden), self.random(self.shape.intermediate, self.shape.hidden)
-        moved = (x.numel() + weight.numel() + rows * self.shape.intermediate) * x.element_size()
-        return Prepared(lambda: F.linear(x, weight), moved, 2 * rows * weight.numel())
+        moved_bytes = (x.numel() + weight.numel() + rows * self.shape.intermediate) * x.element_size()
+        return KernelCase(lambda: F.linear(x, weight), moved_bytes, 2 * rows * weight.numel())
 
-    def experts(self, ops: Kernels, rows: int) -> Prepared:
+    def experts(self, ops: Kernels, rows: int) -> KernelCase:
         count, top_k, hidden, size = self.shape.experts
         x, weights = self.random(rows, hidden), torch.rand(rows, top_k, device=self.device).to(self.dtype)
         gate_up, down = self.random(count, 2 * size, hidden) * 0.05, self.random(count, hidden, size) * 0.05
-        chosen = torch.rand(rows, count, device=self.device).topk(top_k).indices
-        used = min(count, int(chosen.unique().numel()))
-        moved = (used * 3 * size * hidden + 2 * x.numel()) * x.element_size()
-        return Prepared(lambda: ops.experts(x, gate_up, down, chosen, weights), moved, 6 * rows * top_k * size * hidden)
+        expert_ids = torch.rand(rows, count, device=self.device).topk(top_k).indices
+        used_experts = min(count, int(expert_ids.unique().numel()))
+        moved_bytes = (used_experts * 3 * size * hidden + 2 * x.numel()) * x.element_size()
+        return KernelCase(
+            lambda: ops.experts(x, gate_up, down, expert_ids, weights), moved_bytes, 6 * rows * top_k * size * hidden
+        )
 
     def _states(self, count: int, tokens: int) -> tuple[RaggedBatch, np.ndarray]:
         return RaggedBatch.from_positions([0] * count, [tokens] * count), np.arange(count)
 
-    def conv(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+    def conv(self, ops: Kernels, count: int, tokens: int) -> KernelCase:
         key_heads, value_heads, dim = self.shape.delta
         channels, (batch, units) = (2 * key_heads + value_heads) * dim, self._states(count, tokens)
         x, weight = self.random(count * tokens, channels), self.random(channels, 4)
         tails = self.random(count, 3, channels)
         plan = ops.plan_state(batch, units)
-        moved = (2 * x.numel() + 2 * tails.numel()) * x.element_size()
-        return Prepared(lambda: ops.causal_conv(x, weight, None, tails, plan, True), moved)
+        moved_bytes = (2 * x.numel() + 2 * tails.numel()) * x.element_size()
+        return KernelCase(lambda: ops.causal_conv(x, weight, None, tails, plan, True), moved_bytes)
 
-    def delta(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+    def delta(self, ops: Kernels, count: int, tokens: int) -> KernelCase:
         key_heads, heads, dim = self.shape.delta
         batch, units = self._states(count, tokens)
         n, plan = count * tokens, ops.plan_state(batch, units)
@@ -222,10 +224,12 @@ class Bench:
         decay = -torch.rand(n, heads, device=self.device) * 0.1
         rate = torch.rand(n, heads, device=self.device)
         states = self.random(count, heads, dim, dim, dtype=torch.float32)
-        moved = (q.numel() + k.numel() + 2 * v.numel()) * v.element_size() + 8 * states.numel()
-        return Prepared(lambda: ops.gated_delta(q, k, v, decay, rate, states, plan), moved, 6 * n * heads * dim * dim)
+        moved_bytes = (q.numel() + k.numel() + 2 * v.numel()) * v.element_size() + 8 * states.numel()
+        return KernelCase(
+            lambda: ops.gated_delta(q, k, v, decay, rate, states, plan), moved_bytes, 6 * n * heads * dim * dim
+        )
 
-    def ssm(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+    def ssm(self, ops: Kernels, count: int, tokens: int) -> KernelCase:
         heads, dim, groups, state = self.shape.ssm
         batch, units = self._states(count, tokens)
         n, plan = count * tokens, ops.plan_state(batch, units)
@@ -233,13 +237,13 @@ class Bench:
         dt, rate = torch.rand(n, heads, device=self.device), -torch.rand(heads, device=self.device)
         skip = torch.randn(heads, device=self.device)
         states = self.random(count, heads, dim, state, dtype=torch.float32)
-        moved = (2 * x.numel() + b.numel() + c.numel()) * x.element_size() + 8 * states.numel()
-        return Prepared(
-            lambda: ops.state_space(x, dt, rate, b, c, skip, states, plan), moved, 4 * n * heads * dim * state
+        moved_bytes = (2 * x.numel() + b.numel() + c.numel()) * x.element_size() + 8 * states.numel()
+        return KernelCase(
+            lambda: ops.state_space(x, dt, rate, b, c, skip, states, plan), moved_bytes, 4 * n * heads * dim * state
         )
 
 
-def expected(make: Callable[[Kernels], Prepared], device: torch.device) -> torch.Tensor:
+def expected(make: Callable[[Kernels], KernelCase], device: torch.device) -> torch.Tensor:
     """What the torch reference makes of the inputs that `make` makes after a seed of 0."""
     exact = ReferenceKernels(device)
     exact.chunked_scans = True

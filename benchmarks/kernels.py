@@ -25,7 +25,7 @@ import _path  # noqa: F401
 import torch
 from device_timing import copy_rate, machine, matrix_rate, time_ms
 from harness.figures import markdown_table, write_json
-from kernel_cases import TINY, Bench, Prepared, Shape, expected
+from kernel_cases import TINY, Bench, KernelCase, Shape, expected
 
 from kernels import Kernels, select
 
@@ -42,22 +42,22 @@ class Result:
     peers_us: dict[str, float]
 
 
-def measure(name: str, make: Callable[[Kernels], Prepared], ops: Kernels, rates: tuple[float, float]) -> Result:
-    right = expected(make, ops.device)
+def measure(name: str, make: Callable[[Kernels], KernelCase], ops: Kernels, rates: tuple[float, float]) -> Result:
+    reference = expected(make, ops.device)
     torch.manual_seed(0)
-    prepared = make(ops)
-    error = ((prepared.call().double() - right).norm() / right.norm()).item()
-    del right
-    seconds = time_ms(prepared.call, ops.device) / 1e3
+    case = make(ops)
+    error = ((case.call().double() - reference).norm() / reference.norm()).item()
+    del reference
+    seconds = time_ms(case.call, ops.device) / 1e3
     peers = {}
-    for peer, call in prepared.peers.items():
+    for peer, call in case.peers.items():
         try:
             peers[peer] = time_ms(call, ops.device) * 1e3
         except Exception as error:  # noqa: BLE001 - it is not what is measured here
             print(f"{name}: {peer}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return Result(
-        name, seconds * 1e6, prepared.moved_bytes, prepared.operations, prepared.moved_bytes / seconds / rates[0],
-        prepared.operations / seconds / rates[1], error, peers,
+        name, seconds * 1e6, case.moved_bytes, case.operations, case.moved_bytes / seconds / rates[0],
+        case.operations / seconds / rates[1], error, peers,
     )  # fmt: skip
 
 

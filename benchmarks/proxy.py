@@ -47,7 +47,7 @@ START_APART_S = 0.005
 TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
 COUNTS = {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160, "1m": 64}
 """Requests of each size in a round."""
-CASES, NEW = ("2k", "16k", "110k", "1m"), 2_000
+CASES, NEW_CHARACTERS = ("2k", "16k", "110k", "1m"), 2_000
 """Sizes, and characters of the turn that is new."""
 COLUMNS = {
     "CPU us": ("cpu_us", "{:.1f}"), "tokenise us": ("tokenize_us", "{:.1f}"),
@@ -77,33 +77,33 @@ class Gateway:
     def streams(self, requests: list[bytes]) -> tuple[list[float], list[float]]:
         """(first-chunk times, ages of the chunks when they came), seconds, of streams begun 5 ms apart."""
 
-        async def begun(client: Client, number: int) -> Response:
+        async def send_later(client: Client, number: int) -> Response:
             await asyncio.sleep(number * START_APART_S)
             return (await client.send(requests[number])).raise_for_status()
 
-        async def all_of_them() -> list[Response]:
+        async def send_all() -> list[Response]:
             async with Client(self.url) as client:
-                return await asyncio.gather(*(begun(client, number) for number in range(len(requests))))
+                return await asyncio.gather(*(send_later(client, number) for number in range(len(requests))))
 
         firsts, ages = [], []
-        for answer in asyncio.run(all_of_them()):
+        for answer in asyncio.run(send_all()):
             # Sender and receiver read the same clock.
-            sent = [(at_s, json.loads(event)["t"] / 1e9) for at_s, event in answer.json_events()]
-            if len(sent) != CHUNKS:
-                raise RuntimeError(f"a stream of {len(sent)} chunks arrived, {CHUNKS} were sent")
-            firsts.append(sent[0][0] - answer.start_s)
-            ages += [at_s - sent_s for at_s, sent_s in sent]
+            chunk_times = [(at_s, json.loads(event)["t"] / 1e9) for at_s, event in answer.json_events()]
+            if len(chunk_times) != CHUNKS:
+                raise RuntimeError(f"a stream of {len(chunk_times)} chunks arrived, {CHUNKS} were sent")
+            firsts.append(chunk_times[0][0] - answer.start_s)
+            ages += [at_s - sent_s for at_s, sent_s in chunk_times]
         return firsts, ages
 
 
-def is_reasoned(messages: list[Message]) -> bool:
+def is_sampled(messages: list[Message]) -> bool:
     """Whether a router as it is by default compares the turns of this conversation to say why they miss."""
-    parsed = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
-    return digest_first_user_message(parsed) < MissReasonsConfig().share * 2**32
+    body = parse_routing(CHAT, json.dumps({"messages": messages}).encode())
+    return digest_first_user_message(body) < MissReasonsConfig().share * 2**32
 
 
-def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:
-    rows = [once() for _ in range(rounds)]
+def medians(rounds: int, measure_once: Callable[[], dict[str, float]]) -> dict[str, float]:
+    rows = [measure_once() for _ in range(rounds)]
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
@@ -114,21 +114,21 @@ def measure(gateway: Gateway, direct: Gateway, bodies: ChatRequests, rounds: int
         """CPU and latency of complete answers."""
         count = max(int(COUNTS[size] * (1 if concurrency > 1 else 0.4) * scale), 4 * concurrency, 64)
         tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
-        routed = gateway.latencies(bodies.make(size, count), concurrency)
+        routed_s = gateway.latencies(bodies.make(size, count), concurrency)
         cpu_us = 1e6 * (gateway.cpu_s() - cpu_s) / count
         tokenize_us = 1e6 * (gateway.tokenize_s() - tokenize_s) / count
-        plain = direct.latencies(bodies.make(size, count), concurrency)
+        direct_s = direct.latencies(bodies.make(size, count), concurrency)
         return {
             "cpu_us": cpu_us, "tokenize_us": tokenize_us, "cpu_us_without_tokenize": cpu_us - tokenize_us,
-            "added_p50_ms": 1e3 * (percentile(routed, 0.5) - percentile(plain, 0.5)),
-            "added_p99_ms": 1e3 * (percentile(routed, 0.99) - percentile(plain, 0.99)),
-            "requests_per_s": count / sum(routed) * concurrency,
+            "added_p50_ms": 1e3 * (percentile(routed_s, 0.5) - percentile(direct_s, 0.5)),
+            "added_p99_ms": 1e3 * (percentile(routed_s, 0.99) - percentile(direct_s, 0.99)),
+            "requests_per_s": count / sum(routed_s) * concurrency,
         }  # fmt: skip
 
     def streams() -> dict[str, float]:
         """CPU and delay of paced streams."""
-        made, cpu_s = bodies.make("2k", STREAMS, stream=True), gateway.cpu_s()
-        firsts, lags = gateway.streams(made)
+        requests_sent, cpu_s = bodies.make("2k", STREAMS, stream=True), gateway.cpu_s()
+        firsts, lags = gateway.streams(requests_sent)
         cpu_s = gateway.cpu_s() - cpu_s
         direct_firsts, direct_lags = direct.streams(bodies.make("2k", STREAMS, stream=True))
         return {
@@ -161,9 +161,9 @@ def measure_cases(
 
     def cost(gateway: Gateway, size: str) -> dict[str, float]:
         count = max(int(COUNTS[size] * scale / 2), 32)
-        made = bodies.make(size, count, new_characters=NEW)
+        requests = bodies.make(size, count, new_characters=NEW_CHARACTERS)
         tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
-        gateway.latencies(made, 32)
+        gateway.latencies(requests, 32)
         return {
             "cpu_us": 1e6 * (gateway.cpu_s() - cpu_s) / count,
             "tokenise_us": 1e6 * (gateway.tokenize_s() - tokenize_s) / count,
@@ -172,15 +172,16 @@ def measure_cases(
     cases = []
     for size in CASES:
         for gateway in gateways.values():
-            gateway.latencies(bodies.make(size, 2 * CONVERSATIONS_PER_SIZE, new_characters=NEW), 1)  # now it was seen
+            # After this the gateway has seen every conversation.
+            gateway.latencies(bodies.make(size, 2 * CONVERSATIONS_PER_SIZE, new_characters=NEW_CHARACTERS), 1)
         rows = [{name: cost(gateway, size) for name, gateway in gateways.items()} for _ in range(rounds)]
-        own, *peers = [
+        own_costs, *peers = [
             {figure: statistics.median(row[name][figure] for row in rows) for figure in ("cpu_us", "tokenise_us")}
             for name in gateways
         ]
-        body = bodies.make(size, 1, new_characters=NEW)[0].partition(b"\r\n\r\n")[2]
-        found = {name: peer["cpu_us"] for name, peer in zip(list(gateways)[1:], peers)}
-        cases.append({"name": size, "body_bytes": len(body), **own, "peers": found})
+        body = bodies.make(size, 1, new_characters=NEW_CHARACTERS)[0].partition(b"\r\n\r\n")[2]
+        peer_costs = {name: peer["cpu_us"] for name, peer in zip(list(gateways)[1:], peers)}
+        cases.append({"name": size, "body_bytes": len(body), **own_costs, "peers": peer_costs})
     return cases
 
 
@@ -188,7 +189,7 @@ def show_cases(cases: list[dict[str, Any]]) -> None:
     rows = {f"{case['body_bytes']:,} bytes": {**case, **case["peers"]} for case in cases}
     columns = {"CPU us": ("cpu_us", "{:.0f}"), "of it tokenising": ("tokenise_us", "{:.0f}")}
     columns |= {name: (name, "{:.0f}") for name in cases[0]["peers"]}
-    print(f"\nReturning with {NEW} new characters, 32 in flight\n{markdown_table(rows, columns, 'body')}")
+    print(f"\nReturning with {NEW_CHARACTERS} new characters, 32 in flight\n{markdown_table(rows, columns, 'body')}")
 
 
 def show(name: str, result: dict[str, Any]) -> None:
@@ -221,16 +222,16 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies, tokenizer = ChatRequests(is_reasoned, MissReasonsConfig().share), Tokenizer.load(folder)
-        seen = [
+        bodies, tokenizer = ChatRequests(is_sampled, MissReasonsConfig().share), Tokenizer.load(folder)
+        bodies_seen = [
             json.dumps({"messages": [*messages, make_question(0)]})
             for row in bodies.conversations.values()
             for messages in row
         ]
-        announced = [tokenizer.encode_chat(parse_routing(CHAT, body.encode())) for body in seen]
+        announced_ids = [tokenizer.encode_chat(parse_routing(CHAT, body.encode())) for body in bodies_seen]
         mocks = []
         for number in range(2):
-            (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
+            (folder / f"announce{number}.json").write_text(json.dumps(announced_ids[number::2]))
             mocks.append(["--announce", str(folder / f"announce{number}.json")])
         report: dict[str, Any] = {"machine": describe_machine(), "installed": not checkout, "peers": {}}
         print(format_facts(report["machine"]))
@@ -248,8 +249,8 @@ def main(
                     gateways[name] = Gateway(f"http://127.0.0.1:{port}", program.pid)
                     wait_until_ready(gateways[name], bodies)
                     if not only_cases:
-                        found = report["peers"][name] = measure(gateways[name], direct, bodies, rounds, scale)
-                        show(f"{name}: {' '.join(command[-6:])}", found)
+                        result = report["peers"][name] = measure(gateways[name], direct, bodies, rounds, scale)
+                        show(f"{name}: {' '.join(command[-6:])}", result)
                 report["cases"] = measure_cases(gateways, bodies, rounds, scale)
             show_cases(report["cases"])
         write_json(json_file, report)
@@ -257,21 +258,23 @@ def main(
 
 def wait_until_ready(gateway: Gateway, bodies: ChatRequests) -> None:
     """Until it answers; ours until both workers are up and the index knows what they announced."""
-    seen: dict[str, int] = {}
+    cached_by_worker: dict[str, int] = {}
 
-    def known() -> bool:
+    def is_ready() -> bool:
         try:
             for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", CONVERSATIONS_PER_SIZE), 1)):
                 if not gateway.ours:
                     return True
-                cached = int(answer.headers["x-blockcast-predicted-cached-tokens"])
-                seen[answer.headers["x-blockcast-worker"]] = cached
+                cached_tokens = int(answer.headers["x-blockcast-predicted-cached-tokens"])
+                cached_by_worker[answer.headers["x-blockcast-worker"]] = cached_tokens
         except RuntimeError:
             return False
-        return len(seen) == 2 and min(seen.values()) > 100
+        return len(cached_by_worker) == 2 and min(cached_by_worker.values()) > 100
 
-    if not wait_until(known, 60, 0.2):
-        raise click.ClickException(f"{gateway.url} does not answer, or does not know what the workers hold: {seen}")
+    if not wait_until(is_ready, 60, 0.2):
+        raise click.ClickException(
+            f"{gateway.url} does not answer, or does not know what the workers hold: {cached_by_worker}"
+        )
 
 
 if __name__ == "__main__":

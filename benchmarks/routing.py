@@ -141,8 +141,8 @@ def main(argv: list[str] | None = None) -> None:
         run_grid(arguments)
         return
     load_s = KV_BYTES / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
-    given = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
-    service = StepTimes(**given, load_s_per_token=load_s)
+    step_times = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
+    service = StepTimes(**step_times, load_s_per_token=load_s)
     talks = arguments.workload == "chat"
     options = Options(
         service=service,
@@ -163,10 +163,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
     """Every policy on every trace in every setting."""
-    started = time.time()
-    loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace]
-    loaded = loaded or [generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
-    for workload in loaded:
+    start_s = time.time()
+    workloads = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace]
+    workloads = workloads or [generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
+    for workload in workloads:
         _WORKLOADS[workload.name] = workload
         print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
     settings = [
@@ -178,8 +178,8 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     ]
     calibration = Calibration(arguments.calibration)
     full: dict[Setting, float] = {}
-    for one in dict.fromkeys(replace(s, load=1.0) for s in settings):
-        full[one] = calibration.speed(one, _WORKLOADS[one.trace], options)
+    for setting in dict.fromkeys(replace(s, load=1.0) for s in settings):
+        full[setting] = calibration.speed(setting, _WORKLOADS[setting.trace], options)
         _progress("calibrating load", len(full), len(settings) // len(arguments.load))
     speeds = {s: full[replace(s, load=1.0)] * s.load for s in settings}
     policies = [*BOUNDS, *(arguments.policy or POLICIES)]
@@ -188,7 +188,7 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     print(f"\nGeometric means over {len(settings)} settings, relative to INF (imbalance: busiest worker over mean)")
     order = sorted(ratios, key=lambda name: (name in BOUNDS, -ratios[name]["ttft_mean"]))
     print(markdown_table({name: ratios[name] for name in order}, GRID_COLUMNS, "policy"))
-    print(f"{time.time() - started:.0f} s")
+    print(f"{time.time() - start_s:.0f} s")
     return {
         **{name: ratios[name] for name in policies},
         "absolute": relative(scores, None),
@@ -230,54 +230,63 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
 
 def run_grid(arguments: argparse.Namespace) -> None:
     """What the file does not have yet of the grid, and named policies anew; a line for each setting, then the sum."""
-    started, host = time.time(), describe_machine()
+    start_s, host = time.time(), describe_machine()
     print(format_facts(host))
-    known: dict[str, dict[str, Any]] = {}
+    previous_rows: dict[str, dict[str, Any]] = {}
     if arguments.json is not None and arguments.json.exists():
-        known = json.loads(arguments.json.read_text())["settings"]
-    done: dict[str, dict[str, Any]] = {}
-    wanted = [grid.OURS, *ABLATIONS] if arguments.ablate else [*CHAT_POLICIES, grid.BASE]
+        previous_rows = json.loads(arguments.json.read_text())["settings"]
+    rows_by_setting: dict[str, dict[str, Any]] = {}
+    policy_names = [grid.OURS, *ABLATIONS] if arguments.ablate else [*CHAT_POLICIES, grid.BASE]
     work = []
     for point in grid.points(arguments.sample):
-        kept = {name: row for name, row in known.get(str(point), {}).items() if name not in (arguments.policy or ())}
-        missing = [name for name in wanted if name not in kept]
+        known_rows = {
+            name: row for name, row in previous_rows.get(str(point), {}).items() if name not in (arguments.policy or ())
+        }
+        missing = [name for name in policy_names if name not in known_rows]
         if missing:
-            work.append((point, kept, missing, range(arguments.seed, arguments.seed + arguments.draws)))
+            work.append((point, known_rows, missing, range(arguments.seed, arguments.seed + arguments.draws)))
         else:
-            done[str(point)] = kept
-    count, drawn = len(work) + len(done), {"seed": arguments.seed, "draws": arguments.draws}
-    print(f"{count} settings, {len(done)} known")
+            rows_by_setting[str(point)] = known_rows
+    count, seed_options = len(work) + len(rows_by_setting), {"seed": arguments.seed, "draws": arguments.draws}
+    print(f"{count} settings, {len(rows_by_setting)} known")
     with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
         for name, policies, seconds in pool.imap_unordered(_play, work):
-            done[name] = policies
+            rows_by_setting[name] = policies
             if arguments.ablate:
-                print(f"{len(done)}/{count} {name}; {seconds:.0f} s", flush=True)
-                write_json(arguments.json, {"settings": {**known, **done}, **drawn, "machine": host})
+                print(f"{len(rows_by_setting)}/{count} {name}; {seconds:.0f} s", flush=True)
+                write_json(
+                    arguments.json, {"settings": {**previous_rows, **rows_by_setting}, **seed_options, "machine": host}
+                )
                 continue
             ratios = grid.verdict(policies)["ratios"].items()
-            found = ", ".join(f"{key} {value:.3f} ({who})" for key, (value, who) in ratios)
-            print(f"{len(done)}/{count} {name}: over the best {found}; {seconds:.0f} s", flush=True)
-            document = {**grid.summary(done), "settings": {**known, **done}, **drawn, "machine": host}
+            ratio_text = ", ".join(f"{key} {value:.3f} ({policy})" for key, (value, policy) in ratios)
+            print(f"{len(rows_by_setting)}/{count} {name}: over the best {ratio_text}; {seconds:.0f} s", flush=True)
+            document = {
+                **grid.summary(rows_by_setting),
+                "settings": {**previous_rows, **rows_by_setting},
+                **seed_options,
+                "machine": host,
+            }
             write_json(arguments.json, document)
     if arguments.ablate:
-        means = {name: grid.means(done, name, grid.OURS) for name in ABLATIONS}
+        means = {name: grid.means(rows_by_setting, name, grid.OURS) for name in ABLATIONS}
         print(markdown_table(means, {key: (key, "{:.3f}") for key in grid.FIGURES}, "ours, beside it"))
         return
-    report = grid.summary(done)
+    report = grid.summary(rows_by_setting)
     print(markdown_table(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
     print("\n".join(f"{key}: {json.dumps(value)}" for key, value in report.items()))
-    print(f"{time.time() - started:.0f} s")
+    print(f"{time.time() - start_s:.0f} s")
 
 
 def _play(work: tuple[grid.Point, dict[str, Any], list[str], range]) -> tuple[str, dict[str, Any], float]:
-    point, kept, missing, seeds = work
-    started = time.time()
+    point, known_rows, missing, seeds = work
+    start_s = time.time()
     draws = [grid.play(point, missing, seed) for seed in seeds]
-    played = {
+    mean_rows = {
         policy: {figure: statistics.fmean(draw[policy][figure] for draw in draws) for figure in draws[0][policy]}
         for policy in missing
     }
-    return str(point), {**kept, **played}, time.time() - started
+    return str(point), {**known_rows, **mean_rows}, time.time() - start_s
 
 
 def as_json(scores: dict[str, Score]) -> dict[str, dict[str, Any]]:
@@ -301,8 +310,8 @@ def _run_one(work: tuple[str, Setting, float, Options]) -> tuple[str, Setting, S
     return policy, setting, figures
 
 
-def _progress(what: str, done: int, total: int) -> None:
-    sys.stderr.write(f"\r{what:<18} {done}/{total} ")
+def _progress(stage: str, done_count: int, total: int) -> None:
+    sys.stderr.write(f"\r{stage:<18} {done_count}/{total} ")
     sys.stderr.flush()
 
 

@@ -58,24 +58,24 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     host = describe_machine()
     print(format_facts(host))
-    rows = simulated(arguments)
+    rows = simulate_workloads(arguments)
     print(markdown_table(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 
 
-def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def simulate_workloads(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """name -> what was predicted to be saved, and what was."""
-    loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
+    workloads = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
         generate_tool_use("tool_use", seed=arguments.seed, requests_max=arguments.limit),
         generate_chat(
             "chat", ChatShape(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed
         ),
-        users(arguments.users, arguments.limit, arguments.seed),
+        generate_users(arguments.users, arguments.limit, arguments.seed),
     ]
     slow = {} if arguments.slow_worker is None else {0: arguments.slow_worker}
     played_by = f"{arguments.users} users"
     rows: dict[str, dict[str, float]] = {}
-    for workload in loaded:
+    for workload in workloads:
         keep_answers(workload)
         limits, blocks = EngineLimits(is_preemptive=True), {"chat": 1500, played_by: 3000}.get(workload.name)
         options, speed = Options(limits=limits, slow_workers=slow, seed=arguments.seed, cache_blocks=blocks), 1.0
@@ -87,29 +87,32 @@ def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         for policy in arguments.policy or ["round_robin", "least_requests"]:
             today, _ = run(policy, setting, workload, speed, options)
             blocks = cluster_config(setting, workload, speed, options).cache_blocks
-            rows |= beside(f"{workload.name}, {policy}", workload, today, after, arguments.workers, blocks)
+            rows |= compare_run(f"{workload.name}, {policy}", workload, today, after, arguments.workers, blocks)
     return rows
 
 
-def users(number: int, requests_max: int, seed: int) -> Workload:
+def generate_users(number: int, requests_max: int, seed: int) -> Workload:
     """So many users, who hold one conversation after the other and think before each turn for a second, on average."""
-    rng, block, fresh = random.Random(seed), 32, count(1)
-    systems = [[next(fresh) for _ in range(rng.randint(10, 120))] for _ in range(12)]
-    last: list[int | None] = [None] * number
+    rng, block, block_ids = random.Random(seed), 32, count(1)
+    systems = [[next(block_ids) for _ in range(rng.randint(10, 120))] for _ in range(12)]
+    last_requests: list[int | None] = [None] * number
     turns: list[list[int]] = [[] for _ in range(number)]
     """user -> the blocks that its conversation has"""
-    left = [0] * number
+    turns_left = [0] * number
     requests: list[SimRequest] = []
     while len(requests) < requests_max:
         user = len(requests) % number
-        if not left[user]:
-            left[user], turns[user] = rng.randint(1, 8), list(rng.choice(systems))
-        left[user] -= 1
-        ids = turns[user] + [next(fresh) for _ in range(rng.randint(2, 20))]
-        wait_s, said = rng.expovariate(1.0) + 5.0 * (last[user] is None) * rng.random(), rng.randint(20, 300)
+        if not turns_left[user]:
+            turns_left[user], turns[user] = rng.randint(1, 8), list(rng.choice(systems))
+        turns_left[user] -= 1
+        ids = turns[user] + [next(block_ids) for _ in range(rng.randint(2, 20))]
+        wait_s, output_tokens = (
+            rng.expovariate(1.0) + 5.0 * (last_requests[user] is None) * rng.random(),
+            rng.randint(20, 300),
+        )
         tokens, i = len(ids) * block, len(requests)
-        requests.append(SimRequest(i, user, wait_s, tokens, said, ids, last[user], block, list(ids)))
-        last[user], turns[user] = i, ids + [next(fresh) for _ in range(said // block)]
+        requests.append(SimRequest(i, user, wait_s, tokens, output_tokens, ids, last_requests[user], block, list(ids)))
+        last_requests[user], turns[user] = i, ids + [next(block_ids) for _ in range(output_tokens // block)]
         requests[-1].final_ids = list(turns[user])
     workload = Workload(f"{number} users", requests, f"{requests_max} requests, generated with seed {seed}")
     workload.working_set_blocks = len({b for r in requests for b in r.final_ids})
@@ -118,58 +121,61 @@ def users(number: int, requests_max: int, seed: int) -> Workload:
 
 def keep_answers(workload: Workload) -> None:
     """Answers that nobody goes on from stay in the cache too, as in real engines; benchmarks/routing.py drops them."""
-    fresh = count(1 + max(block for r in workload.requests for block in r.final_ids))
+    block_ids = count(1 + max(block for r in workload.requests for block in r.final_ids))
     for r in workload.requests:
         r.final_ids = r.final_ids + [
-            next(fresh) for _ in range((r.prompt_tokens + r.output_tokens - 1) // r.block - len(r.final_ids))
+            next(block_ids) for _ in range((r.prompt_tokens + r.output_tokens - 1) // r.block - len(r.final_ids))
         ]
 
 
-def watched(workload: Workload, result: SimulationResult) -> list[ObservedRequest]:
+def observe_run(workload: Workload, result: SimulationResult) -> list[ObservedRequest]:
     """What `router shadow` sees of a run, in the order of arrival."""
     links = PrefixLinks(len(workload.requests))
     lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
-    found = []
+    requests = []
     for request in sorted(workload.requests, key=lambda r: result.arrived_s[r.index]):
         i, ids, tokens = request.index, array("Q", request.ids), request.prompt_tokens
         at_s = result.arrived_s[i]
-        seen = ObservedRequest(i, at_s, ids, tokens, str(result.worker_of[i]), result.hit_tokens[i])
-        seen.first_token_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
-        seen.output_tokens = request.output_tokens
-        seen.continues_streams = links.follow(
+        record = ObservedRequest(i, at_s, ids, tokens, str(result.worker_of[i]), result.hit_tokens[i])
+        record.first_token_s, record.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
+        record.output_tokens = request.output_tokens
+        record.continues = links.follow(
             i, ids, request.full_blocks, lambda earlier, tokens=tokens: lengths[earlier] <= tokens
         )
-        found.append(seen)
-    return found
+        requests.append(record)
+    return requests
 
 
-def beside(
+def compare_run(
     name: str, workload: Workload, today: SimulationResult, after: SimulationResult, workers: int, blocks: int | None
 ) -> dict[str, dict[str, float]]:
-    seen = watched(workload, today)
-    warming = len(seen) // 10
+    requests = observe_run(workload, today)
+    warming = len(requests) // 10
     cache_tokens = None if blocks is None else blocks * workload.block
     engines = [ObservedEngine(str(i), cache_tokens) for i in range(workers)]
-    found = compare(seen, engines, workload.block, CoreConfig(), warming=warming)
-    kept = [one.serial for one in seen[warming:]]
+    comparison = compare(requests, engines, workload.block, CoreConfig(), warming=warming)
+    scored_requests = [request.serial for request in requests[warming:]]
 
-    def gained(of: str) -> tuple[float, float]:
-        if of == "tokens":
-            was, now = (sum(workload.requests[i].prompt_tokens - r.hit_tokens[i] for i in kept) for r in (today, after))
+    def compute_saving(figure: str) -> tuple[float, float]:
+        if figure == "tokens":
+            before, after_switch = (
+                sum(workload.requests[i].prompt_tokens - r.hit_tokens[i] for i in scored_requests)
+                for r in (today, after)
+            )
         else:
-            was, now = (sum(getattr(r, of)[i] for i in kept) for r in (today, after))
-        return was - now, was
+            before, after_switch = (sum(getattr(r, figure)[i] for i in scored_requests) for r in (today, after))
+        return before - after_switch, before
 
     rows = {}
-    for title, predicted, of in (
-        ("tokens computed", found.saved.computed_tokens, "tokens"),
-        ("seconds to first token", found.saved.ttft_s, "ttft_s"),
-        ("seconds to the end", found.saved.seconds, "e2e_s"),
+    for title, predicted_saving, figure in (
+        ("tokens computed", comparison.saved.computed_tokens, "tokens"),
+        ("seconds to first token", comparison.saved.ttft_s, "ttft_s"),
+        ("seconds to the end", comparison.saved.seconds, "e2e_s"),
     ):
-        measured, base = gained(of)
+        measured_saving, base = compute_saving(figure)
         rows[f"{name}: {title}"] = {
-            "predicted": predicted, "measured": measured, "share": measured / base,
-            "error": predicted / measured - 1.0, "model_error": found.model_error or 0.0,
+            "predicted": predicted_saving, "measured": measured_saving, "share": measured_saving / base,
+            "error": predicted_saving / measured_saving - 1.0, "model_error": comparison.model_error or 0.0,
         }  # fmt: skip
     return rows
 

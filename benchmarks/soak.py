@@ -67,27 +67,27 @@ class Soak:
         print(f"filled with {turn} turns: {text_mib:.1f} MiB of encoded text, {resident:.1f} MiB resident")
 
     async def run(self, minutes: float, interval_s: float) -> None:
-        started = time.monotonic()
-        next_sample_s = started
+        start_s = time.monotonic()
+        next_sample_s = start_s
         tasks: set[asyncio.Task[None]] = set()
         async with Client(self._url, timeout_s=30) as client:
             watching = asyncio.create_task(self._watch())
-            while (now := time.monotonic()) < started + 60 * minutes:
+            while (now := time.monotonic()) < start_s + 60 * minutes:
                 if now >= next_sample_s:
                     next_sample_s += interval_s
-                    self.samples.append(await asyncio.to_thread(self._sample, (now - started) / 60))
+                    self.samples.append(await asyncio.to_thread(self._sample, (now - start_s) / 60))
                     minute, resident, text_mib, blocks = self.samples[-1]
                     print(f"{minute:6.1f} min {resident:8.1f} MiB  text {text_mib:.1f} MiB  index {blocks:.0f}  "
                           f"{dict(self.outcomes)}", flush=True)  # fmt: skip
                 if len(tasks) < IN_FLIGHT_MAX:
-                    task = asyncio.create_task(self._one(client))
+                    task = asyncio.create_task(self._send_request(client))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                 await asyncio.sleep(self._rng.expovariate(self._rate))
             await asyncio.gather(*tasks)
             watching.cancel()
 
-    async def _one(self, client: Client) -> None:
+    async def _send_request(self, client: Client) -> None:
         kind = self._rng.choices(["whole", "stream", "leave", "wrong", "fresh"], [50, 25, 10, 5, 10])[0]
         size = self._rng.choices(["0.2k", "2k", "16k"], [3, 6, 1])[0]
         streams: dict[str, Any] = {"stream": True} if kind in ("stream", "leave") else {}

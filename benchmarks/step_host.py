@@ -60,27 +60,27 @@ class Parts:
         self.seconds: dict[str, float] = {}
         """Of the step under way."""
         self.steps: list[dict[str, float]] = []
-        self._here = threading.local()
+        self._thread_state = threading.local()
         """On each thread: what was spent inside of each call under way."""
 
     def watch(self, name: str, owner: Any, attribute: str) -> None:
         """Replace a function by one that is timed."""
-        setattr(owner, attribute, self.timed(name, getattr(owner, attribute)))
+        setattr(owner, attribute, self.time_calls(name, getattr(owner, attribute)))
 
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            inside = self._here.__dict__.setdefault("inside", [])
-            inside.append(0.0)
+    def time_calls(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_timed(*args: Any, **kwargs: Any) -> Any:
+            inner_times = self._thread_state.__dict__.setdefault("inside", [])
+            inner_times.append(0.0)
             start = self._clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                took = self._clock() - start
-                self.seconds[name] = self.seconds.get(name, 0.0) + took - inside.pop()
-                if inside:
-                    inside[-1] += took
+                elapsed_s = self._clock() - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s - inner_times.pop()
+                if inner_times:
+                    inner_times[-1] += elapsed_s
 
-        return timed
+        return call_timed
 
     def step(self) -> None:
         """A step is done."""
@@ -92,7 +92,7 @@ class Parts:
         return {name: 1e3 * statistics.median(step.get(name, 0.0) for step in self.steps) for name in names}
 
 
-class Gaps:
+class DeviceGaps:
     """Where on the device's own clock a step's model begins, and where the work of a step has ended."""
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ class Gaps:
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()  # type: ignore[no-untyped-call]
 
-    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
+    def mark_before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_marked(*args: Any, **kwargs: Any) -> Any:
             if not torch.cuda.is_current_stream_capturing():
                 self.mark(self.begins)
             return call(*args, **kwargs)
 
-        return marked
+        return call_marked
 
     def exposed_ms(self) -> list[float]:
         """Of every step but the first; the device idles from one step's end to the next one's begin."""
@@ -125,12 +125,12 @@ class Gaps:
 class Capture:
     """`CudaCapture` whose replays are marked."""
 
-    def __init__(self, device: torch.device, gaps: Gaps) -> None:
+    def __init__(self, device: torch.device, gaps: DeviceGaps) -> None:
         self._capture, self._gaps = CudaCapture(device), gaps
 
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         replay, out = self._capture(run)
-        return self._gaps.before(replay), out
+        return self._gaps.mark_before(replay), out
 
 
 class ImaginaryDevice:
@@ -152,10 +152,10 @@ class ImaginaryDevice:
 
         As CUDA waits for an event unless it is told otherwise: it asks again and again.
         """
-        done_s = self._free_s
+        device_done_s = self._free_s
 
         def read() -> list[list[Any]]:
-            while time.perf_counter() < done_s:
+            while time.perf_counter() < device_done_s:
                 pass
             return [torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
 
@@ -169,27 +169,27 @@ class ImaginaryDevice:
         ops = TritonKernels.__new__(TritonKernels)
         ops.device, ops._processors = torch.device("meta"), 132
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
-        ops.penalise = ops.count_sampled = lambda *given: None  # type: ignore[method-assign, assignment]
+        ops.penalise = ops.count_sampled = lambda *args: None  # type: ignore[method-assign, assignment]
         return ops
 
 
 def dispatch_on_one_element() -> None:
     """What decode steps do on `meta` whose shapes are found by Python code."""
-    one, other, at = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    scalar, scalar_out, scalar_index = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     square, empty = torch.zeros(1, 1), torch.empty
     select, copy, product = torch.index_select, torch.Tensor.index_copy_, torch.nn.functional.linear
 
-    def index_select(given: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        select(one, 0, at, out=other)
+    def index_select(source: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        select(scalar, 0, scalar_index, out=scalar_out)
         return out
 
-    def index_copy_(given: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        copy(one, 0, at, other)
-        return given
+    def index_copy_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        copy(scalar, 0, scalar_index, scalar_out)
+        return target
 
-    def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         product(square, square)
-        return empty(*given.shape[:-1], len(weight), dtype=given.dtype, device=given.device)
+        return empty(*x.shape[:-1], len(weight), dtype=x.dtype, device=x.device)
 
     torch.nn.functional.linear = linear  # type: ignore[assignment]
     torch.index_select = index_select  # type: ignore[assignment]
@@ -199,12 +199,12 @@ def dispatch_on_one_element() -> None:
 class HostEngine(Engine):
     """With marks where a device begins and ends."""
 
-    gaps = Gaps()
+    gaps = DeviceGaps()
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.imagined = ImaginaryDevice(options.device_ms) if options.device == "meta" else None
+        self.imaginary_device = ImaginaryDevice(options.device_ms) if options.device == "meta" else None
         super().__init__(options)
-        if self.imagined is not None:
+        if self.imaginary_device is not None:
             hidden = self.model.config.hidden_size
             self.model.forward = lambda token_ids, step, selected_tokens=None: torch.empty(  # type: ignore[method-assign]
                 len(token_ids if selected_tokens is None else selected_tokens), hidden, dtype=self.dtype, device="meta"
@@ -213,28 +213,29 @@ class HostEngine(Engine):
             torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]
             torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
             dispatch_on_one_element()
-            runner_module.to_host = self.imagined.to_host
+            runner_module.to_host = self.imaginary_device.to_host
 
     def _kernels(self) -> Any:
-        return super()._kernels() if self.imagined is None else self.imagined.kernels()
+        return super()._kernels() if self.imaginary_device is None else self.imaginary_device.kernels()
 
     def _draw_weights(self) -> None:
-        if self.imagined is None:
+        if self.imaginary_device is None:
             super()._draw_weights()
         else:
             for weight in self.model.weights:
                 weight.allocate(self.dtype, self.device)
 
     def _capture(self) -> Any:
-        if self.imagined is not None:
-            return self.imagined
+        if self.imaginary_device is not None:
+            return self.imaginary_device
         eager = self.device.type != "cuda" or self.options.enforce_eager
         return None if eager else Capture(self.device, self.gaps)
 
 
 def watch(engine: HostEngine, core: EngineCore) -> Parts:
     """The parts of a step; what is not named is the step's own loop."""
-    clock = time.perf_counter if engine.imagined is None else time.thread_time  # nothing but the CPU is waited for
+    # An imaginary device waits for nothing but the CPU.
+    clock = time.perf_counter if engine.imaginary_device is None else time.thread_time
     parts, runner, sampler = Parts(clock), engine.runner, engine.runner._sampler
     parts.watch("plan", core.scheduler, "schedule")
     parts.watch("apply", core.scheduler, "apply")
@@ -253,14 +254,14 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     ):
         parts.watch("penalties", owner, name)
     begin = runner_module.to_host
-    runner_module.to_host = lambda tensors: parts.timed("read-back", begin(tensors))  # type: ignore[assignment]
+    runner_module.to_host = lambda tensors: parts.time_calls("read-back", begin(tensors))  # type: ignore[assignment]
     compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_draw")]
     for owner, name in compute:
         parts.watch("model", owner, name)
     if runner._graphs is not None:
         parts.watch("launch", runner._graphs, "forward")
     submit = core._submit_step
-    core._submit_step = lambda plan: parts.timed("launch", parts.timed("launch", submit)(plan))
+    core._submit_step = lambda plan: parts.time_calls("launch", parts.time_calls("launch", submit)(plan))
     return parts
 
 
@@ -268,10 +269,10 @@ def requests(count: int, context: int, vocabulary: int, penalties: bool, block_s
     """One that computes the shared prompt, then those that are measured."""
     rng = random.Random(0)
     prompt = [rng.randrange(1, vocabulary) for _ in range(context - 1)]
-    more: dict[str, Any] = PENALTIES if penalties else {}
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=None, seed=1, **more)
-    first = Request(request_id="first", token_ids=prompt, params=SamplingParams(max_tokens=1, ignore_eos=True))
-    return [first] + [
+    penalty_params: dict[str, Any] = PENALTIES if penalties else {}
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=None, seed=1, **penalty_params)
+    prompt_request = Request(request_id="first", token_ids=prompt, params=SamplingParams(max_tokens=1, ignore_eos=True))
+    return [prompt_request] + [
         Request(request_id=str(i), token_ids=[*prompt, *[i % vocabulary] * (1 + i % block_size)], params=params)
         for i in range(count)
     ]
@@ -289,32 +290,32 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     )
     core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlaps_steps=engine.overlap)
     context, vocabulary = min(context, engine.max_len - 512), engine.model.config.vocab_size
-    first, *others = requests(count, context, vocabulary, penalties, options.block_size)
-    core.add(first, 0.0)
+    prompt_request, *measured_requests = requests(count, context, vocabulary, penalties, options.block_size)
+    core.add(prompt_request, 0.0)
     while core.has_work:
         core.step(0.0)
-    for request in others:
+    for request in measured_requests:
         core.add(request, 0.0)
     while sum(len(output.token_ids) for output in core.step(0.0)) < count:
         pass
     cuda = engine.device.type == "cuda"
     if cuda:
         if engine.runner._graphs is None:
-            engine.runner.model.forward = engine.gaps.before(engine.runner.model.forward)  # type: ignore[method-assign]
+            engine.runner.model.forward = engine.gaps.mark_before(engine.runner.model.forward)  # type: ignore[method-assign]
 
-        def ended(tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
+        def mark_end_and_copy(tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
             engine.gaps.mark(engine.gaps.ends)
             return to_host(tensors)
 
-        runner_module.to_host = ended
+        runner_module.to_host = mark_end_and_copy
     for _ in range(WARM_UP_STEPS):
         core.step(0.0)
     synchronize(engine.device)
     gc.collect()
     gc.freeze()  # as the core's process does
-    walls, exposed = timed(engine, core, options.rounds)
+    walls, exposed_ms = time_steps(engine, core, options.rounds)
     parts = watch(engine, core)
-    watched, _ = timed(engine, core, options.rounds, parts)
+    watched_ms, _ = time_steps(engine, core, options.rounds, parts)
     gc.unfreeze()
     runner_module.to_host = to_host
     per_step = parts.medians_ms()
@@ -324,17 +325,17 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
         if n not in ("model", "read-back") or (n == "model" and engine.device.type != "cpu")
     }
     step_ms = statistics.median(walls)
-    if engine.imagined is not None:
-        exposed = [wall - options.device_ms for wall in walls]
+    if engine.imaginary_device is not None:
+        exposed_ms = [wall - options.device_ms for wall in walls]
     elif not cuda:
-        exposed = [statistics.median(watched) - per_step["model"]]
+        exposed_ms = [statistics.median(watched_ms) - per_step["model"]]
     return {
-        "case": case, "step_ms": step_ms, "exposed_ms": statistics.median(exposed), "host_ms": sum(host.values()),
-        "watched_step_ms": statistics.median(watched), "parts_ms": per_step,
+        "case": case, "step_ms": step_ms, "exposed_ms": statistics.median(exposed_ms), "host_ms": sum(host.values()),
+        "watched_step_ms": statistics.median(watched_ms), "parts_ms": per_step,
     }  # fmt: skip
 
 
-def timed(
+def time_steps(
     engine: HostEngine,
     core: EngineCore,
     rounds: int,
@@ -369,12 +370,12 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(torch.device(options.device)), "shape": options.shape, "cases": []}
     print(json.dumps(report["machine"]))
     for case in options.cases:
-        found = measure(options, case)
-        report["cases"].append(found)
+        result = measure(options, case)
+        report["cases"].append(result)
         write_json(options.json, report)
-        parts = " ".join(f"{name} {ms:.2f}" for name, ms in sorted(found["parts_ms"].items(), key=lambda p: -p[1]))
-        print(f"{case:<12} step {found['step_ms']:8.2f} ms, exposed {found['exposed_ms']:7.2f}, host "
-              f"{found['host_ms']:6.2f}: {parts}", flush=True)  # fmt: skip
+        parts = " ".join(f"{name} {ms:.2f}" for name, ms in sorted(result["parts_ms"].items(), key=lambda p: -p[1]))
+        print(f"{case:<12} step {result['step_ms']:8.2f} ms, exposed {result['exposed_ms']:7.2f}, host "
+              f"{result['host_ms']:6.2f}: {parts}", flush=True)  # fmt: skip
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 

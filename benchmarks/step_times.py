@@ -32,12 +32,12 @@ NAMES = ("step_s", "prefill_s_per_token", "half_quadratic_s", "decode_request_s"
 PROMPTS = (16, 128, 512, 1024, 2048, 3072)
 GROUPS = ((1, 64), (1, 2048), (4, 256), (8, 64), (8, 1024), (16, 256), (32, 64), (32, 256))
 """(sequences, prompt of each) that decode together."""
-DECODED = 48
+DECODE_TOKENS = 48
 NO_TIME = {"prefill_s_per_token": 0.0, "kv_tokens": 400_000}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TimedStep:
     """What took how long; `counts` are those of NAMES."""
 
     counts: tuple[float, ...]
@@ -59,62 +59,64 @@ class Engine:
     def request(self, length: int, tokens: int) -> bytes:
         return post_request("/v1/completions", completion_body(self.model, self.prompt(length), tokens))
 
-    async def prefills(self, rounds: int) -> list[Seen]:
+    async def prefills(self, rounds: int) -> list[TimedStep]:
         """First tokens of prompts that come alone."""
-        seen = []
+        timed_steps = []
         async with Client(self.url) as client:
             await client.send(self.request(600, 8))
             for length in PROMPTS:
-                took = []
+                times_s = []
                 for _ in range(rounds):
                     answer = (await client.send(self.request(length, 1))).raise_for_status()
-                    took.append(StreamOutcome.from_response(answer, 1, "prefill").ttft_s)
+                    times_s.append(StreamOutcome.from_response(answer, 1, "prefill").ttft_s)
                 steps = -(-length // self._step_tokens)
-                seen.append(Seen((steps, length, length * length, 0, 0), statistics.median(took)))
-        return seen
+                timed_steps.append(TimedStep((steps, length, length * length, 0, 0), statistics.median(times_s)))
+        return timed_steps
 
-    async def decodes(self) -> list[Seen]:
+    async def decodes(self) -> list[TimedStep]:
         """The time between the tokens of sequences that all decode."""
-        seen = []
+        timed_steps = []
         async with Client(self.url) as client:
             for count, length in GROUPS:
-                answers = await asyncio.gather(*(client.send(self.request(length, DECODED)) for _ in range(count)))
+                answers = await asyncio.gather(
+                    *(client.send(self.request(length, DECODE_TOKENS)) for _ in range(count))
+                )
                 times = [_token_times(answer.raise_for_status()) for answer in answers]
                 all_run, first_ends = max(t[0] for t in times), min(t[-1] for t in times)
                 gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a >= all_run and b <= first_ends]
                 if gaps:
-                    context = length + DECODED / 2
-                    seen.append(Seen((1, 0, 0, count, count * context), statistics.median(gaps)))
-        return seen
+                    context = length + DECODE_TOKENS / 2
+                    timed_steps.append(TimedStep((1, 0, 0, count, count * context), statistics.median(gaps)))
+        return timed_steps
 
 
 def _token_times(answer: Response) -> list[float]:
     return [at_s for at_s, event in answer.json_events() if json.loads(event)["choices"]]
 
 
-def fit(seen: Sequence[Seen]) -> dict[str, float]:
+def fit(timed_steps: Sequence[TimedStep]) -> dict[str, float]:
     """Least squares of the relative error; what would be below zero is left out."""
-    rows = np.array([entry.counts for entry in seen]) / np.array([[entry.seconds] for entry in seen])
-    kept = [i for i in range(len(NAMES)) if rows[:, i].any()]
+    rows = np.array([entry.counts for entry in timed_steps]) / np.array([[entry.seconds] for entry in timed_steps])
+    columns = [i for i in range(len(NAMES)) if rows[:, i].any()]
     while True:
-        scale = np.abs(rows[:, kept]).max(axis=0)
-        found = np.linalg.lstsq(rows[:, kept] / scale, np.ones(len(seen)), rcond=None)[0] / scale
-        if (found >= 0).all():
-            return dict.fromkeys(NAMES, 0.0) | {NAMES[i]: float(value) for i, value in zip(kept, found)}
-        kept.pop(int(np.argmin(found * scale)))
+        scale = np.abs(rows[:, columns]).max(axis=0)
+        coefficients = np.linalg.lstsq(rows[:, columns] / scale, np.ones(len(timed_steps)), rcond=None)[0] / scale
+        if (coefficients >= 0).all():
+            return dict.fromkeys(NAMES, 0.0) | {NAMES[i]: float(value) for i, value in zip(columns, coefficients)}
+        columns.pop(int(np.argmin(coefficients * scale)))
 
 
 def learn(engine: Engine, idle: Engine, rounds: int) -> tuple[dict[str, float], float]:
     """(times, mean relative error of what they say of what they were learned from). `idle`: its steps take no time."""
     real, http = asyncio.run(engine.prefills(rounds)), asyncio.run(idle.prefills(rounds))
-    seen = [Seen(a.counts, max(a.seconds - b.seconds, 1e-6)) for a, b in zip(real, http)]
-    seen += asyncio.run(engine.decodes())
-    times = fit(seen)
-    for entry in seen:
-        said_s = sum(times[name] * count for name, count in zip(NAMES, entry.counts))
-        click.echo(f"  {entry.counts}: {entry.seconds * 1e3:.2f} ms, said {said_s * 1e3:.2f} ms")
-    said = [sum(times[name] * count for name, count in zip(NAMES, entry.counts)) for entry in seen]
-    error = statistics.fmean(abs(s / entry.seconds - 1) for s, entry in zip(said, seen))
+    timed_steps = [TimedStep(a.counts, max(a.seconds - b.seconds, 1e-6)) for a, b in zip(real, http)]
+    timed_steps += asyncio.run(engine.decodes())
+    times = fit(timed_steps)
+    for entry in timed_steps:
+        predicted_step_s = sum(times[name] * count for name, count in zip(NAMES, entry.counts))
+        click.echo(f"  {entry.counts}: {entry.seconds * 1e3:.2f} ms, said {predicted_step_s * 1e3:.2f} ms")
+    predicted_s = [sum(times[name] * count for name, count in zip(NAMES, entry.counts)) for entry in timed_steps]
+    error = statistics.fmean(abs(s / entry.seconds - 1) for s, entry in zip(predicted_s, timed_steps))
     half = times.pop("half_quadratic_s")
     times["quadratic_tokens"] = times["prefill_s_per_token"] / (2 * half) if half else 1e9
     return times, error

@@ -84,14 +84,19 @@ class Engine:
 
     def _unit_count(self) -> int:
         """As much as the workload and the timed steps can use, as far as there is memory for it."""
-        o = self.options
-        tokens = max(o.sequences * (o.input_max + o.output_max), max((n * c for n, c in o.decode), default=0))
-        wanted = sum(-(-tokens // (o.block_size * self.spec.blocks_per_unit(g))) for g in range(len(self.spec.groups)))
-        wanted += o.sequences * (1 + STATE_UNITS) + 64
+        options = self.options
+        tokens = max(
+            options.sequences * (options.input_max + options.output_max),
+            max((n * c for n, c in options.decode), default=0),
+        )
+        unit_count = sum(
+            -(-tokens // (options.block_size * self.spec.blocks_per_unit(g))) for g in range(len(self.spec.groups))
+        )
+        unit_count += options.sequences * (1 + STATE_UNITS) + 64
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            wanted = min(wanted, int(0.8 * free) // unit_stride_bytes(self.spec))
-        return wanted
+            unit_count = min(unit_count, int(0.8 * free) // unit_stride_bytes(self.spec))
+        return unit_count
 
     @property
     def weight_bytes(self) -> int:
@@ -105,21 +110,23 @@ class Engine:
         """K and V of so many tokens of context in all attention layers."""
         return sum(2 * len(g.layers) * g.num_kv_heads * g.head_dim * g.dtype_bytes * tokens for g in self.spec.groups)
 
-    def matrix_operations(self, tokens: int, sampled: int) -> float:
+    def matrix_operations(self, tokens: int, sampled_tokens: int) -> float:
         """Of the weight matrices and of causal attention, for one prompt from nothing."""
         in_body = self.weight_bytes / self.dtype.itemsize - _elements(self.model.vocabulary.head.shape)
         attention = sum(
             4 * a.config.num_heads * a.config.head_dim * tokens * tokens / 2 for _, a in self.model.attentions
         )
-        return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.vocabulary.head.shape) * sampled
+        return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.vocabulary.head.shape) * sampled_tokens
 
-    def sequences(self, count: int, length: int, computed: int) -> list[Sequence]:
+    def sequences(self, count: int, length: int, computed_tokens: int) -> list[Sequence]:
         """Sequences of random tokens with blocks for 64 tokens more, whose first `computed` are taken as computed."""
-        rng, next_unit, found = random.Random(0), 0, []
+        rng, next_unit, sequences = random.Random(0), 0, []
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for i in range(count):
             tokens = [rng.randrange(1, self.model.config.vocab_size) for _ in range(length)]
-            seq = Sequence(Request(request_id=str(i), token_ids=tokens, params=params), tokens, length, 0.0, computed)
+            seq = Sequence(
+                Request(request_id=str(i), token_ids=tokens, params=params), tokens, length, 0.0, computed_tokens
+            )
             for group in range(len(self.spec.groups)):
                 per_unit, table = self.spec.blocks_per_unit(group), []
                 while len(table) * self.options.block_size < length + 64:
@@ -128,10 +135,10 @@ class Engine:
                 seq.block_tables.append(table)
             if self.spec.state is not None:
                 seq.state_unit, next_unit = UnitId(next_unit), next_unit + 1
-            found.append(seq)
+            sequences.append(seq)
         if next_unit > self.units:
             raise ValueError(f"{count} sequences of {length} tokens need {next_unit} units, there are {self.units}")
-        return found
+        return sequences
 
     def time_step(self, seqs: list[Sequence], rounds: int, advance: bool) -> float:
         """Median seconds of a step over all tokens of the sequences that are not computed; decode goes on by one."""
@@ -144,7 +151,7 @@ class Engine:
             if i >= 2:  # the first steps compile and record
                 samples.append(time.perf_counter() - start)
             if i == 1:
-                self.kernels = self._launched(StepPlan(chunks))
+                self.kernels = self._profile_kernels(StepPlan(chunks))
             if advance:
                 for seq, token in zip(seqs, result.sampled_tokens, strict=True):
                     assert token is not None
@@ -152,7 +159,7 @@ class Engine:
                     seq.token_ids.append(token)
         return statistics.median(samples)
 
-    def _launched(self, plan: StepPlan) -> list[dict[str, Any]]:
+    def _profile_kernels(self, plan: StepPlan) -> list[dict[str, Any]]:
         """What a step spends its time on, on a GPU: the same step once more, which changes nothing but states."""
         if self.device.type != "cuda":
             return []
@@ -161,12 +168,12 @@ class Engine:
         except RuntimeError as error:  # the machine may allow no profiler
             return [{"kernel": f"{type(error).__name__}: {error}"[:200], "launches": 0, "us": 0.0}]
 
-    def recorded(self) -> dict[str, int]:
+    def decode_graph_counts(self) -> dict[str, int]:
         """Sizes of decode steps that are recorded, and that could not be."""
-        found = {} if self.runner._graphs is None else self.runner._graphs._steps_by_size
+        steps = {} if self.runner._graphs is None else self.runner._graphs._steps_by_size
         return {
-            "recorded": sum(r is not None for r in found.values()),
-            "failed": sum(r is None for r in found.values()),
+            "recorded": sum(r is not None for r in steps.values()),
+            "failed": sum(r is None for r in steps.values()),
         }
 
 
@@ -175,18 +182,18 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def timed_steps(engine: Engine, rates: tuple[float, float]) -> Iterator[dict[str, Any]]:
-    o = engine.options
-    for count, context in o.decode:
+    options = engine.options
+    for count, context in options.decode:
         seqs = engine.sequences(count, context, context - 1)
         seconds = engine.time_step(seqs, 20, advance=True)
-        moved = engine.weight_bytes + count * engine.kv_bytes(context)
+        moved_bytes = engine.weight_bytes + count * engine.kv_bytes(context)
         if engine.spec.state is not None:
-            moved += 2 * count * engine.spec.state.state_bytes
+            moved_bytes += 2 * count * engine.spec.state.state_bytes
         yield {
             "step": f"decode {count} x {context}", "time_ms": seconds * 1e3, "tokens_per_s": count / seconds,
-            "bound": "bandwidth", "share": moved / seconds / rates[0], "kernels": engine.kernels,
+            "bound": "bandwidth", "share": moved_bytes / seconds / rates[0], "kernels": engine.kernels,
         }  # fmt: skip
-    for length in o.prefill:
+    for length in options.prefill:
         seconds = engine.time_step(engine.sequences(1, length, 0), 5, advance=False)
         yield {
             "step": f"prefill {length}", "time_ms": seconds * 1e3, "tokens_per_s": length / seconds,
@@ -197,45 +204,48 @@ def timed_steps(engine: Engine, rates: tuple[float, float]) -> Iterator[dict[str
 
 def workload(engine: Engine, sequences: int) -> dict[str, Any]:
     """nano-vllm's: the same calls of `random` in the same order, so the same lengths."""
-    o = engine.options
+    options = engine.options
     rng = random.Random(0)
     prompts = [
-        [rng.randint(0, 10000) for _ in range(rng.randint(o.input_min, o.input_max))] for _ in range(o.sequences)
+        [rng.randint(0, 10000) for _ in range(rng.randint(options.input_min, options.input_max))]
+        for _ in range(options.sequences)
     ]
-    outputs = [rng.randint(o.output_min, o.output_max) for _ in range(o.sequences)]
+    outputs = [rng.randint(options.output_min, options.output_max) for _ in range(options.sequences)]
     vocabulary = engine.model.config.vocab_size
-    cache = KVCache(engine.spec, engine.units, step_tokens_max=o.max_tokens)
+    cache = KVCache(engine.spec, engine.units, step_tokens_max=options.max_tokens)
     config = SchedulerConfig(
-        max_num_seqs=min(512, o.max_tokens), max_num_batched_tokens=o.max_tokens, max_model_len=engine.max_len
+        max_num_seqs=min(512, options.max_tokens),
+        max_num_batched_tokens=options.max_tokens,
+        max_model_len=engine.max_len,
     )
     core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlaps_steps=engine.overlap)
     for i in range(sequences):
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs[i])
         core.add(Request(request_id=str(i), token_ids=[t % vocabulary for t in prompts[i]], params=params), 0.0)
-    produced = steps = 0
-    inside = 0.0
+    output_count = steps = 0
+    runner_s = 0.0
 
-    def timed(call: Callable[..., Any], *args: Any) -> Any:
-        nonlocal inside
+    def time_call(call: Callable[..., Any], *args: Any) -> Any:
+        nonlocal runner_s
         start = time.perf_counter()
         result = call(*args)
-        inside += time.perf_counter() - start
+        runner_s += time.perf_counter() - start
         return result
 
     submit = core._submit_step
-    core._submit_step = lambda plan: partial(timed, timed(submit, plan))
+    core._submit_step = lambda plan: partial(time_call, time_call(submit, plan))
     synchronize(engine.device)
     start = time.perf_counter()
     while core.has_work:
-        produced += sum(len(output.token_ids) for output in core.step(time.perf_counter()))
+        output_count += sum(len(output.token_ids) for output in core.step(time.perf_counter()))
         steps += 1
     seconds = time.perf_counter() - start
-    if produced != sum(outputs[:sequences]):
-        raise RuntimeError(f"{produced} tokens came out, {sum(outputs[:sequences])} were asked for")
+    if output_count != sum(outputs[:sequences]):
+        raise RuntimeError(f"{output_count} tokens came out, {sum(outputs[:sequences])} were asked for")
     return {
-        "sequences": sequences, "prompt_tokens": sum(map(len, prompts[:sequences])), "output_tokens": produced,
-        "seconds": seconds, "output_tokens_per_s": produced / seconds, "steps": steps,
-        "share_in_runner": inside / seconds, "preemptions": core.stats().preemptions,
+        "sequences": sequences, "prompt_tokens": sum(map(len, prompts[:sequences])), "output_tokens": output_count,
+        "seconds": seconds, "output_tokens_per_s": output_count / seconds, "steps": steps,
+        "share_in_runner": runner_s / seconds, "preemptions": core.stats().preemptions,
     }  # fmt: skip
 
 
@@ -303,7 +313,7 @@ def main() -> None:
     if options.sequences:
         start = time.perf_counter()
         engine.runner.record_decode_steps(options.sequences)
-        report["decode_steps"] = engine.recorded()
+        report["decode_steps"] = engine.decode_graph_counts()
         report["record_s"] = time.perf_counter() - start
         save()
         workload(engine, min(options.sequences, 8))

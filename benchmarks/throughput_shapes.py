@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict[str, Any]:
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tie_embeddings: bool) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
         "intermediate_size": intermediate, "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": tied, "dtype": "bfloat16",
+        "tie_word_embeddings": tie_embeddings, "dtype": "bfloat16",
     }  # fmt: skip
 
 

@@ -51,30 +51,34 @@ class Point:
         """Of an engine; fewer of many, or there would be too many requests at once to simulate."""
         return 256 if self.workers < 64 else 64
 
-    def busy(self) -> tuple[float, float]:
+    def estimate_load(self) -> tuple[float, float]:
         """(requests a second, requests at once), of all workers."""
         context = self.system_tokens + self.own_tokens + self.output_tokens
-        own_s = SERVICE.prefill_s(self.own_tokens, 0)
-        each_s = self.output_tokens * (SERVICE.decode_request_s + SERVICE.decode_context_s * context)
-        alone_s = self.output_tokens * SERVICE.step_s
-        shared = min(math.ceil(self.prompts / self.workers) * self.system_tokens, self.cache_tokens // 2)
-        most = min(self.seats, (self.cache_tokens - shared) / (self.own_tokens + self.output_tokens))
-        rate = self.rate / self.workers if self.rate else (self.load or 0.0) / (alone_s / most + each_s + own_s)
-        running = rate * alone_s / max(1.0 - rate * (own_s + each_s), 0.05)
-        return rate * self.workers, min(running, most) * self.workers
+        question_prefill_s = SERVICE.prefill_s(self.own_tokens, 0)
+        decode_s = self.output_tokens * (SERVICE.decode_request_s + SERVICE.decode_context_s * context)
+        lone_answer_s = self.output_tokens * SERVICE.step_s
+        shared_tokens = min(math.ceil(self.prompts / self.workers) * self.system_tokens, self.cache_tokens // 2)
+        running_max = min(self.seats, (self.cache_tokens - shared_tokens) / (self.own_tokens + self.output_tokens))
+        rate = (
+            self.rate / self.workers
+            if self.rate
+            else (self.load or 0.0) / (lone_answer_s / running_max + decode_s + question_prefill_s)
+        )
+        running = rate * lone_answer_s / max(1.0 - rate * (question_prefill_s + decode_s), 0.05)
+        return rate * self.workers, min(running, running_max) * self.workers
 
     def chat(self) -> tuple[ChatShape, int]:
         """(what is played, how much of its beginning is not scored)."""
-        rate, running = self.busy()
+        rate, running = self.estimate_load()
         skip = min(int(max(2.0 * running, WARM_S * rate, 500)), WARM_MAX)
         block = 32 if self.system_tokens < 4000 else 128
         shape = ChatShape(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, 0, block)
         return ChatShape(**{**asdict(shape), "requests": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
 
     def __str__(self) -> str:
-        how = f"{100 * self.load:.0f} %" if self.load else f"{self.rate:g}/s"
+        load_text = f"{100 * self.load:.0f} %" if self.load else f"{self.rate:g}/s"
         prompts = f"{self.prompts} x {self.system_tokens:,}"
-        return f"{self.workers} workers, {prompts}, answers of {self.output_tokens:,}, {how}"
+        return f"{self.workers} workers, {prompts}, answers of {self.output_tokens:,}, {load_text}"
 
 
 HEAD = [
@@ -91,10 +95,10 @@ HEAD = [
 def points(sample: int | None) -> list[Point]:
     """The settings to play: all, or so many of them, always the same."""
     axes = ((4, 8, 16, 64), (1, 4, 32), (200, 1000, 4000, 8000), (50, 200, 1000, 2000), (0.3, 0.6, 0.8, 0.95))
-    every = [Point(*five) for five in itertools.product(*axes)]
+    all_points = [Point(*values) for values in itertools.product(*axes)]
     if sample is not None:
-        every = random.Random(16).sample(every, max(0, min(sample - len(HEAD), len(every))))
-    return [*HEAD, *every][:sample]
+        all_points = random.Random(16).sample(all_points, max(0, min(sample - len(HEAD), len(all_points))))
+    return [*HEAD, *all_points][:sample]
 
 
 def play(point: Point, policies: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
@@ -142,16 +146,16 @@ def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         default=None,
     )
     relative = {policy: means(settings, policy, BASE) for policy in (CHAT_POLICIES + [BASE] if settings else [])}
-    slow = {name: v["ratios"]["e2e"] for name, v in verdicts.items() if v["ratios"]["e2e"][0] > WITHIN}
-    far = {
+    slow_settings = {name: v["ratios"]["e2e"] for name, v in verdicts.items() if v["ratios"]["e2e"][0] > WITHIN}
+    over_limits = {
         name: {figure: v["ratios"][figure] for figure in FIGURES[:4:2] if v["ratios"][figure][0] > WORST}
         for name, v in verdicts.items()
     }
     return {
         "relative": relative,
-        "e2e_not_within": slow,
+        "e2e_not_within": slow_settings,
         "better_in_both": {name: v["better_in_both"] for name, v in verdicts.items() if v["better_in_both"]},
-        "over_worst": {name: ratios for name, ratios in far.items() if ratios},
+        "over_worst": {name: ratios for name, ratios in over_limits.items() if ratios},
         "worst": worst,
         "in_vain": {name: waits for name, row in settings.items() if (waits := row[OURS]["avoidable_seat_waits"])},
     }

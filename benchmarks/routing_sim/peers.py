@@ -31,7 +31,7 @@ class Residency(Router):
         super().attach(cluster)
         self.count = cluster.config.workers
         self.resident: list[set[int]] = [set() for _ in range(self.count)]
-        self.below: list[set[int]] = [set() for _ in range(self.count)]
+        self.host_blocks: list[set[int]] = [set() for _ in range(self.count)]
         """Of these, in host memory."""
         self.in_flight = [0] * self.count
 
@@ -40,23 +40,27 @@ class Residency(Router):
 
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         self.resident[worker].difference_update(ids)
-        self.below[worker].difference_update(ids)
+        self.host_blocks[worker].difference_update(ids)
 
     def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        (self.below[worker].update if down else self.below[worker].difference_update)(ids)
+        (self.host_blocks[worker].update if down else self.host_blocks[worker].difference_update)(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""
         ids = request.ids[: (request.prompt_tokens - 1) // request.block]
-        return [prefix_of(ids, held) for held in self.resident]
+        return [prefix_len(ids, blocks) for blocks in self.resident]
 
     def credited_blocks(self, request: SimRequest) -> list[float]:
         """The same, where a block in host memory counts for `HOST_CREDIT`."""
-        lost = 1.0 - self.HOST_CREDIT
-        found = []
-        for count, below in zip(self.prefix_blocks(request), self.below):
-            found.append(count - lost * sum(block in below for block in request.ids[:count]) if below else count)
-        return found
+        host_discount = 1.0 - self.HOST_CREDIT
+        block_credits = []
+        for count, host_blocks in zip(self.prefix_blocks(request), self.host_blocks):
+            block_credits.append(
+                count - host_discount * sum(block in host_blocks for block in request.ids[:count])
+                if host_blocks
+                else count
+            )
+        return block_credits
 
     def choose(self, request: SimRequest, now: float) -> int:
         raise NotImplementedError
@@ -71,15 +75,15 @@ class Residency(Router):
         return []
 
 
-def prefix_of(ids: list[int], held: Container[int]) -> int:
+def prefix_len(ids: list[int], cached_blocks: Container[int]) -> int:
     """How many of the first blocks are held, without a hole."""
-    return next((i for i, block in enumerate(ids) if block not in held), len(ids))
+    return next((i for i, block in enumerate(ids) if block not in cached_blocks), len(ids))
 
 
 def argmin(values: Sequence[float], rng: random.Random | None = None) -> int:
     """Index of the least; ties at random where `rng` is given, else the first."""
-    least = min(values)
-    ties = [i for i, value in enumerate(values) if value == least]
+    minimum = min(values)
+    ties = [i for i, value in enumerate(values) if value == minimum]
     return ties[0] if rng is None or len(ties) == 1 else rng.choice(ties)
 
 
@@ -173,7 +177,7 @@ class SglangTree(Residency):
         self.tree_max = cluster.config.cache_blocks
 
     def choose(self, request: SimRequest, now: float) -> int:
-        worker = self._pick(request)
+        worker = self._select_worker(request)
         tree = self.trees[worker]
         for block in reversed(request.ids):
             tree[block] = None
@@ -182,13 +186,13 @@ class SglangTree(Residency):
             tree.popitem(last=False)
         return worker
 
-    def _pick(self, request: SimRequest) -> int:
+    def _select_worker(self, request: SimRequest) -> int:
         high, low = max(self.in_flight), min(self.in_flight)
         if high - low > self.BALANCE_ABS and high > self.BALANCE_REL * low:
             return argmin(self.in_flight)
-        matched = [prefix_of(request.ids, tree) for tree in self.trees]
-        best = argmin([-m for m in matched])
-        if matched[best] / len(request.ids) > self.CACHE_THRESHOLD:
+        match_lens = [prefix_len(request.ids, tree) for tree in self.trees]
+        best = argmin([-m for m in match_lens])
+        if match_lens[best] / len(request.ids) > self.CACHE_THRESHOLD:
             return best
         return argmin([len(tree) for tree in self.trees])
 
@@ -219,19 +223,19 @@ class Dynamo(Residency):
     def costs(self, request: SimRequest) -> list[float]:
         """Of every worker, in blocks."""
         prefix = self.credited_blocks(request)
-        found = []
+        costs = []
         for w in range(self.count):
             prefill = (self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w]
             active = self.active[w]
             decode = len(active) + sum(1 for block in request.ids if block not in active)
-            found.append(self.weight * prefill + decode)
-        return found
+            costs.append(self.weight * prefill + decode)
+        return costs
 
     def choose(self, request: SimRequest, now: float) -> int:
         worker = argmin(self.costs(request), self.rng)
-        uncached = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block
-        self.pending[request.index] = uncached
-        self.prefill_tokens[worker] += uncached
+        uncached_tokens = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block
+        self.pending[request.index] = uncached_tokens
+        self.prefill_tokens[worker] += uncached_tokens
         self.active[worker].update(request.ids)
         return worker
 
@@ -284,12 +288,14 @@ class LlmD(Residency):
         return argmin([-score for score in self.scores(request, now)], self.rng)
 
 
-def work_left(worker: SimWorker, job: SimSequence) -> float:
+def remaining_work_s(worker: SimWorker, job: SimSequence) -> float:
     """Prefill seconds of a job that waits or is being prefilled, known exactly."""
-    done = job.computed_tokens
-    if done == 0:
-        done = worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // worker.block) * worker.block
-    return worker.step_times.prefill_s(job.prefill_tokens - done, done)
+    done_tokens = job.computed_tokens
+    if done_tokens == 0:
+        done_tokens = (
+            worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // worker.block) * worker.block
+        )
+    return worker.step_times.prefill_s(job.prefill_tokens - done_tokens, done_tokens)
 
 
 class LeastWork(Residency):
@@ -297,11 +303,11 @@ class LeastWork(Residency):
     capacity it is INF, with the summed capacity POOL."""
 
     def choose(self, request: SimRequest, now: float) -> int:
-        found = []
+        costs = []
         for worker in self.cluster.workers:
-            work = sum(work_left(worker, job) for job in [*worker.prefilling, *worker.waiting])
-            found.append(work * 1e9 + worker.running)
-        return argmin(found)
+            work = sum(remaining_work_s(worker, job) for job in [*worker.prefilling, *worker.waiting])
+            costs.append(work * 1e9 + worker.running)
+        return argmin(costs)
 
 
 class Oracle(Residency):
@@ -316,24 +322,29 @@ class Oracle(Residency):
 
     def cost(self, worker: SimWorker, request: SimRequest, now: float) -> float:
         """Seconds."""
-        times, length, out = worker.step_times, request.prompt_tokens, request.output_tokens
+        times, length, output_tokens = worker.step_times, request.prompt_tokens, request.output_tokens
         hit = worker.cache.match(request.ids, (length - 1) // worker.block) * worker.block
         prefill = times.prefill_s(length - hit, hit)
         waiting = [*worker.prefilling, *worker.waiting]
-        queue = sum(work_left(worker, job) for job in waiting)
-        lefts = [entry[0] - worker.steps for entry in worker.decoding]
-        n = len(lefts)
+        queue = sum(remaining_work_s(worker, job) for job in waiting)
+        remaining_lens = [entry[0] - worker.steps for entry in worker.decoding]
+        n = len(remaining_lens)
         step = times.decode_s(n, worker.decoding_context_tokens)
         slow = 1.0 + step / (times.prefill_s_per_token * times.step_tokens)
         cost = slow * (queue + prefill) + len(waiting) * prefill
-        over = n + len(waiting) - worker.limits.max_sequences
-        if over >= 0:
-            cost += sorted(lefts)[min(over, n - 1)] * step if n else 0.0
-        lefts += [job.remaining_tokens for job in waiting]
-        both = sum(min(left, out) for left in lefts)
-        context = (worker.decoding_context_tokens + sum(job.prefill_tokens for job in waiting)) / max(len(lefts), 1)
-        own = out * times.decode_s(1, length + out / 2) + both * (
+        missing_seats = n + len(waiting) - worker.limits.max_sequences
+        if missing_seats >= 0:
+            cost += sorted(remaining_lens)[min(missing_seats, n - 1)] * step if n else 0.0
+        remaining_lens += [job.remaining_tokens for job in waiting]
+        overlap_tokens = sum(min(remaining, output_tokens) for remaining in remaining_lens)
+        context = (worker.decoding_context_tokens + sum(job.prefill_tokens for job in waiting)) / max(
+            len(remaining_lens), 1
+        )
+        own_cost = output_tokens * times.decode_s(1, length + output_tokens / 2) + overlap_tokens * (
             times.decode_request_s + times.decode_context_s * context
         )
-        harm = both * (times.decode_request_s + times.decode_context_s * (length + out / 2)) + n * prefill
-        return cost + self.WEIGHT * (own + harm)
+        added_cost = (
+            overlap_tokens * (times.decode_request_s + times.decode_context_s * (length + output_tokens / 2))
+            + n * prefill
+        )
+        return cost + self.WEIGHT * (own_cost + added_cost)

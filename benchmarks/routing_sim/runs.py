@@ -186,35 +186,38 @@ def run(
 def score(result: SimulationResult, workload: Workload, skip: int | None) -> Score:
     """Figures over all requests but the first `skip` (a tenth)."""
     first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
-    kept = [r for r in workload.requests[first:] if r.index in result.e2e_s]
-    ttft = sorted(result.ttft_s[r.index] for r in kept) or [math.inf]
-    e2e = sorted(result.e2e_s[r.index] for r in kept) or [math.inf]
-    spoke = [r for r in kept if r.output_tokens > 1]
-    tpot = sorted((result.e2e_s[r.index] - result.ttft_s[r.index]) / (r.output_tokens - 1) for r in spoke) or [math.inf]
+    scored_requests = [r for r in workload.requests[first:] if r.index in result.e2e_s]
+    ttft = sorted(result.ttft_s[r.index] for r in scored_requests) or [math.inf]
+    e2e = sorted(result.e2e_s[r.index] for r in scored_requests) or [math.inf]
+    decoding = [r for r in scored_requests if r.output_tokens > 1]
+    tpot = sorted((result.e2e_s[r.index] - result.ttft_s[r.index]) / (r.output_tokens - 1) for r in decoding) or [
+        math.inf
+    ]
     mean_prefilled = statistics.mean(result.prefilled_tokens) if result.prefilled_tokens else 0.0
-    sent = Counter(result.worker_of[r.index] for r in kept)
+    request_counts = Counter(result.worker_of[r.index] for r in scored_requests)
     return Score(
-        hit=sum(result.hit_tokens[r.index] for r in kept) / max(1, sum(r.prompt_tokens for r in kept)),
+        hit=sum(result.hit_tokens[r.index] for r in scored_requests)
+        / max(1, sum(r.prompt_tokens for r in scored_requests)),
         ttft_mean=statistics.fmean(ttft),
-        ttft_p50=_share(ttft, 0.5),
-        ttft_p99=_share(ttft, 0.99),
-        ttft_p999=_share(ttft, 0.999),
+        ttft_p50=_percentile(ttft, 0.5),
+        ttft_p99=_percentile(ttft, 0.99),
+        ttft_p999=_percentile(ttft, 0.999),
         e2e=statistics.fmean(e2e),
         imbalance=max(result.prefilled_tokens) / mean_prefilled if mean_prefilled else 1.0,
         tpot_mean=statistics.fmean(tpot),
-        tpot_p50=_share(tpot, 0.5),
-        tpot_p99=_share(tpot, 0.99),
-        e2e_p50=_share(e2e, 0.5),
-        e2e_p99=_share(e2e, 0.99),
+        tpot_p50=_percentile(tpot, 0.5),
+        tpot_p99=_percentile(tpot, 0.99),
+        e2e_p50=_percentile(e2e, 0.5),
+        e2e_p99=_percentile(e2e, 0.99),
         seat_waits=result.seat_waits,
         avoidable_seat_waits=result.avoidable_seat_waits,
         preemptions=result.preemptions,
-        busiest=max(sent.values(), default=0) / max(len(kept), 1),
+        busiest=max(request_counts.values(), default=0) / max(len(scored_requests), 1),
     )
 
 
-def _share(ordered: list[float], share: float) -> float:
-    return ordered[int(share * (len(ordered) - 1))]
+def _percentile(sorted_values: list[float], share: float) -> float:
+    return sorted_values[int(share * (len(sorted_values) - 1))]
 
 
 class Calibration:
@@ -222,18 +225,18 @@ class Calibration:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self._speeds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
     def speed(self, setting: Setting, workload: Workload, options: Options) -> float:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
-        if key not in self._known:
+        if key not in self._speeds:
             limits = replace(options.limits, shortest_first=False)
             plain = replace(options, routers=1, slow_workers={}, host_memory=0.0, limits=limits)
-            self._known[key] = _saturation(setting, workload, plain)
+            self._speeds[key] = _saturation(setting, workload, plain)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
-        return self._known[key]
+            self._path.write_text(json.dumps(self._speeds, indent=1, sort_keys=True))
+        return self._speeds[key]
 
     @staticmethod
     def _key(setting: Setting, workload: Workload, options: Options) -> str:
@@ -242,8 +245,8 @@ class Calibration:
             digest.update(repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.after, r.ids[-1:])).encode())
         service = asdict(options.service)
         del service["load_s_per_token"]  # the saturation is that without host memory
-        what = (service, options.event_delay_s, LOAD_FACTOR)
-        digest.update(repr(what).encode())
+        settings = (service, options.event_delay_s, LOAD_FACTOR)
+        digest.update(repr(settings).encode())
         if options.saturate != "dynamo_w1":
             digest.update(options.saturate.encode())
         name = f"{setting.trace}/{len(workload.requests)}/n{setting.workers}/c{setting.cache_share}"
@@ -259,15 +262,15 @@ def _saturation(setting: Setting, workload: Workload, options: Options) -> float
     work *= options.service.prefill_s_per_token
     span = max(r.arrival_s for r in workload.requests if r.after is None) or 1.0
     guess = setting.workers * span / work
-    light = mean(guess * 0.05, None)
+    light_mean = mean(guess * 0.05, None)
     low, high = guess * 0.05, guess * 0.5
-    while mean(high, COLLAPSE_S) <= LOAD_FACTOR * light:
+    while mean(high, COLLAPSE_S) <= LOAD_FACTOR * light_mean:
         low, high = high, high * 2.0
         if high > 4096 * guess:
             raise ValueError(f"{setting}: no arrival rate saturates it; is the trace long enough?")
     while high / low > 1.02:
         middle = math.sqrt(low * high)
-        if mean(middle, COLLAPSE_S) <= LOAD_FACTOR * light:
+        if mean(middle, COLLAPSE_S) <= LOAD_FACTOR * light_mean:
             low = middle
         else:
             high = middle
@@ -279,15 +282,15 @@ RATIOS = ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "ttft_p999", "e2e", "e2e_p
 
 def relative(scores: dict[Setting, dict[str, Score]], base: str | None) -> dict[str, dict[str, float]]:
     """Geometric means over the settings of each policy's figures, divided by the base's if one is named."""
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for name in {name for by_policy in scores.values() for name in by_policy}:
         rows = [p for p in scores.values() if name in p]
         for f in RATIOS:
             bases = [1.0 if base is None else getattr(p[base], f) for p in rows]
             ratios = [getattr(p[name], f) / max(other, 1e-9) for p, other in zip(rows, bases)]
-            found.setdefault(name, {})[f] = _geomean(ratios)
-        found[name]["imbalance"] = _geomean([p[name].imbalance for p in rows])
-    return found
+            means.setdefault(name, {})[f] = _geomean(ratios)
+        means[name]["imbalance"] = _geomean([p[name].imbalance for p in rows])
+    return means
 
 
 def _geomean(values: list[float]) -> float:

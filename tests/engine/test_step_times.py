@@ -32,10 +32,10 @@ def test_the_fit_finds_the_times_that_made_the_steps(bench: Any) -> None:
     rng, observations = random.Random(0), []
     for length in step_times.PROMPTS:
         seconds = times.step_s + times.prefill_s(length, 0)
-        observations.append(step_times.Seen((1, length, length * length, 0, 0), seconds * rng.uniform(0.99, 1.01)))
+        observations.append(step_times.TimedStep((1, length, length * length, 0, 0), seconds * rng.uniform(0.99, 1.01)))
     for count, length in step_times.GROUPS:
         seconds = times.decode_s(count, count * length)
-        observations.append(step_times.Seen((1, 0, 0, count, count * length), seconds * rng.uniform(0.99, 1.01)))
+        observations.append(step_times.TimedStep((1, 0, 0, count, count * length), seconds * rng.uniform(0.99, 1.01)))
     fit = step_times.fit(observations)
     assert fit["step_s"] == pytest.approx(times.step_s, rel=0.03)
     assert fit["prefill_s_per_token"] == pytest.approx(times.prefill_s_per_token, rel=0.1)
@@ -46,9 +46,9 @@ def test_the_fit_finds_the_times_that_made_the_steps(bench: Any) -> None:
 
 def test_no_time_is_below_zero(bench: Any) -> None:
     step_times = bench("step_times")
-    observations = [step_times.Seen((1, n, 0, 0, 0), 0.01 + 1e-4 * n) for n in step_times.PROMPTS]
+    observations = [step_times.TimedStep((1, n, 0, 0, 0), 0.01 + 1e-4 * n) for n in step_times.PROMPTS]
     observations += [
-        step_times.Seen((1, 0, 0, n, 0), 0.01 - 1e-5 * n) for n in (1, 8, 32)
+        step_times.TimedStep((1, 0, 0, n, 0), 0.01 - 1e-5 * n) for n in (1, 8, 32)
     ]  # faster together: no such term
     fit = step_times.fit(observations)
     assert fit["decode_request_s"] == fit["decode_context_s"] == fit["half_quadratic_s"] == 0

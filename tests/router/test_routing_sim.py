@@ -385,7 +385,7 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
     all_points = sim.grid.points(None)
     assert len(all_points) == 6 + 4 * 3 * 4 * 4 * 4
     for point in all_points[6:]:
-        rate, running = point.busy()
+        rate, running = point.estimate_load()
         times, running_per_worker = sim.grid.SERVICE, running / point.workers
         context = point.system_tokens + point.own_tokens + point.output_tokens
         step = times.decode_s(running_per_worker, running_per_worker * context)

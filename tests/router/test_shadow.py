@@ -28,7 +28,7 @@ def benchmark() -> Iterator[Any]:
 @pytest.mark.long
 def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
     arguments = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
-    rows = benchmark.simulated(benchmark.parser().parse_args(arguments))
+    rows = benchmark.simulate_workloads(benchmark.parser().parse_args(arguments))
     assert len(rows) == 18  # three workloads, two policies, tokens and seconds
     for name, row in rows.items():
         assert row["share"] > 0.05, f"{name}: there is nothing to predict"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))  # last: it has files named like packages
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-from eviction import Ours
+from eviction import EngineOrder
 from harness.belady import NEVER, belady_hits, count_cached_prefix
 
 from engine.cache.reuse_stats import ConversationTurn
@@ -66,7 +66,7 @@ class ReferenceCache:
             del self.nodes[name]
 
 
-class AdaptiveEviction(Ours):
+class AdaptiveEviction(EngineOrder):
     """The engine's order, over what does not run."""
 
     def __init__(self, capacity: int) -> None:
@@ -75,12 +75,12 @@ class AdaptiveEviction(Ours):
         """Of the running requests, by their last block."""
 
     def start(self, names: list[int]) -> int:
-        hit_blocks, self.turns[names[-1]] = self.take(names)
+        hit_blocks, self.turns[names[-1]] = self.begin_request(names)
         self.trim()
         return hit_blocks
 
     def finish(self, names: list[int]) -> None:
-        self.leave(names, self.turns.pop(names[-1]))
+        self.end_request(names, self.turns.pop(names[-1]))
         self.trim()
 
 
