@@ -46,8 +46,8 @@ def constants(file: Path) -> dict[str, float]:
     """The numbers that a module gives names to, and a header."""
     text = file.read_text()
     if file.suffix == ".hpp":
-        found = re.findall(r"\b(k\w+Max) = ([^,;]+)[,;]", text)
-        number = {name: re.sub(r"std::size_t\{(\w+)\}|(\d)u\b", r"\1\2", value) for name, value in found}
+        matches = re.findall(r"\b(k\w+Max) = ([^,;]+)[,;]", text)
+        number = {name: re.sub(r"std::size_t\{(\w+)\}|(\d)u\b", r"\1\2", value) for name, value in matches}
         return {name: eval(value) for name, value in number.items() if re.fullmatch(r"[\d <]+", value)}
     values: dict[str, float] = {}
     for node in ast.parse(text).body:
@@ -63,27 +63,33 @@ def constants(file: Path) -> dict[str, float]:
     return values
 
 
-@pytest.mark.parametrize(("who", "what", "where", "default", "metric"), ROWS, ids=[f"{r[0]} {r[1]}" for r in ROWS])
-def test_a_bound_has_a_default_and_a_metric(who: str, what: str, where: str, default: str, metric: str) -> None:
-    if ":" in where:
-        file, _, name = where.partition(":")
+@pytest.mark.parametrize(
+    ("sender", "bound_name", "location", "default", "metric"), ROWS, ids=[f"{r[0]} {r[1]}" for r in ROWS]
+)
+def test_a_bound_has_a_default_and_a_metric(
+    sender: str, bound_name: str, location: str, default: str, metric: str
+) -> None:
+    if ":" in location:
+        file, _, name = location.partition(":")
         assert constants(ROOT / file)[name] == float(default)
     else:
-        assert float(SCHEMA.options[where].default) == float(default)
-    if (counted := re.fullmatch(r"events_(\w+)_total", metric)) is not None:
+        assert float(SCHEMA.options[location].default) == float(default)
+    if (counter_match := re.fullmatch(r"events_(\w+)_total", metric)) is not None:
         (names,) = re.findall(r"^\| `events_NAME_total` .*$", METRICS, re.MULTILINE)
-        assert re.search(rf"\b{counted.group(1)}\b", names)
+        assert re.search(rf"\b{counter_match.group(1)}\b", names)
     else:
         assert re.search(rf"^\| [^|]*`{metric}`", METRICS, re.MULTILINE), f"docs/operations.md has no {metric}"
 
 
 def test_no_bound_is_left_out() -> None:
-    told = {where for _, _, where, _, _ in ROWS}
+    documented_locations = {location for _, _, location, _, _ in ROWS}
     assert len(ROWS) >= 40
     files = [*(ROOT / "router").rglob("*.py"), *(ROOT / "events").glob("*.py")]
     for file in files:
         for name in filter(BOUNDS.search, constants(file)):
             at = f"{file.relative_to(ROOT)}:{name}"
-            assert (at in told) != (at in ELSEWHERE), f"{at}: in docs/security.md or tests/bounds.md, or said why not"
+            assert (at in documented_locations) != (at in ELSEWHERE), (
+                f"{at}: in docs/security.md or tests/bounds.md, or said why not"
+            )
     settings = {path for path in SCHEMA.options if re.search(r"(bytes|headers|requests|tokens|connections)_max$", path)}
-    assert settings <= told
+    assert settings <= documented_locations

@@ -18,8 +18,8 @@ PARSERS = made.parsers()
 
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
 def test_what_others_send_costs_what_its_bytes_pay_for(parser: made.Parser) -> None:
-    accepted = [made.check(parser, example) for example in parser.examples]
-    assert any(accepted)
+    are_accepted = [made.check(parser, example) for example in parser.examples]
+    assert any(are_accepted)
     for data in made.repeated(parser, 300):
         made.check(parser, data)
     seed = random.randrange(1 << 32)
@@ -43,5 +43,5 @@ def test_a_quadratic_parser_and_one_that_raises_are_found() -> None:
 
 def test_the_command() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "fuzz"), "--only", "events", "--minutes", "0.01", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "nothing wrong" in done.stdout) == (0, True), done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, "nothing wrong" in result.stdout) == (0, True), result.stderr

@@ -30,7 +30,7 @@ CPU_S_MAX = 1.0
 SEARCHES = ("search", "sub", "subn", "split", "findall", "finditer")
 
 
-def _found() -> Iterator[tuple[str, re.Pattern[Any], bool]]:
+def _find_patterns() -> Iterator[tuple[str, re.Pattern[Any], bool]]:
     """(name, pattern, whether it is searched for, not only matched at one place)."""
     for room in ROOMS:
         for info in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."):
@@ -43,11 +43,11 @@ def _found() -> Iterator[tuple[str, re.Pattern[Any], bool]]:
             for name, value in vars(module).items():
                 if isinstance(value, re.Pattern):
                     source = Path(str(module.__file__)).read_text()
-                    searched = re.search(rf"\b{name}\.({'|'.join(SEARCHES)})\(", source) or not name.startswith("_")
-                    yield f"{info.name}.{name}", value, bool(searched)
+                    is_searched = re.search(rf"\b{name}\.({'|'.join(SEARCHES)})\(", source) or not name.startswith("_")
+                    yield f"{info.name}.{name}", value, bool(is_searched)
 
 
-PATTERNS = {name: (pattern, searched) for name, pattern, searched in _found()}
+PATTERNS = {name: (pattern, is_searched) for name, pattern, is_searched in _find_patterns()}
 
 
 def _units(tree: Any) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _units(tree: Any) -> Iterator[str]:
             yield run
         run = ""
         if op is _constants.IN:
-            yield next((chr(one) for kind, one in value if kind is _constants.LITERAL), "a")
+            yield next((chr(code_point) for kind, code_point in value if kind is _constants.LITERAL), "a")
         for part in value if isinstance(value, (tuple, list)) else ():
             for inner in part if isinstance(part, list) else (part,):
                 if isinstance(inner, _parser.SubPattern):
@@ -71,9 +71,9 @@ def _units(tree: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _cpu_bound(what: str) -> Iterator[None]:
+def _cpu_bound(description: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(what)
+        raise TimeoutError(description)
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S_MAX)
@@ -84,21 +84,21 @@ def _cpu_bound(what: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _attack(name: str, pattern: re.Pattern[Any], searched: bool) -> None:
+def _attack(name: str, pattern: re.Pattern[Any], is_searched: bool) -> None:
     binary = isinstance(pattern.pattern, bytes)
     source = pattern.pattern.decode("latin-1") if binary else pattern.pattern
     units = sorted({*_units(_parser.parse(source, pattern.flags & ~re.UNICODE)), " ", "a", "\\", '"'})
     rng = random.Random(name)
-    tried = [
+    attack_units = [
         *units,
         *map("".join, itertools.product("\\a ", '"a')),
         *("".join(rng.choices(units, k=rng.randrange(2, 5))) for _ in range(20)),
     ]
-    for unit in tried:
+    for unit in attack_units:
         for start, end in (("", ""), (units[0], "\x00"), ('"', "\\"), (rng.choice(units), "\x00")):
             text = start + unit * (BYTES // len(unit)) + end
             with _cpu_bound(f"{name} on {unit!r} again and again, after {start!r}, before {end!r}"):
-                (pattern.findall if searched else pattern.match)(text.encode() if binary else text)
+                (pattern.findall if is_searched else pattern.match)(text.encode() if binary else text)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -110,13 +110,13 @@ def test_patterns_that_look_again_and_again_are_found() -> None:
     assert len(PATTERNS) > 30
     for source in (r"<think>.*?</think>\s*", r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', r"(a|aa)+b"):
         with pytest.raises(TimeoutError, match="planted"):
-            _attack("planted", re.compile(source, re.DOTALL), searched=True)
+            _attack("planted", re.compile(source, re.DOTALL), is_searched=True)
 
 
 def test_thoughts_are_left_out_as_a_pattern_would() -> None:
-    thought, rng = re.compile(r"<think>.*?</think>\s*", re.DOTALL), random.Random(5)
+    thought_pattern, rng = re.compile(r"<think>.*?</think>\s*", re.DOTALL), random.Random(5)
     for _ in range(2_000):
         text = "".join(rng.choices(["<think>", "</think>", " ", "\n\u3000", "a", "<", "think>"], k=rng.randrange(12)))
-        assert _without_thoughts(text) == thought.sub("", text)
+        assert _without_thoughts(text) == thought_pattern.sub("", text)
     with _cpu_bound("thoughts without an end"):
         assert _without_thoughts("<think>" * 200_000) == "<think>" * 200_000

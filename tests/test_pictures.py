@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (?P<policy>[^|]+?) \| [^|]+ \| (?P<mean>[\d.*]+) \|", re.
 WIDTH, LABELS, ROW_HEIGHT, BAR = 760, 250, 30, 18
 
 
-def measured(text: str) -> dict[str, float]:
+def read_means(text: str) -> dict[str, float]:
     """policy -> mean TTFT relative to one endless shared cache."""
     table = text[text.index("| policy | hit | mean TTFT") :]
     table = table[: table.index("\n\n")]
@@ -51,10 +51,10 @@ def draw(means: dict[str, float]) -> str:
 
 
 def test_the_plot_shows_the_table() -> None:
-    drawn = draw(measured(TABLE.read_text()))
-    assert drawn.count("<rect") > 10
-    assert drawn == PICTURE.read_text(), "run python tests/test_pictures.py"
+    picture = draw(read_means(TABLE.read_text()))
+    assert picture.count("<rect") > 10
+    assert picture == PICTURE.read_text(), "run python tests/test_pictures.py"
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(measured(TABLE.read_text())))
+    PICTURE.write_text(draw(read_means(TABLE.read_text())))

@@ -14,13 +14,13 @@ FILES_MAX = 20
 SOURCES = {".py", ".pyi", ".cpp", ".hpp"}
 
 
-def circle_in(imports: dict[str, set[str]]) -> list[str]:
+def find_import_circle(imports: dict[str, set[str]]) -> list[str]:
     """One circle of `imports` (module -> modules), as a walk along it; empty where there is none."""
-    done: set[str] = set()
+    finished_modules: set[str] = set()
     for start in sorted(imports):
         walk: list[str] = []
         pending = [(start, iter(sorted(imports[start])))]
-        if start in done:
+        if start in finished_modules:
             continue
         walk.append(start)
         while pending:
@@ -28,26 +28,26 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
             for other in following:
                 if other in walk:
                     return [*walk[walk.index(other) :], other]
-                if other not in done and other in imports:
+                if other not in finished_modules and other in imports:
                     walk.append(other)
                     pending.append((other, iter(sorted(imports[other]))))
                     break
             else:
                 pending.pop()
-                done.add(walk.pop())
+                finished_modules.add(walk.pop())
     return []
 
 
 def test_a_circle_is_found_where_there_is_one() -> None:
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert find_import_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_import_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
     imports["engine"].discard("engine.llm")  # the package's door: loaded on first use
-    assert circle_in(imports) == []
+    assert find_import_circle(imports) == []
 
 
 def rooms() -> list[Path]:

@@ -28,11 +28,11 @@ def start(clone: Path, path: str = os.environ["PATH"], **environment: str) -> st
     """All that it says; it has to fail."""
     environment = {"PATH": path, "HOME": str(clone), **environment}
     command = [sys.executable, str(clone / "scripts" / "any")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert done.returncode == 1, done.stdout
-    assert "Traceback" not in done.stdout
-    assert "ran" not in done.stdout.splitlines()
-    return done.stdout
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert result.returncode == 1, result.stdout
+    assert "Traceback" not in result.stdout
+    assert "ran" not in result.stdout.splitlines()
+    return result.stdout
 
 
 def program(file: Path, body: str) -> None:
@@ -44,9 +44,9 @@ def program(file: Path, body: str) -> None:
 def test_pip_that_fails_is_quoted_and_what_to_try_is_said(clone: Path) -> None:
     program(clone / ".venv/bin/pip", "exit 0")
     program(clone / ".venv/bin/python", "echo 'ERROR: No matching distribution found for torch' >&2; exit 1")
-    told = start(clone)
-    assert "ERROR: No matching distribution found for torch" in told
-    assert "'pip install torch' failed; its own words are above. Try: is the package registry reachable" in told
+    output = start(clone)
+    assert "ERROR: No matching distribution found for torch" in output
+    assert "'pip install torch' failed; its own words are above. Try: is the package registry reachable" in output
 
 
 def test_no_python_that_will_do(clone: Path) -> None:
@@ -54,12 +54,12 @@ def test_no_python_that_will_do(clone: Path) -> None:
         (clone / "bin").mkdir(exist_ok=True)
         (clone / "bin" / name).symlink_to(shutil.which(name) or "")
     program(clone / "bin" / "python3", "exit 1")  # as an old one answers
-    told = start(clone, str(clone / "bin"))
-    assert told.endswith("blockcast: no Python >= 3.10 found; set PYTHON to one\n")
+    output = start(clone, str(clone / "bin"))
+    assert output.endswith("blockcast: no Python >= 3.10 found; set PYTHON to one\n")
 
 
 def test_an_environment_that_cannot_be_made(clone: Path) -> None:
     program(clone / "full", 'case "$1" in -c) exit 0;; esac; echo "No space left on device" >&2; exit 1')
-    told = start(clone, PYTHON=str(clone / "full"))
-    assert "No space left on device" in told
-    assert f"'{clone}/full -m venv .venv' failed; its own words are above" in told
+    output = start(clone, PYTHON=str(clone / "full"))
+    assert "No space left on device" in output
+    assert f"'{clone}/full -m venv .venv' failed; its own words are above" in output

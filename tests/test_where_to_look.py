@@ -31,15 +31,15 @@ def test_the_symbol_is_in_its_file(behaviour: str, file: str, symbol: str) -> No
     text = (ROOT / file).read_text()
     if file.endswith(".py"):
         nodes = ast.parse(text).body
-        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        defined |= {
+        symbols = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        symbols |= {
             target.id
             for node in nodes
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        assert symbol in defined, f"{behaviour}: {file} defines {sorted(defined)}"
+        assert symbol in symbols, f"{behaviour}: {file} defines {sorted(symbols)}"
     else:
         definition = rf"(?:class|struct)\s+{symbol}\b|\b{symbol}\s*\("
         assert re.search(definition, text), f"{behaviour}: {file} has no {symbol}"

@@ -18,7 +18,7 @@ from events import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, Eve
 names = st.one_of(st.integers(0, 2**64 - 1), st.integers(-(2**63), -1), st.binary(min_size=32, max_size=32))
 texts = st.one_of(st.none(), st.text(max_size=5))
 keys = st.lists(st.one_of(st.none(), st.lists(st.text(max_size=4), min_size=1, max_size=2).map(tuple)), max_size=4)
-stored = st.builds(
+stored_events = st.builds(
     BlockStored,
     block_hashes=st.lists(names, max_size=4),
     parent_block_hash=st.one_of(st.none(), names),
@@ -32,15 +32,17 @@ stored = st.builds(
     kv_cache_spec_kind=texts,
     kv_cache_spec_sliding_window=st.one_of(st.none(), st.integers(1, 4096)),
 )
-modern = st.builds(lambda event, session: msgspec.structs.replace(event, session_id=session), stored, texts)
-removed = st.builds(BlockRemoved, st.lists(names, max_size=4), texts, st.one_of(st.none(), st.integers(0, 5)))
-events = st.one_of(stored, removed, st.builds(AllBlocksCleared))
+session_events = st.builds(
+    lambda event, session: msgspec.structs.replace(event, session_id=session), stored_events, texts
+)
+removed_events = st.builds(BlockRemoved, st.lists(names, max_size=4), texts, st.one_of(st.none(), st.integers(0, 5)))
+events = st.one_of(stored_events, removed_events, st.builds(AllBlocksCleared))
 batches = st.builds(
     EventBatch, st.floats(0, 2e9), st.lists(events, max_size=5), st.one_of(st.none(), st.integers(0, 8))
 )
 
 
-@given(st.builds(EventBatch, st.floats(0, 2e9), st.lists(st.one_of(modern, removed), max_size=5)))
+@given(st.builds(EventBatch, st.floats(0, 2e9), st.lists(st.one_of(session_events, removed_events), max_size=5)))
 def test_maps_round_trip(batch: EventBatch) -> None:
     decoded_batch = decode_batch(encode_batch(batch))
     assert decoded_batch.batch == batch

@@ -102,8 +102,10 @@ def test_sources_round_trip_and_resolve() -> None:
 
 @pytest.mark.parametrize("template", ["[%s]", '{"sources": [%s]}'])
 def test_vllms_answers_are_read(template: str) -> None:
-    one = '{"data_parallel_rank": 1, "endpoint": "tcp://0.0.0.0:41002", "replay_endpoint": null, "topic": "kv-events"}'
-    (read,) = parse_sources((template % one).encode(), "http://[::1]:8000")
+    source_json = (
+        '{"data_parallel_rank": 1, "endpoint": "tcp://0.0.0.0:41002", "replay_endpoint": null, "topic": "kv-events"}'
+    )
+    (read,) = parse_sources((template % source_json).encode(), "http://[::1]:8000")
     assert read == EventSource(data_parallel_rank=1, endpoint="tcp://[::1]:41002", topic="kv-events")
 
 
@@ -113,9 +115,11 @@ def test_the_answer_of_vllm_0_32() -> None:
         '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:9301",'
         '"buffer_steps":10000,"hwm":100000,"max_queue_size":100000,"topic":""}'
     )
-    one, two = parse_sources(f'{{"1": {rank % 9202}, "0": {rank % 9201}}}'.encode(), "http://gpu1:8000")
-    assert one == EventSource(endpoint="tcp://gpu1:9201", replay_endpoint="tcp://gpu1:9301")
-    assert (two.data_parallel_rank, two.endpoint) == (1, "tcp://gpu1:9202")
+    first_source, second_source = parse_sources(
+        f'{{"1": {rank % 9202}, "0": {rank % 9201}}}'.encode(), "http://gpu1:8000"
+    )
+    assert first_source == EventSource(endpoint="tcp://gpu1:9201", replay_endpoint="tcp://gpu1:9301")
+    assert (second_source.data_parallel_rank, second_source.endpoint) == (1, "tcp://gpu1:9202")
     assert parse_sources(b"{}", "http://gpu1:8000") == [], "events are off"
     off = rank.replace('"zmq"', '"null"') % 9201
     assert parse_sources(f'{{"0": {off}}}'.encode(), "http://gpu1:8000") == []
@@ -168,6 +172,6 @@ def test_who_connects_says_so(caplog: pytest.LogCaptureFixture) -> None:
     for endpoint, says in (("tcp://127.0.0.1:*", False), ("tcp://localhost:5999", True)):
         caplog.clear()
         EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)).close()
-        told = [line for line in caplog.messages if line.startswith(f"kv events: connecting to {endpoint}")]
-        assert bool(told) is says
-        assert all("router run --bind-events" in line for line in told)
+        connect_lines = [line for line in caplog.messages if line.startswith(f"kv events: connecting to {endpoint}")]
+        assert bool(connect_lines) is says
+        assert all("router run --bind-events" in line for line in connect_lines)

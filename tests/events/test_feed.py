@@ -50,9 +50,9 @@ def make_removed(key: int) -> BlockRemoved:
 
 
 def config(
-    endpoint: str = "tcp://127.0.0.1:*", replay: str | None = "tcp://127.0.0.1:*", **more: object
+    endpoint: str = "tcp://127.0.0.1:*", replay: str | None = "tcp://127.0.0.1:*", **fields: object
 ) -> KVEventsConfig:
-    return KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay, **more)  # type: ignore[arg-type]
+    return KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay, **fields)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def publish() -> Iterator[Callable[..., EventPublisher]]:
         publisher.close()
 
 
-def source_of(publisher: EventPublisher, join: StartMode = StartMode.SNAPSHOT, **more: Any) -> StreamSource:
+def source_of(publisher: EventPublisher, join: StartMode = StartMode.SNAPSHOT, **fields: Any) -> StreamSource:
     source = publisher.source()
     return StreamSource(
         "w",
@@ -76,7 +76,7 @@ def source_of(publisher: EventPublisher, join: StartMode = StartMode.SNAPSHOT, *
         source.replay_endpoint,
         source.topic,
         StreamConfig(start_mode=join, tail_check_s=0.3),
-        **more,
+        **fields,
     )
 
 
@@ -292,16 +292,16 @@ def test_vllm_with_snapshots_is_followed_by_its_snapshot_and_its_id(follow: Foll
         def send(seq: int, publisher_id: bytes, *events: Any) -> None:
             pub.send_multipart([b"kv@w", pack_seq(seq) + publisher_id, encode_batch(EventBatch(1.0, [*events], 0))])
 
-        one, other = b"1" * 16, b"2" * 16
-        answer(-2, one)
-        answer(4, one, 0, 1, 2)
+        first_id, second_id = b"1" * 16, b"2" * 16
+        answer(-2, first_id)
+        answer(4, first_id, 0, 1, 2)
         follower.wait_until(lambda: follower.resident == names({0, 1, 2}))
         for seq, events in ((5, [make_stored(3)]), (6, []), (7, []), (8, [make_stored(4)])):
-            send(seq, one, *events)
+            send(seq, first_id, *events)
         follower.wait_until(lambda: follower.resident == names(set(range(5))))
         assert not follower.saw(MalformedMessage)
-        send(9, other, make_stored(7))
-        answer(8, other, 6)
+        send(9, second_id, make_stored(7))
+        answer(8, second_id, 6)
         follower.wait_until(lambda: follower.resident == names({6, 7}))
         assert follower.saw(PublisherRestarted)
         pub.send_multipart([b"kv@w", b"x" * 12, b""])

@@ -54,8 +54,8 @@ def lines(output: str) -> list[dict[str, object]]:
 
 
 def run(publisher: EventPublisher, *options: str) -> list[dict[str, object]]:
-    done = subprocess.run(command(publisher, *options), capture_output=True, text=True, timeout=60, check=True)
-    return lines(done.stdout)
+    result = subprocess.run(command(publisher, *options), capture_output=True, text=True, timeout=60, check=True)
+    return lines(result.stdout)
 
 
 def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_wrong_addresses_say_so() -> None:
         (["host:1"], "expected tcp://"),
         (["http://127.0.0.1:1"], "cannot ask"),
     ]:
-        done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode != 0
-        assert says in done.stderr
+        result = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+        assert result.returncode != 0
+        assert says in result.stderr
 
 
 def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) 
     script = "import sys; sys.argv = ['kv_subscriber', 'http://127.0.0.1:9']\n"
     script += "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ScikitBuild' not in type(finder).__name__]\n"
     script += "from options.entry import kv_subscriber; kv_subscriber()"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("kv_subscriber: the package `events` was overwritten")
-    assert len(done.stderr.splitlines()) == 1
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("kv_subscriber: the package `events` was overwritten")
+    assert len(result.stderr.splitlines()) == 1

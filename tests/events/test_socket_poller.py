@@ -49,8 +49,8 @@ def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
             for _ in range(rng.randrange(1, 4)):
                 peer_socket.send(b"")
                 count[0] += 1
-        _, found = ready.poll(0)
-        assert set(found) == {ours for ours, _, count in pairs if count[0]}
+        _, ready_sockets = ready.poll(0)
+        assert set(ready_sockets) == {ours for ours, _, count in pairs if count[0]}
         for ours, _, count in pairs:
             if count[0] and rng.random() < 0.4:
                 for _ in range(rng.randrange(1, count[0] + 1)):

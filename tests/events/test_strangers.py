@@ -22,12 +22,12 @@ GREETING = b"\xff" + b"\0" * 7 + b"\x01\x7f\x03\x00NULL" + b"\0" * 48
 
 
 @contextmanager
-def _publisher(which: str) -> Iterator[str]:
+def _publisher(socket_name: str) -> Iterator[str]:
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
     publisher = EventPublisher(config)
     try:
         source = publisher.source()
-        yield str(source.replay_endpoint if which == "replay" else source.endpoint)
+        yield str(source.replay_endpoint if socket_name == "replay" else source.endpoint)
     finally:
         publisher.close()
 

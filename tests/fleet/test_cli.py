@@ -21,8 +21,8 @@ from fleet.cli import cli as command
     ],
 )
 def test_flags_need_no_model_before_them(words: list[str], model: str, flags: tuple[str, ...]) -> None:
-    given: dict[str, Any] = command.commands["up"].make_context("up", words).params
-    assert cli.split_model(given["model"], given["flags"]) == (model, flags)
+    params: dict[str, Any] = command.commands["up"].make_context("up", words).params
+    assert cli.split_model(params["model"], params["flags"]) == (model, flags)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ print(os.getpid(), *(open(f"/proc/self/task/{os.getpid()}/children").read().spli
 
 
 @contextmanager
-def guarded(rest: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+def run_guarded(code: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     with subprocess.Popen(
-        [sys.executable, "-S", "-E", str(GUARD), sys.executable, "-c", TREE + rest],
+        [sys.executable, "-S", "-E", str(GUARD), sys.executable, "-c", TREE + code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as guard:
@@ -38,11 +38,11 @@ def guarded(rest: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
         finally:
             guard.kill()
             for pid in pids:
-                if alive(pid):
+                if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -51,24 +51,24 @@ def alive(pid: int) -> bool:
 
 def until_gone(pids: list[int]) -> None:
     end_s = time.monotonic() + 60
-    while any(map(alive, pids)):
-        assert time.monotonic() < end_s, f"{[pid for pid in pids if alive(pid)]} are still there"
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end_s, f"{[pid for pid in pids if is_alive(pid)]} are still there"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
-    ("rest", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("time.sleep(0.1)", 0)]
+    ("code", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("time.sleep(0.1)", 0)]
 )
-def test_what_a_program_leaves_behind_ends_with_it(rest: str, status: int) -> None:
-    with guarded(rest) as (guard, pids):
+def test_what_a_program_leaves_behind_ends_with_it(code: str, status: int) -> None:
+    with run_guarded(code) as (guard, pids):
         assert guard.wait(60) == status
         until_gone(pids)
 
 
 def test_all_of_it_ends_with_who_asked_for_it() -> None:
     """The pipe closes however that process ends."""
-    with guarded("time.sleep(600)") as (guard, pids):
-        assert all(map(alive, pids))
+    with run_guarded("time.sleep(600)") as (guard, pids):
+        assert all(map(is_alive, pids))
         assert guard.stdin is not None
         guard.stdin.close()
         assert guard.wait(60) == 137
@@ -76,8 +76,8 @@ def test_all_of_it_ends_with_who_asked_for_it() -> None:
 
 
 def test_sigterm_is_the_programs_to_answer() -> None:
-    own = "import signal\nsignal.signal(15, lambda *_: sys.exit(7))\nprint('set', flush=True)\ntime.sleep(600)"
-    with guarded(own) as (guard, pids):
+    code = "import signal\nsignal.signal(15, lambda *_: sys.exit(7))\nprint('set', flush=True)\ntime.sleep(600)"
+    with run_guarded(code) as (guard, pids):
         assert guard.stdout is not None
         assert guard.stdout.readline() == b"set\n"
         guard.terminate()
@@ -86,7 +86,7 @@ def test_sigterm_is_the_programs_to_answer() -> None:
 
 
 def test_a_killed_guard_takes_its_program_along() -> None:
-    with guarded("time.sleep(600)") as (guard, pids):
+    with run_guarded("time.sleep(600)") as (guard, pids):
         guard.kill()
         until_gone(pids[:1])
 
@@ -100,22 +100,22 @@ def test_an_actor_ends_with_its_raylet() -> None:
     with subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE, cwd=GUARD.parents[1]) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert alive(pid)
+        assert is_alive(pid)
         parent.kill()
         until_gone([pid])
 
 
 def test_a_command_that_is_not_there() -> None:
     command = [sys.executable, "-S", "-E", str(GUARD), "/does/not/exist"]
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    assert ended.returncode != 0
-    assert b"/does/not/exist" in ended.stderr
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert result.returncode != 0
+    assert b"/does/not/exist" in result.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root takes niceness back")
 def test_a_program_is_as_nice_as_the_raylet_and_not_as_rays_workers() -> None:
     actor = "import os, fleet.guard as g; os.nice(15); g.restore_niceness(); os.execvp('nice', ['nice'])"
     raylet = f"import os, subprocess, sys; os.nice(3); subprocess.run([sys.executable, '-c', {actor!r}])"
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    told = subprocess.run([sys.executable, "-c", raylet], capture_output=True, cwd=GUARD.parents[1], check=True)
-    assert int(told.stdout) == min(19, here + 3)
+    our_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    result = subprocess.run([sys.executable, "-c", raylet], capture_output=True, cwd=GUARD.parents[1], check=True)
+    assert int(result.stdout) == min(19, our_niceness + 3)

@@ -12,19 +12,19 @@ LOOK_S_MAX = 7.0
 _looks = st.lists(st.tuples(st.booleans(), st.floats(0, 5000)), max_size=30)
 
 
-@given(looks=_looks, patience_s=st.floats(0.1, 60))
+@given(probes=_looks, patience_s=st.floats(0.1, 60))
 def test_only_time_that_was_waited_since_the_last_answer_counts(
-    looks: list[tuple[bool, float]], patience_s: float
+    probes: list[tuple[bool, float]], patience_s: float
 ) -> None:
-    pulse = ProbeHistory()
-    for number, (answered, took_s) in enumerate(looks, 1):
-        pulse = pulse.with_probe(answered, took_s, LOOK_S_MAX)
-        heard = [at for at, (one, _) in enumerate(looks[:number], 1) if one]
-        since = looks[(heard[-1] if heard else 0) : number]
-        waited_s = sum(min(seconds, LOOK_S_MAX) for _, seconds in since)
-        assert pulse.silent_s == pytest.approx(waited_s)
-        assert pulse.is_hung(patience_s) == (len(since) >= 2 and pulse.silent_s >= patience_s)
-        assert not pulse.is_hung(0), "never, where that was asked for"
+    history = ProbeHistory()
+    for number, (is_answered, took_s) in enumerate(probes, 1):
+        history = history.with_probe(is_answered, took_s, LOOK_S_MAX)
+        answered_numbers = [at for at, (was_answered, _) in enumerate(probes[:number], 1) if was_answered]
+        silent_probes = probes[(answered_numbers[-1] if answered_numbers else 0) : number]
+        waited_s = sum(min(seconds, LOOK_S_MAX) for _, seconds in silent_probes)
+        assert history.silent_s == pytest.approx(waited_s)
+        assert history.is_hung(patience_s) == (len(silent_probes) >= 2 and history.silent_s >= patience_s)
+        assert not history.is_hung(0), "never, where that was asked for"
 
 
 def test_an_hour_in_which_nobody_looked_is_not_the_programs() -> None:

@@ -29,8 +29,8 @@ PATIENCE = Patience(start_s_max=100.0, drain_s_max=50.0)
 NONE = {Kind.ENGINE: Target(0), Kind.ROUTER: Target(0)}
 
 
-def member(slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: Kind = Kind.ENGINE, **more: object) -> Member:
-    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **more)  # type: ignore[arg-type]
+def member(slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: Kind = Kind.ENGINE, **fields: object) -> Member:
+    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **fields)  # type: ignore[arg-type]
 
 
 def engines(
@@ -38,7 +38,7 @@ def engines(
 ) -> list[object]:
     """The plan where a router is up."""
     targets = {Kind.ENGINE: target, Kind.ROUTER: Target(1)}
-    book = {(Kind.ENGINE, slot): one for slot, one in (failures or {}).items()}
+    book = {(Kind.ENGINE, slot): failure for slot, failure in (failures or {}).items()}
     return list(plan(targets, [member(0, kind=Kind.ROUTER), *members], book, PATIENCE, now))
 
 
@@ -53,8 +53,8 @@ def test_a_slot_that_waits_is_not_passed_over() -> None:
 
 
 def test_who_goes_when_fewer_are_wanted() -> None:
-    there = [member(0), member(1), member(2, Phase.STARTING), member(3)]
-    assert engines(Target(2), *there) == [
+    members = [member(0), member(1), member(2, Phase.STARTING), member(3)]
+    assert engines(Target(2), *members) == [
         PhaseChange("engine2", Phase.STOPPING),
         PhaseChange("engine3", Phase.DRAINING),
     ]
@@ -98,8 +98,8 @@ def test_an_old_one_that_does_not_come_up_is_not_waited_for() -> None:
 
 
 def test_who_takes_too_long_to_start_has_failed() -> None:
-    there = member(0, Phase.STARTING)
-    assert engines(Target(1), there, now=100.5) == [PhaseChange("engine0", Phase.STOPPING, has_failed=True)]
+    starting_member = member(0, Phase.STARTING)
+    assert engines(Target(1), starting_member, now=100.5) == [PhaseChange("engine0", Phase.STOPPING, has_failed=True)]
 
 
 def test_at_the_end_workers_outlive_the_routers() -> None:
@@ -121,7 +121,7 @@ def test_back_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "placed", "expected"),
+    ("nodes", "occupied_nodes", "expected"),
     [
         ({"a": 4, "b": 4}, ["a"], "b"),
         ({"a": 4, "b": 8}, [], "b"),
@@ -130,8 +130,8 @@ def test_back_off() -> None:
         ({}, [], None),
     ],
 )
-def test_replicas_are_spread(nodes: dict[str, float], placed: list[str], expected: str | None) -> None:
-    assert least_occupied_node(nodes, placed) == expected
+def test_replicas_are_spread(nodes: dict[str, float], occupied_nodes: list[str], expected: str | None) -> None:
+    assert least_occupied_node(nodes, occupied_nodes) == expected
 
 
 class World(RuleBasedStateMachine):
@@ -168,8 +168,8 @@ class World(RuleBasedStateMachine):
                 self.members[action.name] = replace(old, phase=action.phase, since_s=self.now, in_flight=None)
 
     def pick(self, data: st.DataObject, *phases: Phase) -> Member | None:
-        found = [s for s in self.members.values() if s.phase in phases]
-        return data.draw(st.sampled_from(found)) if found else None
+        members = [s for s in self.members.values() if s.phase in phases]
+        return data.draw(st.sampled_from(members)) if members else None
 
     @rule(seconds=st.floats(0.1, 40.0))
     def time(self, seconds: float) -> None:
@@ -178,27 +178,27 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def comes_up(self, data: st.DataObject) -> None:
-        found = self.pick(data, Phase.STARTING)
-        if found is not None:
-            self.members[found.name] = replace(found, phase=Phase.UP, since_s=self.now)
+        member = self.pick(data, Phase.STARTING)
+        if member is not None:
+            self.members[member.name] = replace(member, phase=Phase.UP, since_s=self.now)
         self.turn()
 
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
-        found = self.pick(data, *Phase)
-        if found is not None:
-            del self.members[found.name]
-            if found.phase in LIVE_PHASES:
-                up_s = self.now - found.since_s if found.phase is Phase.UP else 0.0
-                key = (found.kind, found.slot)
+        member = self.pick(data, *Phase)
+        if member is not None:
+            del self.members[member.name]
+            if member.phase in LIVE_PHASES:
+                up_s = self.now - member.since_s if member.phase is Phase.UP else 0.0
+                key = (member.kind, member.slot)
                 self.failures[key] = next_failure(self.failures.get(key), up_s, self.now)
         self.turn()
 
     @rule(data=st.data(), count=st.one_of(st.none(), st.integers(0, 3)))
     def drains(self, data: st.DataObject, count: int | None) -> None:
-        found = self.pick(data, Phase.DRAINING)
-        if found is not None:
-            self.members[found.name] = replace(found, in_flight=count)
+        member = self.pick(data, Phase.DRAINING)
+        if member is not None:
+            self.members[member.name] = replace(member, in_flight=count)
         self.turn()
 
     @rule(kind=st.sampled_from(Kind), count=st.integers(0, 5))
@@ -224,16 +224,16 @@ class World(RuleBasedStateMachine):
             for kind, target in self.targets.items():
                 if steady[kind] and self.targets[Kind.ROUTER].count:
                     assert self.up(kind) >= target.count - (0 if target.surge else 1)
-            for one in list(self.members.values()):
-                if one.phase is Phase.STARTING:
-                    self.members[one.name] = replace(one, phase=Phase.UP, since_s=self.now)
-                elif one.phase is Phase.DRAINING:
-                    self.members[one.name] = replace(one, in_flight=0)
-                elif one.phase is Phase.STOPPING:
-                    del self.members[one.name]
+            for member in list(self.members.values()):
+                if member.phase is Phase.STARTING:
+                    self.members[member.name] = replace(member, phase=Phase.UP, since_s=self.now)
+                elif member.phase is Phase.DRAINING:
+                    self.members[member.name] = replace(member, in_flight=0)
+                elif member.phase is Phase.STOPPING:
+                    del self.members[member.name]
         for kind, target in self.targets.items():
-            there = [s for s in self.members.values() if s.kind is kind]
-            assert [(s.phase, s.revision) for s in there] == [(Phase.UP, target.revision)] * target.count
+            members = [s for s in self.members.values() if s.kind is kind]
+            assert [(s.phase, s.revision) for s in members] == [(Phase.UP, target.revision)] * target.count
         assert plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
 
     def up(self, kind: Kind) -> int:

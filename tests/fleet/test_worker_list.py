@@ -50,8 +50,8 @@ def ports(count: int) -> int:
 
 def test_a_worker_of_ours() -> None:
     command, vllm = engine_command("ours", "/m", ("--max-num-seqs", "4"))
-    one = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
-    assert one.command[1:] == [
+    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
+    assert launch.command[1:] == [
         "-m",
         "engine",
         "serve",
@@ -63,25 +63,25 @@ def test_a_worker_of_ours() -> None:
         "--port",
         "40001",
     ]
-    assert one.worker_settings == {"url": "http://10.0.0.1:40001", "id": "10.0.0.1:40001", "send_key": 1}
+    assert launch.worker_settings == {"url": "http://10.0.0.1:40001", "id": "10.0.0.1:40001", "send_key": 1}
 
 
 def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
     command, vllm = engine_command("vllm", "m", ("--data-parallel-size=2",))
-    one = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
-    assert one.command[:3] == ["vllm", "serve", "m"]
-    settings = json.loads(one.command[-1])
+    launch = plan_launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
+    assert launch.command[:3] == ["vllm", "serve", "m"]
+    settings = json.loads(launch.command[-1])
     assert settings["enable_kv_cache_events"] is True
     assert settings["endpoint"] == "tcp://*:40002"
-    assert one.worker_settings["events"] == "tcp://10.0.0.1:40002;tcp://10.0.0.1:40003"
+    assert launch.worker_settings["events"] == "tcp://10.0.0.1:40002;tcp://10.0.0.1:40003"
 
 
 def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
     spec = Spec(name="f", engine=(), router=("--fair",), router_port=8080)
-    one = plan_launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
-    assert one.url == "http://[fd00::1]:8082"
-    assert one.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
-    assert one.peer_address == "tcp://[fd00::1]:40001"
+    launch = plan_launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
+    assert launch.url == "http://[fd00::1]:8082"
+    assert launch.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
+    assert launch.peer_address == "tcp://[fd00::1]:40001"
     secure = plan_launch(
         Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), Kind.ROUTER, 0, "h", ports
     )

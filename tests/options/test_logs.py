@@ -12,7 +12,7 @@ from options.logs import configure_logging
 
 
 @pytest.fixture(autouse=True)
-def kept() -> Iterator[None]:
+def restore_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

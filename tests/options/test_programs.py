@@ -90,13 +90,13 @@ def as_text(value: Any) -> str | None:
     return json.dumps(value) if isinstance(value, list) else str(value)
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nest_value(path: str, value: Any) -> dict[str, Any]:
     for part in reversed(path.split(".")):
         value = {part: value}
     return value  # type: ignore[no-any-return]
 
 
-def ask(program: str, *args: str, **environment: str) -> Result:
+def run_config_check(program: str, *args: str, **environment: str) -> Result:
     return CliRunner().invoke(CLIS[program], ["config", "--check", *args], env=environment)
 
 
@@ -116,10 +116,10 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, opt
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
 def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
     for value in wrong(option.member.kind):
-        with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as caught:
-            load(schema, table=nested(option.path, value), file_name="f.toml")
+        with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as error_info:
+            load(schema, table=nest_value(option.path, value), file_name="f.toml")
         if SECRET not in option.member.marks and not isinstance(value, dict):
-            assert repr(value)[:50] in str(caught.value)
+            assert repr(value)[:50] in str(error_info.value)
 
 
 @pytest.mark.parametrize(("schema", "option"), LEAVES)
@@ -148,10 +148,10 @@ def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> N
             continue
         if get_origin(kind) is tuple and get_args(kind)[0] is str:
             continue  # any text
-        said = ask(schema.program, option.label, text)
-        assert said.exit_code == 2, said.output
-        assert f"{option.label}: got " in said.output
-        assert "Traceback" not in said.output
+        result = run_config_check(schema.program, option.label, text)
+        assert result.exit_code == 2, result.output
+        assert f"{option.label}: got " in result.output
+        assert "Traceback" not in result.output
 
 
 def _fits(option: Option, text: str) -> bool:
@@ -172,16 +172,16 @@ def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) ->
     plain = list(value) if isinstance(value, tuple) else value
     text = msgspec.json.encode(plain).decode() if isinstance(value, (tuple, bool, int, float)) else str(value)
     variable = schema.variable(option.path)
-    for given, origin in (
-        ({"table": nested(option.path, plain), "file_name": "f"}, "f"),
-        ({"environment": {variable: text}, "table": nested(option.path, plain), "file_name": "f"}, variable),
+    for sources, origin in (
+        ({"table": nest_value(option.path, plain), "file_name": "f"}, "f"),
+        ({"environment": {variable: text}, "table": nest_value(option.path, plain), "file_name": "f"}, variable),
         ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
-        loaded = load(schema, **given)  # type: ignore[arg-type]
-        found = schema.values(loaded.config)[option.path]
-        assert found == value
-        assert "Text" not in {type(found).__name__, *(type(item).__name__ for item in parts_of(found))}
-        assert loaded.origins[option.path] == origin
+        loaded_config = load(schema, **sources)  # type: ignore[arg-type]
+        actual = schema.values(loaded_config.config)[option.path]
+        assert actual == value
+        assert "Text" not in {type(actual).__name__, *(type(item).__name__ for item in parts_of(actual))}
+        assert loaded_config.origins[option.path] == origin
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
@@ -207,28 +207,30 @@ def _example(option: Option) -> Any:
 def test_a_flag_wins_over_the_environment_and_it_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\ncongestion_weight = 3\n[queue]\nfair = true\n")
-    said = ask("router", "--config", str(file), "--port", "3", "--no-fair", BLOCKCAST_ROUTER_PORT="2",
+    result = run_config_check("router", "--config", str(file), "--port", "3", "--no-fair", BLOCKCAST_ROUTER_PORT="2",
                BLOCKCAST_ROUTER_HOST="e", BLOCKCAST_ROUTER_QUEUE_FAIR="true")  # fmt: skip
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
     for line in ("port = 3  # --port", 'host = "e"  # BLOCKCAST_ROUTER_HOST', f"congestion_weight = 3.0  # {file}",
                  "fair = false  # --fair", f"session_ttl_s = 5.0  # {file}", "seed = 0  # default"):  # fmt: skip
-        assert line in said.output.splitlines()
+        assert line in result.output.splitlines()
 
 
 @pytest.mark.parametrize("program", ["router", "engine"])
 def test_what_check_prints_is_a_file_that_says_the_same(program: str, tmp_path: Path) -> None:
-    first = ask(program, "--port", "7", "--log-level", "debug").output
+    first = run_config_check(program, "--port", "7", "--log-level", "debug").output
     file = tmp_path / "again.toml"
     file.write_text(first)
-    second = ask(program, "--config", str(file)).output
+    second = run_config_check(program, "--config", str(file)).output
     assert [line.split("  # ")[0] for line in first.splitlines()] == [
         line.split("  # ")[0] for line in second.splitlines()
     ]
 
 
 def test_check_prints_that_events_are_on_where_nothing_is_said_of_them() -> None:
-    assert "enable_kv_cache_events = true  # default" in ask("engine").output
-    assert "enable_kv_cache_events = false  # default" in ask("engine", "--set", "kv_events.topic=t").output
+    assert "enable_kv_cache_events = true  # default" in run_config_check("engine").output
+    assert (
+        "enable_kv_cache_events = false  # default" in run_config_check("engine", "--set", "kv_events.topic=t").output
+    )
 
 
 @pytest.mark.parametrize("program", ["router", "engine"])
@@ -236,20 +238,20 @@ def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_text('api_keys = ["hush1"]\n')
     variable = f"{program.upper()}_API_KEY"
-    for said in (
-        ask(program, "--config", str(file)),
-        ask(program, "--api-key", "hush2"),
-        ask(program, **{variable: "hush3"}),
+    for result in (
+        run_config_check(program, "--config", str(file)),
+        run_config_check(program, "--api-key", "hush2"),
+        run_config_check(program, **{variable: "hush3"}),
     ):
-        assert said.exit_code == 0, said.output
-        assert "hush" not in said.output
-        assert "api_keys is set" in said.output
+        assert result.exit_code == 0, result.output
+        assert "hush" not in result.output
+        assert "api_keys is set" in result.output
     file.write_text("api_keys = 5\n")
-    assert "5" not in ask(program, "--config", str(file)).output.partition("got")[2]
+    assert "5" not in run_config_check(program, "--config", str(file)).output.partition("got")[2]
 
 
 @pytest.mark.parametrize(
-    ("given", "nearest"),
+    ("sources", "nearest"),
     [
         ({"table": {"cost": {"congestion_weigh": 1}}}, "cost.congestion_weight"),
         ({"table": {"congestion_weight": 1}}, "cost.congestion_weight"),
@@ -258,9 +260,9 @@ def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
         ({"environment": {"BLOCKCAST_ROUTER_PROT": "1"}}, "BLOCKCAST_ROUTER_PORT"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(given: Any, nearest: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest(sources: Any, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"no such setting, the nearest is {nearest} "):
-        load(ROUTER, **given)
+        load(ROUTER, **sources)
 
 
 def test_what_kubernetes_sets_is_left_alone_or_explained() -> None:
@@ -277,10 +279,10 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_bytes(content)
     for path in (file, tmp_path / "missing.toml", tmp_path):
-        said = ask("router", "--config", str(path))
-        assert said.exit_code == 2
-        assert str(path) in said.output
-        assert "Traceback" not in said.output
+        result = run_config_check("router", "--config", str(path))
+        assert result.exit_code == 2
+        assert str(path) in result.output
+        assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -298,20 +300,20 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(args: tuple[str, ...], says: str) -> None:
-    said = ask("router", *args)
-    assert said.exit_code == 2
-    assert says in said.output
+    result = run_config_check("router", *args)
+    assert result.exit_code == 2
+    assert says in result.output
 
 
 def test_a_line_of_the_workers_file_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "workers"
     file.write_text("http://a:1\nnonsense=1\n")
-    assert f"{file}:2" in ask("router", "--workers-file", str(file)).output
+    assert f"{file}:2" in run_config_check("router", "--workers-file", str(file)).output
 
 
 def test_a_whole_section_comes_as_json() -> None:
-    loaded = load(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
-    assert (loaded.config.engine.kv_events.topic, loaded.config.engine.kv_events.hwm) == ("t", 5)
+    loaded_config = load(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
+    assert (loaded_config.config.engine.kv_events.topic, loaded_config.config.engine.kv_events.hwm) == ("t", 5)
     for text in ("[1]", "{", "5", "abc"):
         with pytest.raises(ConfigError, match="--kv-events-config"):
             load(ENGINE, flags={"kv_events": text})
@@ -321,8 +323,8 @@ def test_a_whole_section_comes_as_json() -> None:
 
 def with_listing(page: str, schema: Schema) -> str:
     mark = f"{schema.program}-settings"
-    before, _, rest = page.partition(f"<!-- {mark} -->")
-    return f"{before}<!-- {mark} -->\n{listing(schema)}<!-- /{mark} -->{rest.partition(f'<!-- /{mark} -->')[2]}"
+    before, _, tail = page.partition(f"<!-- {mark} -->")
+    return f"{before}<!-- {mark} -->\n{listing(schema)}<!-- /{mark} -->{tail.partition(f'<!-- /{mark} -->')[2]}"
 
 
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
@@ -330,8 +332,8 @@ def test_the_page_holds_the_list(schema: Schema) -> None:
     """As `router config` and `engine config` print it; `python tests/options/test_programs.py` writes it there."""
     text = PAGE.read_text()
     assert text == with_listing(text, schema)
-    held = listing(schema)
-    assert all(f"`{option.path}`" in held for option in _visible_options(schema))
+    settings_list = listing(schema)
+    assert all(f"`{option.path}`" in settings_list for option in _visible_options(schema))
 
 
 def test_the_page_s_file_is_one(tmp_path: Path) -> None:

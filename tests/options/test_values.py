@@ -47,10 +47,10 @@ def test_a_plain_number_counts_the_setting_s_own_unit() -> None:
 
 @given(number=st.integers(0, 10**6), unit=st.sampled_from(["", "b", "k", "K", "MB", "MiB", "g", "G"]))
 def test_sizes_grow_with_their_number(number: int, unit: str) -> None:
-    one, more = parse_size(f"{number}{unit}", 1), parse_size(f"{number + 1}{unit}", 1)
-    assert one is not None
-    assert more is not None
-    assert one < more
+    size, larger_size = parse_size(f"{number}{unit}", 1), parse_size(f"{number + 1}{unit}", 1)
+    assert size is not None
+    assert larger_size is not None
+    assert size < larger_size
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_what_is_expected_is_said_in_words() -> None:
 
 
 def test_a_secret_is_not_repeated() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         read_value("api_keys", ["hush", 5], tuple[str, ...], secret=True)
-    assert "hush" not in str(caught.value)
+    assert "hush" not in str(error_info.value)
 
 
-@pytest.mark.parametrize("given", [("a=b", "foo"), ("foo",), ("foo", "bar")])
-def test_of_a_repeated_flag_the_wrong_text_is_shown(given: Any) -> None:
+@pytest.mark.parametrize("values", [("a=b", "foo"), ("foo",), ("foo", "bar")])
+def test_of_a_repeated_flag_the_wrong_text_is_shown(values: Any) -> None:
     kind = tuple[Annotated[str, Meta(pattern="=", examples=["a=b"])], ...]
-    with pytest.raises(ConfigError) as refused:
-        read_value("--pair", given, kind)
-    assert str(refused.value) == "--pair: got 'foo', expected text such as a=b"
+    with pytest.raises(ConfigError) as error_info:
+        read_value("--pair", values, kind)
+    assert str(error_info.value) == "--pair: got 'foo', expected text such as a=b"
     with pytest.raises(ConfigError, match="a value that is not shown here"):
-        read_value("--pair", given, kind, secret=True)
+        read_value("--pair", values, kind, secret=True)

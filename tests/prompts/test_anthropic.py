@@ -45,10 +45,10 @@ def test_results_of_tools_come_before_the_words_that_came_with_them() -> None:
         {"role": "assistant", "content": []},
     ]
     call = {"id": "t", "type": "function", "function": {"name": "read", "arguments": {"b": 1, "a": [2.0, None]}}}
-    told = {"role": "tool", "tool_call_id": "t", "content": "one\ntwo"}
+    tool_message = {"role": "tool", "tool_call_id": "t", "content": "one\ntwo"}
     assert chat(messages=turns)["messages"] == [
         {"role": "assistant", "reasoning": "hm!", "tool_calls": [call], "content": "I read"},
-        told, {"role": "user", "content": "and"}, told, {"role": "assistant"},
+        tool_message, {"role": "user", "content": "and"}, tool_message, {"role": "assistant"},
     ]  # fmt: skip
 
 
@@ -152,14 +152,14 @@ def test_documents_and_search_results_are_read_wherever_they_stand() -> None:
     turn = {"role": "user", "content": [PLAIN, PARTS, FOUND]}
     assert [part["text"] for part in chat(messages=[turn])["messages"][0]["content"]] == texts
     result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen"), PLAIN, PARTS, FOUND]}
-    (told,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
-    assert told == {"role": "tool", "tool_call_id": "t", "content": "\n".join(["seen", *texts])}
+    (tool_message,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert tool_message == {"role": "tool", "tool_call_id": "t", "content": "\n".join(["seen", *texts])}
 
 
 def test_parts_of_a_result_that_nobody_knows_are_shown_and_not_dropped() -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "json", "value": {"a": 1}}]}
-    (told,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
-    assert told["content"] == '[json: {"value":{"a":1}}]'
+    (tool_message,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert tool_message["content"] == '[json: {"value":{"a":1}}]'
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ TURNS = st.fixed_dictionaries(
 )
 
 
-@given(turns=st.lists(TURNS | JSON, max_size=4), more=st.dictionaries(st.sampled_from(["system", "tools"]), JSON))
-def test_any_body_is_a_chat_or_an_error_of_the_clients(turns: Any, more: Any) -> None:
+@given(turns=st.lists(TURNS | JSON, max_size=4), fields=st.dictionaries(st.sampled_from(["system", "tools"]), JSON))
+def test_any_body_is_a_chat_or_an_error_of_the_clients(turns: Any, fields: Any) -> None:
     try:
-        request = parse_count(json.dumps({"messages": turns, **more}).encode())
+        request = parse_count(json.dumps({"messages": turns, **fields}).encode())
         chats = [ChatRequest(**convert_to_chat(request, template)) for template in (EARLY, ANYWHERE)]
     except RequestError:
         return

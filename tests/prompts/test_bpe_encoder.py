@@ -44,8 +44,8 @@ CORPUS = [
 
 
 @cache
-def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenizer:
-    """`normalized`: with an added token that is sought in normalized text."""
+def tokenizer(name: str, form: str = "NFC", has_normalized_token: bool = True) -> Tokenizer:
+    """`has_normalized_token`: with an added token that is sought in normalized text."""
     hf_tokenizer = Tokenizer(models.BPE())
     hf_tokenizer.normalizer = getattr(normalizers, form)()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PATTERNS[name]]
@@ -57,7 +57,7 @@ def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenize
     )
     hf_tokenizer.add_special_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<|end|>", normalized=False)])
     hf_tokenizer.add_tokens(
-        [AddedToken("panic", normalized=True)] * normalized + [AddedToken("<think>", normalized=False)]
+        [AddedToken("panic", normalized=True)] * has_normalized_token + [AddedToken("<think>", normalized=False)]
     )
     return hf_tokenizer
 
@@ -110,7 +110,7 @@ MIXED = st.lists(st.one_of(PIECES, st.sampled_from(["The fox", " is a test", "it
 @example(text="It’s a test").via("an apostrophe that is none")
 @example(text="a test of the cafe\u0301 is it").via("what becomes one with the character before")
 def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, text: str) -> None:
-    hf_tokenizer = tokenizer(name, form, normalized=False)
+    hf_tokenizer = tokenizer(name, form, has_normalized_token=False)
     tested_encoder = mixing(name, form)
     want = array("I", hf_tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, te
 
 @cache
 def mixing(name: str, form: str) -> BpeEncoder:
-    hf_tokenizer = tokenizer(name, form, normalized=False)
+    hf_tokenizer = tokenizer(name, form, has_normalized_token=False)
     tested_encoder = build_bpe_encoder(hf_tokenizer, json.loads(hf_tokenizer.to_str()), CORPUS)
     assert isinstance(tested_encoder, BpeEncoder), tested_encoder
     return tested_encoder
@@ -132,11 +132,11 @@ def test_little_is_asked_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None
     tested_encoder, library_texts = mixing("qwen", "NFC"), list[str]()
     ask = tested_encoder._encode_with_library
 
-    def noted(texts: list[str]) -> list[list[int]]:
+    def encode_and_note(texts: list[str]) -> list[list[int]]:
         library_texts.extend(texts)
         return ask(texts)
 
-    monkeypatch.setattr(tested_encoder, "_library_encode", noted)
+    monkeypatch.setattr(tested_encoder, "_library_encode", encode_and_note)
     text = "The first fox — or is it “the second”? — has 12 naïve tests to go on with, it says."
     for _ in range(2):
         assert (
@@ -168,7 +168,7 @@ def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str
     if rows is None:
         assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
         return
-    found = Words([rows], 7, 100).encode(text, lambda word: [len(word)])
+    word_lengths = Words([rows], 7, 100).encode(text, lambda word: [len(word)])
     compiled_pattern, want, at, gap = re.compile(pattern, re.ASCII), [], 0, 0
     while at < len(text):
         match = compiled_pattern.match(text, at)
@@ -176,11 +176,11 @@ def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str
             at += 1
             continue
         if match.end() == at:
-            assert found is None
+            assert word_lengths is None
             return
         want += [at - gap] * (gap < at) + [match.end() - at]
         gap = at = match.end()
-    assert found == array("I", want + [len(text) - gap] * (gap < len(text))).tobytes()
+    assert word_lengths == array("I", want + [len(text) - gap] * (gap < len(text))).tobytes()
 
 
 def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
@@ -261,9 +261,9 @@ def test_other_kinds_of_tokenizers_are_refused() -> None:
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}}, "byte-level"),
         ({"added_tokens": [{"content": "Å", "normalized": True}]}, "normalized"),
     ):
-        refused = build_bpe_encoder(hf_tokenizer, {**spec, **change}, [])
-        assert isinstance(refused, str)
-        assert reason in refused
+        refusal = build_bpe_encoder(hf_tokenizer, {**spec, **change}, [])
+        assert isinstance(refusal, str)
+        assert reason in refusal
 
 
 def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +277,8 @@ def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypat
 def test_a_pattern_with_many_alternatives_is_known() -> None:
     rows = bpe_encoder.compile_pattern("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
     assert rows is not None
-    found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", lambda word: [len(word)])
-    assert found == array("I", [66, 24, 1, 2]).tobytes()
+    word_lengths = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", lambda word: [len(word)])
+    assert word_lengths == array("I", [66, 24, 1, 2]).tobytes()
 
 
 def test_a_pattern_with_too_many_states_is_refused() -> None:
@@ -307,10 +307,10 @@ def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
 
 @given(st.lists(st.binary(max_size=70), min_size=2, max_size=2, unique=True), st.integers(0, 2**32 - 1))
 def test_other_bytes_have_another_digest(two: list[bytes], before: int) -> None:
-    one, other = (digest32(data, before) for data in two)
-    assert 0 <= one < 2**32
-    assert one != other
-    assert digest32(two[0], before) == one != digest32(two[0], before + 1)
+    first_digest, second_digest = (digest32(data, before) for data in two)
+    assert 0 <= first_digest < 2**32
+    assert first_digest != second_digest
+    assert digest32(two[0], before) == first_digest != digest32(two[0], before + 1)
 
 
 def test_digests_of_texts_that_differ_little_differ_in_half_of_their_bits() -> None:

@@ -124,10 +124,10 @@ def test_a_continued_message_keeps_its_calls(name, content):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
     template = ChatTemplate(ALL[name], VARIABLES)
     full_text = template.render(messages)
-    continued = template.render(messages, continue_final_message=True)
-    assert '"Rome"' in continued
-    assert full_text.startswith(continued)
-    assert full_text.removeprefix(continued).strip() in ("<|im_end|>", "<|eot_id|>")
+    continued_text = template.render(messages, continue_final_message=True)
+    assert '"Rome"' in continued_text
+    assert full_text.startswith(continued_text)
+    assert full_text.removeprefix(continued_text).strip() in ("<|im_end|>", "<|eot_id|>")
 
 
 def test_a_message_with_calls_that_ends_otherwise_is_not_continued():
@@ -147,10 +147,10 @@ _messages = st.lists(
 )  # fmt: skip
 
 
-@given(messages=_messages, name=st.sampled_from(sorted(ALL)), generation=st.booleans(), continued=st.booleans())
+@given(messages=_messages, name=st.sampled_from(sorted(ALL)), generation=st.booleans(), is_continued=st.booleans())
 @settings(max_examples=examples(300), deadline=None)
-def test_random_chats_equal_transformers(hf_render, messages, name, generation, continued):
-    agree(hf_render, ALL[name], messages, add_generation_prompt=generation, continue_final_message=continued)
+def test_random_chats_equal_transformers(hf_render, messages, name, generation, is_continued):
+    agree(hf_render, ALL[name], messages, add_generation_prompt=generation, continue_final_message=is_continued)
 
 
 def test_named_templates_follow_transformers():
@@ -213,8 +213,8 @@ def test_tool_arguments_are_read_and_tools_completed():
 def test_generation_prompt_defaults_to_true_unless_the_last_message_is_continued():
     template = ChatTemplate(ALL["chatml"])
     assert render_chat(template, chat([{"role": "user", "content": "a"}])).endswith("<|im_start|>assistant\n")
-    continued = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]
-    request = chat(continued, continue_final_message=True, add_generation_prompt=False)
+    continued_messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]
+    request = chat(continued_messages, continue_final_message=True, add_generation_prompt=False)
     assert render_chat(template, request).endswith("<|im_start|>assistant\nThe")
     off = chat([{"role": "user", "content": "a"}], add_generation_prompt=False)
     assert render_chat(template, off).endswith("a<|im_end|>\n")
@@ -301,7 +301,7 @@ def test_a_number_of_thousands_of_digits_does_not_compile() -> None:
     ],
 )
 def test_what_is_written_short_means_the_same(source):
-    def rendered(generator):
+    def render_with(generator):
         environment = _make_environment()
         environment.code_generator_class = generator
         messages = [{"role": "user", "first": "F", "items": 3}, {"role": "tool", "keys": None, "length": 9}]
@@ -313,4 +313,4 @@ def test_what_is_written_short_means_the_same(source):
 
     short = type(_make_environment()).code_generator_class
     assert short is not CodeGenerator
-    assert rendered(short) == rendered(CodeGenerator)
+    assert render_with(short) == render_with(CodeGenerator)

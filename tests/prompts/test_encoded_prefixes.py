@@ -102,16 +102,16 @@ steps = st.lists(st.tuples(st.booleans(), st.text("ab", min_size=1, max_size=40)
 
 @given(steps=steps, max_bytes=st.sampled_from([0, 2_000, 8_000]))
 def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) -> None:
-    book = EncodedPrefixCache(max_bytes)
-    for keeps, text, more in steps:
-        if keeps:
-            book.store(EncodedPrefix(text, len(text) - 1, bytes(4 * more)))
-        found = book.find(text)
-        assert found is None or text.startswith(found.text)
-        if keeps and max_bytes == 8_000 and len(text) >= 8:
-            assert found is not None, "what was kept last is found"
-            assert found.text == text
-        book.check_invariants()
+    cache = EncodedPrefixCache(max_bytes)
+    for is_stored, text, id_count in steps:
+        if is_stored:
+            cache.store(EncodedPrefix(text, len(text) - 1, bytes(4 * id_count)))
+        prefix = cache.find(text)
+        assert prefix is None or text.startswith(prefix.text)
+        if is_stored and max_bytes == 8_000 and len(text) >= 8:
+            assert prefix is not None, "what was kept last is found"
+            assert prefix.text == text
+        cache.check_invariants()
 
 
 def test_a_text_too_long_for_the_memory_is_not_kept() -> None:

@@ -39,17 +39,17 @@ def test_the_path_that_was_meant(path: str, expected_path: str | None) -> None:
 
 
 def test_the_error_says_how_the_base_url_ends() -> None:
-    def said(path: str) -> str:
+    def error_message(path: str) -> str:
         error = unknown_path_error(path, SERVED)
         assert (error.status, error.code) == (404, "not_found")
         return error.message
 
-    assert "did you mean /v1/chat/completions? The base URL of OpenAI's clients ends with one /v1" in said(
+    assert "did you mean /v1/chat/completions? The base URL of OpenAI's clients ends with one /v1" in error_message(
         "/chat/completions"
     )
-    assert "did you mean /v1/messages? Anthropic's clients add /v1" in said("/v1/v1/messages")
-    assert said("/metrics/").endswith("did you mean /metrics?")
-    assert "GET / tells" in said("/nothing")
+    assert "did you mean /v1/messages? Anthropic's clients add /v1" in error_message("/v1/v1/messages")
+    assert error_message("/metrics/").endswith("did you mean /metrics?")
+    assert "GET / tells" in error_message("/nothing")
 
 
 @pytest.mark.parametrize("path", ["/v1/v1/messages", "/messages/", "/anthropic/v1/messages/count_tokens"])

@@ -24,16 +24,16 @@ from prompts.routing import convert_source_to_chat, parse_routing
 from prompts.schemas import ChatRequest
 
 
-def chat(given: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
-    return convert_to_chat(parse_response(json.dumps({"input": given, **body}).encode()), before)
+def chat(input_items: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
+    return convert_to_chat(parse_response(json.dumps({"input": input_items, **body}).encode()), before)
 
 
-def message_item(text: str, **more: Any) -> dict[str, Any]:
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **more}
+def message_item(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}], **fields}
 
 
-def call(number: int, **more: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}", **more}
+def call(number: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}", **fields}
 
 
 def reasoning_item(text: str) -> dict[str, Any]:
@@ -180,22 +180,22 @@ def test_other_fields() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"given": 3}, "input: got 3"),
-        ({"given": ["x"]}, "input[0]"),
-        ({"given": [{"type": "item_reference", "id": "x"}]}, "input[0].id: no such item is here"),
-        ({"given": []}, "input: got an empty array"),
-        ({"given": [{"content": "x"}]}, "input[0].role: got null"),
-        ({"given": [{"role": "user", "content": [{"type": "odd"}]}]}, 'input[0].content[0].type: got "odd"'),
+        ({"input_items": 3}, "input: got 3"),
+        ({"input_items": ["x"]}, "input[0]"),
+        ({"input_items": [{"type": "item_reference", "id": "x"}]}, "input[0].id: no such item is here"),
+        ({"input_items": []}, "input: got an empty array"),
+        ({"input_items": [{"content": "x"}]}, "input[0].role: got null"),
+        ({"input_items": [{"role": "user", "content": [{"type": "odd"}]}]}, 'input[0].content[0].type: got "odd"'),
         (
-            {"given": ["a", {"type": "function_call_output", "call_id": "c", "output": [3]}][1:]},
+            {"input_items": ["a", {"type": "function_call_output", "call_id": "c", "output": [3]}][1:]},
             "input[0].output[0]: got 3",
         ),
         (
-            {"given": [message_item("x"), {**message_item("x"), "content": [{"type": "output_text"}] * 2}]},
+            {"input_items": [message_item("x"), {**message_item("x"), "content": [{"type": "output_text"}] * 2}]},
             "input[1].content[0].text",
         ),
-        ({"given": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name: got null"),
-        ({"given": [{"role": "user", "content": 3}]}, "input[0].content"),
+        ({"input_items": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name: got null"),
+        ({"input_items": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools[0].format.syntax: got"),
         ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format.definition: got"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.name: got"),

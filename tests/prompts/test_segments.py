@@ -30,10 +30,10 @@ def make_cache(hf_tokenizer, plan=None, **options):
     return SegmentCache(hf_tokenizer, plan or make_segment_plan(hf_tokenizer), **options)
 
 
-def texts(added: list[str]) -> st.SearchStrategy[str]:
+def texts(added_tokens: list[str]) -> st.SearchStrategy[str]:
     pieces = st.one_of(
-        st.sampled_from(added),
-        st.sampled_from(added),
+        st.sampled_from(added_tokens),
+        st.sampled_from(added_tokens),
         st.sampled_from(WORDS),
         st.text(max_size=6),
     )

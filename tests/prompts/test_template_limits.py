@@ -28,8 +28,8 @@ def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
     assert ours.is_bounded
     for tool_list in (None, tools):
         for generation in (False, True):
-            told = {"tools": tool_list, "add_generation_prompt": generation}
-            assert ours.render(MESSAGES, **told) == plain.render(MESSAGES, **told)  # type: ignore[arg-type]
+            arguments = {"tools": tool_list, "add_generation_prompt": generation}
+            assert ours.render(MESSAGES, **arguments) == plain.render(MESSAGES, **arguments)  # type: ignore[arg-type]
     assert ours.needs_system_first() == plain.needs_system_first()
 
 

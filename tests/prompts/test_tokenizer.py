@@ -141,13 +141,13 @@ def test_eos_ids_come_from_tokenizer_and_generation_config(checkpoint):
 
 def test_prompt_forms(checkpoint):
     tokenizer = Tokenizer.load(checkpoint())
-    one, two = tokenizer.encode("one"), tokenizer.encode("two")
+    first_ids, second_ids = tokenizer.encode("one"), tokenizer.encode("two")
 
     def ids(prompt):
         return tokenizer.encode_completion(parse_completion(json.dumps({"prompt": prompt}).encode()))
 
-    assert ids("one") == [one]
-    assert ids(["one", "two"]) == [one, two]
+    assert ids("one") == [first_ids]
+    assert ids(["one", "two"]) == [first_ids, second_ids]
     assert ids([5, 6]) == [[5, 6]]
     assert ids([[5], [6, 7]]) == [[5], [6, 7]]
     with pytest.raises(RequestError, match=r"prompt\[1\]: got \d+, expected a token id in"):
@@ -233,15 +233,15 @@ def test_encoding_releases_the_gil(checkpoint):
     """Another thread runs Python while a long text is encoded."""
     tokenizer = Tokenizer.load(checkpoint(), cache_bytes=0)
     text = "The quick brown fox jumps over the lazy dog. " * 20_000
-    done, ticks = threading.Event(), []
+    finished_event, ticks = threading.Event(), []
 
     def encode():
         tokenizer.encode(text)
-        done.set()
+        finished_event.set()
 
     thread = threading.Thread(target=encode)
     thread.start()
-    while not done.is_set():
+    while not finished_event.is_set():
         ticks.append(None)
         time.sleep(0)
     thread.join()
@@ -300,5 +300,5 @@ def test_prompts_import_neither_torch_nor_transformers():
     code = (
         "import sys, prompts; print(sorted({'torch', 'transformers', 'numpy', 'engine', 'router'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"

@@ -67,9 +67,9 @@ def test_what_can_be_one_is_taken(url: str, normal: str) -> None:
 
 
 def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
-    unused = cast(Any, None)
+    dummy = cast(Any, None)
     core = cast(Any, type("Core", (), {"workers": {}}))
-    return Fleet(core, prober, unused, unused, unused, config or FleetConfig(), now=lambda: 0.0)
+    return Fleet(core, prober, dummy, dummy, dummy, config or FleetConfig(), now=lambda: 0.0)
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,13 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
         now = [0.0]
         incomplete_feed = IncompleteFeed(answer)
         config = FleetConfig(peers_s=10.0, peers_s_max=40.0)
-        unused = cast(Any, None)
+        dummy = cast(Any, None)
         fleet = Fleet(
-            unused,
-            unused,
+            dummy,
+            dummy,
             cast(Any, incomplete_feed),
-            unused,
-            unused,
+            dummy,
+            dummy,
             config,
             now=lambda: now[0],
             peers=cast(Any, incomplete_feed),

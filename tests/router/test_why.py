@@ -106,8 +106,8 @@ class Fleet:
             self.prompt(route, routing_request),
             FactsAdapter(self.core, self.emptied_at_s, lambda _: self.tokenizer),
         )
-        removed = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
-        removed_prefix = None if removed is None else RemovedPrefix(removed[0], self.holders[removed[1]], removed[2])
+        removal = self.core.index.gone(prompt.token_ids, route.scope, first_missing_token(decision), BLOCK)
+        removed_prefix = None if removal is None else RemovedPrefix(removal[0], self.holders[removal[1]], removal[2])
         if compare:
             explanation = self.analyzer.explain(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)
             record = self.analyzer.record_compared(prompt, decision, BLOCK, removed_prefix, facts, self.now, 0.0)

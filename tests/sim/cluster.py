@@ -123,7 +123,7 @@ class Cluster:
         self.seed = seed
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.faults = Faults.drawn(self.rng)
+        self.faults = Faults.draw(self.rng)
         self.nodes = [Node(f"worker-{i}", self.rng) for i in range(self.rng.choice([1, 2, 3]))]
         routers = range(self.rng.choice([1, 1, 2]))
         self.routers = [Router(self.nodes, self.rng, make_index, make_stream) for _ in routers]
@@ -158,25 +158,29 @@ class Cluster:
                 story = f"seed {self.seed}, {link.node.name} ({link.node.kind.__name__}, ring {link.node.ring_size})"
                 assert link.stream.phase is StreamPhase.LIVE, f"{story}: still in {link.stream.phase}"
                 exact = link.node.kind.snapshots or link.node.ring_covers_all
-                held = self._check_link(router, link, exact, story)
-                entries += held
+                entry_count = self._check_link(router, link, exact, story)
+                entries += entry_count
             assert router.index.stats().entries == entries, f"seed {self.seed}: the index holds other entries"
 
     def _check_link(self, router: Router, link: Link, exact: bool, story: str) -> int:
         probe_rng = random.Random(self.seed)
         for _ in range(150):
             prompt = draw_prompt(probe_rng)
-            wanted = link.node.worker.usable(prompt)
-            predicted = self._predict(router, link, prompt)
+            actual_tokens = link.node.worker.usable(prompt)
+            predicted_tokens = self._predict(router, link, prompt)
             if exact:
-                assert predicted == wanted, f"{story}: predicted {predicted} of {prompt}, really {wanted}"
+                assert predicted_tokens == actual_tokens, (
+                    f"{story}: predicted {predicted_tokens} of {prompt}, really {actual_tokens}"
+                )
             else:
-                assert predicted <= wanted, f"{story}: promises {predicted} of {prompt}, really {wanted}"
-        held = sum(int(str(group["blocks"])) for group in router.index.groups(link.holder))
+                assert predicted_tokens <= actual_tokens, (
+                    f"{story}: promises {predicted_tokens} of {prompt}, really {actual_tokens}"
+                )
+        entry_count = sum(int(str(group["blocks"])) for group in router.index.groups(link.holder))
         if exact:
             resident = link.node.worker.resident_count()
-            assert held == resident, f"{story}: {held} blocks in the index, {resident} in the worker"
-        return held
+            assert entry_count == resident, f"{story}: {entry_count} blocks in the index, {resident} in the worker"
+        return entry_count
 
     def _predict(self, router: Router, link: Link, prompt: Prompt) -> int:
         matches = router.index.match(list(prompt[0]), Scope(MODEL, salt=prompt[1]))

@@ -57,7 +57,7 @@ class Faults:
     delay_s_max: float = 0.05
 
     @staticmethod
-    def drawn(rng: random.Random) -> Faults:
+    def draw(rng: random.Random) -> Faults:
         """A random mix: most runs have a few kinds of faults, some have all, some none."""
 
         def maybe(high: float) -> float:
@@ -95,9 +95,9 @@ class Wire:
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
         """Takes out what has arrived, in order of arrival."""
-        arrived = sorted((m for m in self.under_way if m[0] <= now), key=lambda message: message[0])
+        arrivals = sorted((m for m in self.under_way if m[0] <= now), key=lambda message: message[0])
         self.under_way = [m for m in self.under_way if m[0] > now]
-        return [(seq, payload) for _, seq, payload in arrived]
+        return [(seq, payload) for _, seq, payload in arrivals]
 
     def reset(self, now: float) -> None:
         self.under_way.clear()

@@ -54,7 +54,7 @@ class SetIndex(ReferenceIndex):
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         present = self._present.setdefault(holder, set())
         batch = decode_batch(payload).batch
-        kept = []
+        kept_events = []
         for event in batch.events:
             if isinstance(event, BlockStored):
                 fresh = [h for h in event.block_hashes if (event.group_idx, h) not in present]
@@ -65,8 +65,8 @@ class SetIndex(ReferenceIndex):
                 present.difference_update((event.group_idx, h) for h in event.block_hashes)
             else:
                 present.clear()
-            kept.append(event)
-        return super().ingest(holder, encode_batch(EventBatch(batch.ts, kept, batch.data_parallel_rank)))
+            kept_events.append(event)
+        return super().ingest(holder, encode_batch(EventBatch(batch.ts, kept_events, batch.data_parallel_rank)))
 
 
 class GapBlindStream(StreamState):
@@ -96,6 +96,6 @@ def test_the_simulation_finds_a_set_where_copies_must_be_counted() -> None:
 
 
 def test_the_simulation_finds_an_ignored_gap() -> None:
-    found = _first_failure(range(60), make_index=ReferenceIndex, make_stream=GapBlindStream)
-    assert found is not None
+    failing_seed = _first_failure(range(60), make_index=ReferenceIndex, make_stream=GapBlindStream)
+    assert failing_seed is not None
     assert Gap  # the notice that the broken stream no longer gives

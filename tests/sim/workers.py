@@ -27,12 +27,12 @@ def draw_prompt(rng: random.Random) -> Prompt:
     family = rng.randrange(4)
     length = rng.randrange(1, 10 * BLOCK)
     fork = rng.randrange(length + 1)
-    shared = [family * 7 + i for i in range(fork)]
-    own = [1000 + rng.randrange(2) for _ in range(length - fork)]
-    return tuple(shared + own), "salt" if rng.random() < 0.15 else None
+    shared_ids = [family * 7 + i for i in range(fork)]
+    own_ids = [1000 + rng.randrange(2) for _ in range(length - fork)]
+    return tuple(shared_ids + own_ids), "salt" if rng.random() < 0.15 else None
 
 
-def aside(rng: random.Random) -> random.Random:
+def fork_rng(rng: random.Random) -> random.Random:
     """A draw that leaves those to come as they are: seeds go on meaning what they meant."""
     return random.Random(repr(rng.getstate()[1][-1]) + repr(rng.getstate()[1][0]))
 
@@ -52,9 +52,9 @@ class OurWorker:
             CacheSpec(BLOCK, tuple(groups)),
             rng.choice([24, 48]),
             step_tokens_max=16,
-            adaptive_eviction=aside(rng).random() < 0.5,
+            adaptive_eviction=fork_rng(rng).random() < 0.5,
             host_unit_count=rng.choice([0, 0, 6, 60]),
-            load_bytes_max=aside(rng).choice([None, 1, 2000]),
+            load_bytes_max=fork_rng(rng).choice([None, 1, 2000]),
         )
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
         self._events: list[Event] = []
@@ -98,9 +98,9 @@ class OurWorker:
         params = SamplingParams()
         request = Request(request_id="probe", token_ids=list(prompt[0]), params=params, cache_salt=prompt[1])
         probe = Sequence(request, list(prompt[0]), len(prompt[0]), 0.0)
-        found = len(self._cache.match_prefix(probe)) * BLOCK
+        cached_tokens = len(self._cache.match_prefix(probe)) * BLOCK
         self._cache.discard_keys(probe)
-        return found
+        return cached_tokens
 
     def resident_count(self) -> int:
         """(group, block) presences."""
@@ -119,7 +119,7 @@ class ForeignWorker:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._media = aside(rng).choice([("GPU",), ("GPU",), ("GPU", "CPU")])
+        self._media = fork_rng(rng).choice([("GPU",), ("GPU",), ("GPU", "CPU")])
         self._copies: Counter[tuple[tuple[Prompt, int], str]] = Counter()
         self._names: dict[tuple[Prompt, int], int] = {}
 
@@ -157,7 +157,7 @@ class ForeignWorker:
 
     def _store(self, prompt: Prompt) -> list[Event]:
         """Announce the whole prompt or, where a prefix is resident, sometimes only what follows it."""
-        total, medium = len(prompt[0]) // BLOCK, aside(self._rng).choice(self._media)
+        total, medium = len(prompt[0]) // BLOCK, fork_rng(self._rng).choice(self._media)
         first = 0
         if self._rng.random() < 0.7:
             first = min(total, self.usable((*prompt[:1], prompt[1])) // BLOCK)
