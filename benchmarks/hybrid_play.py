@@ -36,8 +36,8 @@ class HybridCache:
     """Room for `capacity` blocks of `block_tokens`; a state takes as much as `state_blocks` of them."""
 
     def __init__(self, capacity: int, block_tokens: int, state_blocks: int, *, adaptive: bool) -> None:
-        group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=1)
-        state = StateSpec(layers=(1,), state_bytes=state_blocks * block_tokens * group.token_bytes)
+        group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=1)
+        state = StateSpec(layer_indices=(1,), state_bytes=state_blocks * block_tokens * group.token_bytes)
         spec = CacheSpec(block_tokens, (group,), state)
         assert spec.blocks_per_unit(0) == state_blocks
         units = max(2, capacity // state_blocks)

@@ -108,7 +108,9 @@ class Engine:
 
     def kv_bytes(self, tokens: int) -> int:
         """K and V of so many tokens of context in all attention layers."""
-        return sum(2 * len(g.layers) * g.num_kv_heads * g.head_dim * g.dtype_bytes * tokens for g in self.spec.groups)
+        return sum(
+            2 * len(g.layer_indices) * g.num_kv_heads * g.head_dim * g.dtype_bytes * tokens for g in self.spec.groups
+        )
 
     def matrix_operations(self, tokens: int, sampled_tokens: int) -> float:
         """Of the weight matrices and of causal attention, for one prompt from nothing."""

@@ -283,7 +283,7 @@ class EngineCore:
         return EngineStats(
             running_requests=self.scheduler.running_count,
             waiting_requests=self.scheduler.waiting_count + len(self._compiling_requests),
-            kv_cache_usage=usage.live_units / usage.units,
+            kv_cache_usage=usage.live_units / usage.total_units,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
             prefix_cache_hits=totals.prefix_hit_tokens,

@@ -33,9 +33,9 @@ def _describe_groups(spec: CacheSpec) -> list[str]:
     for index, group in enumerate(spec.groups):
         window = "" if group.sliding_window is None else f", window {group.sliding_window:,}"
         lines.append(
-            f"  group {index}: {group.kind}{window}, {len(group.layers)} layers, blocks of {spec.block_size} tokens = "
-            f"{spec.block_bytes(index):,} bytes, {spec.blocks_per_unit(index)} a unit"
+            f"  group {index}: {group.kind}{window}, {len(group.layer_indices)} layers, blocks of {spec.block_size} "
+            f"tokens = {spec.block_bytes(index):,} bytes, {spec.blocks_per_unit(index)} a unit"
         )
     if spec.state is not None:
-        lines.append(f"  state: {len(spec.state.layers)} layers, {spec.state.state_bytes:,} bytes, 1 a unit")
+        lines.append(f"  state: {len(spec.state.layer_indices)} layers, {spec.state.state_bytes:,} bytes, 1 a unit")
     return lines

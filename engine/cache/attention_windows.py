@@ -60,7 +60,7 @@ class AttentionWindows:
                 while (
                     smaller_count
                     and not nodes[smaller_count - 1].can_resume(kind)
-                    and not nodes[smaller_count - 1].is_on_host(kind)
+                    and not nodes[smaller_count - 1].has_host_block(kind)
                 ):
                     smaller_count -= 1
             if smaller_count == count:
@@ -74,7 +74,8 @@ class AttentionWindows:
             while count:
                 window_indices = range(count - 1, max(0, count - window) - 1, -1)
                 missing = next(
-                    (i for i in window_indices if not nodes[i].blocks[group] and not nodes[i].is_on_host(group)), None
+                    (i for i in window_indices if not nodes[i].blocks[group] and not nodes[i].has_host_block(group)),
+                    None,
                 )
                 if missing is None:
                     break

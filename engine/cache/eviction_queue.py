@@ -47,12 +47,12 @@ class StateValuation(Generic[EvictableT]):
 
     blocks_per_state: int
     """Blocks of attention that one takes the room of."""
-    saved_blocks: Callable[[EvictableT, int], int | None]
+    count_saved_blocks: Callable[[EvictableT, int], int | None]
     """Blocks from the state before a place to the one there, by that room; None where there is none."""
 
     def value_per_block(self, leaf: EvictableT) -> float:
         """Blocks that a path which ends there saves, for each that it and its last state take."""
-        saved_blocks = self.saved_blocks(leaf, self.blocks_per_state)
+        saved_blocks = self.count_saved_blocks(leaf, self.blocks_per_state)
         return _UNRESUMABLE_VALUE if saved_blocks is None else saved_blocks / (saved_blocks + self.blocks_per_state)
 
 

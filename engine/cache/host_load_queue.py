@@ -40,21 +40,21 @@ class HostLoad(NamedTuple):
 
 
 class HostLoadQueue:
-    """`block_sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, in a step's mean.
+    """`block_bytes_by_kind`: bytes of a block; `step_bytes_max`: copied beside decodes, in a step's mean.
 
     Counted is what comes up, and what goes down to make room for it.
     """
 
     def __init__(
-        self, host_tier: HostTier, tree: PrefixTree, block_sizes: list[int], step_bytes_max: int | None
+        self, host_tier: HostTier, tree: PrefixTree, block_bytes_by_kind: list[int], step_bytes_max: int | None
     ) -> None:
         assert step_bytes_max is None or step_bytes_max > 0
         self._host_tier = host_tier
         self._tree = tree
-        self._block_sizes = block_sizes
+        self._block_bytes_by_kind = block_bytes_by_kind
         self._step_bytes_max = math.inf if step_bytes_max is None else step_bytes_max
-        self._bytes_left = math.inf
-        self._unplanned_loads: dict[Sequence, list[HostLoad]] = {}
+        self._step_bytes_left = math.inf
+        self._unplanned_loads_by_sequence: dict[Sequence, list[HostLoad]] = {}
         """Not planned yet, the last first."""
         self.unplanned_blocks: set[Block[Node]] = set()
         """The device's, of these."""
@@ -63,11 +63,11 @@ class HostLoadQueue:
 
     def __contains__(self, seq: Sequence) -> bool:
         """Whether copies for `seq` are left to plan."""
-        return seq in self._unplanned_loads
+        return seq in self._unplanned_loads_by_sequence
 
     def __bool__(self) -> bool:
         """Whether copies for anybody are."""
-        return bool(self._unplanned_loads)
+        return bool(self._unplanned_loads_by_sequence)
 
     def has_unplanned(self, nodes: Iterable[Node]) -> bool:
         """Whether any of these has a block whose copy is not planned yet."""
@@ -81,18 +81,18 @@ class HostLoadQueue:
         What a block takes beyond the bound the next steps copy less.
         """
         step_bytes = self._step_bytes_max
-        self._bytes_left = (
-            max(min(self._bytes_left, 0), -STEPS_WITHOUT_LOAD_MAX * step_bytes) + step_bytes
+        self._step_bytes_left = (
+            max(min(self._step_bytes_left, 0), -STEPS_WITHOUT_LOAD_MAX * step_bytes) + step_bytes
             if has_decodes
             else math.inf
         )
-        for seq in list(self._unplanned_loads):
+        for seq in list(self._unplanned_loads_by_sequence):
             self._plan_loads(seq)
 
     def add(self, seq: Sequence, block_pairs: list[tuple[Block[Node], Block[Node]]]) -> None:
         """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
         if block_pairs:
-            self._unplanned_loads[seq] = [
+            self._unplanned_loads_by_sequence[seq] = [
                 HostLoad(seq, block, host_block) for block, host_block in reversed(block_pairs)
             ]
             self.unplanned_blocks.update(block for block, _ in block_pairs)
@@ -103,7 +103,7 @@ class HostLoadQueue:
         if block in self.unplanned_blocks:
             seq = next(
                 seq
-                for seq, loads in self._unplanned_loads.items()
+                for seq, loads in self._unplanned_loads_by_sequence.items()
                 if any(block is loaded_block for _, loaded_block, _ in loads)
             )
             self._plan_loads(seq, ignore_limit=True)
@@ -113,7 +113,7 @@ class HostLoadQueue:
 
         A copy in that plan is done in vain: its block is overwritten by whoever has it next.
         """
-        loads = self._unplanned_loads.pop(seq, [])
+        loads = self._unplanned_loads_by_sequence.pop(seq, [])
         for _, block, _ in loads:
             self.unplanned_blocks.discard(block)
             self._host_tier.flush_before_overwrite(block)
@@ -150,28 +150,28 @@ class HostLoadQueue:
 
     def pinned_host_blocks(self) -> list[Block[Node]]:
         """Blocks of the host that are held for copies which no step has yet."""
-        host_blocks = [host_block for loads in self._unplanned_loads.values() for _, _, host_block in loads]
+        host_blocks = [host_block for loads in self._unplanned_loads_by_sequence.values() for _, _, host_block in loads]
         return host_blocks + [load.host_block for load in self.planned_loads if load is not None]
 
     def _plan_loads(self, seq: Sequence, *, ignore_limit: bool = False) -> None:
-        loads = self._unplanned_loads[seq]
+        loads = self._unplanned_loads_by_sequence[seq]
         while loads:
-            if self._bytes_left <= 0 and not ignore_limit:
+            if self._step_bytes_left <= 0 and not ignore_limit:
                 return
             load = loads.pop()
             _, block, host_block = load
             if not ignore_limit:
-                self._bytes_left -= sum(
-                    self._block_sizes[kind] for kind in (block.kind, *self._host_tier.kinds_to_flush(block))
+                self._step_bytes_left -= sum(
+                    self._block_bytes_by_kind[kind] for kind in (block.kind, *self._host_tier.kinds_to_flush(block))
                 )
-            self._host_tier.fetch(host_block, block)
+            self._host_tier.plan_load(host_block, block)
             self.unplanned_blocks.discard(block)
             self.planned_loads.append(load)
-        del self._unplanned_loads[seq]
+        del self._unplanned_loads_by_sequence[seq]
 
     def check_invariants(self) -> None:
-        blocks = [block for loads in self._unplanned_loads.values() for _, block, _ in loads]
-        assert all(self._unplanned_loads.values())
+        blocks = [block for loads in self._unplanned_loads_by_sequence.values() for _, block, _ in loads]
+        assert all(self._unplanned_loads_by_sequence.values())
         assert len(blocks) == len(self.unplanned_blocks)
         assert set(blocks) == self.unplanned_blocks
         assert all(block.ref_count == 1 for block in blocks), "a block whose copy is not planned is shared"

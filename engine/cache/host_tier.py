@@ -1,7 +1,7 @@
 """Host memory under the device's: the blocks that were evicted there, until a prompt asks for them.
 
 A pool of its own, of the same units and kinds, for nodes of the same prefix tree. What the device evicts is planned to
-be copied here (`demote`), and what a request finds here to be copied back (`fetch`); both go into the one list of
+be copied here (`demote`), and what a request finds here to be copied back (`plan_load`); both go into the one list of
 copies that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block
 is in one of the two pools: once the device has a computed copy, this one goes (`discard_duplicate`). A state that a
 sequence goes on from is not such a copy (`unpin_state`).
@@ -30,9 +30,9 @@ from engine.types import BlockCopy, CopyDirection
 
 
 class HostUsage(NamedTuple):
-    """`usage`: share of host memory that holds something. The bytes are planned copies since the start."""
+    """`used_share`: share of host memory that holds something. The bytes are planned copies since the start."""
 
-    usage: float
+    used_share: float
     stored_bytes: int
     loaded_bytes: int
 
@@ -61,21 +61,22 @@ class HostTier:
         self._eviction_order = eviction_order
         self._tree = tree
         self._block_copies = block_copies
-        self._unplanned_copies: dict[Block[Node], BlockCopy] = {}
+        self._unplanned_copy_by_block: dict[Block[Node], BlockCopy] = {}
         """How each block here is filled that no plan fills yet."""
-        self._unplanned_by_unit: dict[Unit[Node], list[Block[Node]]] = {}
+        self._unplanned_blocks_by_unit: dict[Unit[Node], list[Block[Node]]] = {}
         """Of these, what left with the plan being made, by the device's unit that it was in."""
-        self._deferred_by_target: dict[Block[Node], Block[Node]] = {}
+        self._host_block_by_load_target: dict[Block[Node], Block[Node]] = {}
         """And the others, by the device's block that is loaded into their memory later."""
         self.planned_stores: list[Block[Node]] = []
         """Blocks that the step being planned fills."""
-        self.stored_counts = [0] * len(blocks_per_unit)
-        self.loaded_counts = [0] * len(blocks_per_unit)
+        self.stored_blocks_by_kind = [0] * len(blocks_per_unit)
+        self.loaded_blocks_by_kind = [0] * len(blocks_per_unit)
         """Of each kind, planned since the start."""
 
-    def usage(self, spec: CacheSpec) -> HostUsage:
+    def measure_usage(self, spec: CacheSpec) -> HostUsage:
         copied_bytes = (
-            sum(map(mul, counts, spec.block_sizes())) for counts in (self.stored_counts, self.loaded_counts)
+            sum(map(mul, counts, spec.block_bytes_by_kind()))
+            for counts in (self.stored_blocks_by_kind, self.loaded_blocks_by_kind)
         )
         return HostUsage(1 - self.pool.free_units / len(self.pool.units), *copied_bytes)
 
@@ -83,16 +84,16 @@ class HostTier:
 
     def demote(self, block: Block[Node], *, keep_on_host: bool) -> None:
         """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
-        node, kind, log = block.node, block.kind, self._tree.event_log
+        node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None
-        if node.is_on_host(kind):
-            log.record_removed(kind, node)
+        if node.has_host_block(kind):
+            event_log.record_removed(kind, node)
         elif keep_on_host and self._store(block, node):
-            log.record_demoted(kind, node)
+            event_log.record_demoted(kind, node)
         else:
             if kind == FULL_KIND:
                 self._drop_subtree(node)
-            log.record_removed(kind, node)
+            event_log.record_removed(kind, node)
 
     def _store(self, block: Block[Node], node: Node) -> bool:
         kind = block.kind
@@ -104,55 +105,58 @@ class HostTier:
         node.host_blocks[kind] = host_block
         host_block.node, host_block.is_superseded = node, block.is_superseded
         self.pool.release(host_block, block.state_value)
-        self._unplanned_copies[host_block] = BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST)
-        self._unplanned_by_unit.setdefault(block.unit, []).append(host_block)
+        self._unplanned_copy_by_block[host_block] = BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST)
+        self._unplanned_blocks_by_unit.setdefault(block.unit, []).append(host_block)
         return True
 
     def plan_copies(self, deferred_targets: Container[Block[Node]]) -> None:
         """Plan to copy what left, except from the memory of `deferred_targets`, which a later plan loads."""
-        for unit, host_blocks in self._unplanned_by_unit.items():
+        for unit, host_blocks in self._unplanned_blocks_by_unit.items():
             for host_block in host_blocks:
-                copy = self._unplanned_copies.get(host_block)
-                if copy is None:
+                block_copy = self._unplanned_copy_by_block.get(host_block)
+                if block_copy is None:
                     continue
-                if unit.kind == copy.kind:
-                    target = unit.blocks[copy.source % self.pool.blocks_per_unit[copy.kind]]
+                if unit.kind == block_copy.kind:
+                    target = unit.blocks[block_copy.source % self.pool.blocks_per_unit[block_copy.kind]]
                     if target in deferred_targets:
-                        self._deferred_by_target[target] = host_block
+                        self._host_block_by_load_target[target] = host_block
                         continue
                 self._plan_copy(host_block)
-        self._unplanned_by_unit.clear()
+        self._unplanned_blocks_by_unit.clear()
 
     def plan_all_copies(self) -> None:
         """Copy all that left, before anything else that is planned from now on."""
-        for host_block in list(self._unplanned_copies):
+        for host_block in list(self._unplanned_copy_by_block):
             self._plan_copy(host_block)
-        self._unplanned_by_unit.clear()
-        self._deferred_by_target.clear()
+        self._unplanned_blocks_by_unit.clear()
+        self._host_block_by_load_target.clear()
 
     def flush_before_overwrite(self, target: Block[Node]) -> None:
         """Copy what left from the memory of the device's `target`, which is about to be written."""
-        for host_block in self._unplanned_by_unit.pop(target.unit, ()):
+        for host_block in self._unplanned_blocks_by_unit.pop(target.unit, ()):
             self._plan_copy(host_block)
-        deferred_block = self._deferred_by_target.pop(target, None)
+        deferred_block = self._host_block_by_load_target.pop(target, None)
         if deferred_block is not None:
             self._plan_copy(deferred_block)
 
     def kinds_to_flush(self, target: Block[Node]) -> list[int]:
         """Kinds of the blocks that `flush_before_overwrite` would copy."""
-        host_blocks = [*self._unplanned_by_unit.get(target.unit, ()), self._deferred_by_target.get(target)]
-        return [host_block.kind for host_block in host_blocks if host_block in self._unplanned_copies]
+        host_blocks = [
+            *self._unplanned_blocks_by_unit.get(target.unit, ()),
+            self._host_block_by_load_target.get(target),
+        ]
+        return [host_block.kind for host_block in host_blocks if host_block in self._unplanned_copy_by_block]
 
     def _plan_copy(self, host_block: Block[Node]) -> None:
-        copy = self._unplanned_copies.pop(host_block, None)
-        if copy is not None:
-            self._block_copies.append(copy)
+        block_copy = self._unplanned_copy_by_block.pop(host_block, None)
+        if block_copy is not None:
+            self._block_copies.append(block_copy)
             self.planned_stores.append(host_block)
-            self.stored_counts[copy.kind] += 1
+            self.stored_blocks_by_kind[block_copy.kind] += 1
 
     def untrusted_blocks(self) -> list[Block[Node]]:
         """What the plan being made, or a later one, fills: not to be trusted where a step before failed."""
-        return [*self.planned_stores, *self._unplanned_copies]
+        return [*self.planned_stores, *self._unplanned_copy_by_block]
 
     # ------------------------------------------------------------------ up
 
@@ -164,16 +168,16 @@ class HostTier:
         self.pool.acquire(host_block)
         return host_block
 
-    def fetch(self, host_block: Block[Node], target: Block[Node]) -> None:
+    def plan_load(self, host_block: Block[Node], target: Block[Node]) -> None:
         """Copy a block that is held here to the device's `target` with the step being planned."""
         self.flush_before_overwrite(target)
         self._plan_copy(host_block)
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
-        self.loaded_counts[host_block.kind] += 1
+        self.loaded_blocks_by_kind[host_block.kind] += 1
 
     def unpin(self, host_block: Block[Node]) -> None:
         if host_block.node is None and host_block.ref_count == 1:
-            self._unplanned_copies.pop(host_block, None)
+            self._unplanned_copy_by_block.pop(host_block, None)
         self.pool.release(host_block, host_block.state_value)
 
     def finish_promotion(self, host_block: Block[Node]) -> None:
@@ -278,21 +282,21 @@ class HostTier:
     def _free_if_unpinned(self, host_block: Block[Node]) -> None:
         """It has lost its name: unless a step reads it, its memory is free, and nothing is to be copied there."""
         if not host_block.ref_count:
-            self._unplanned_copies.pop(host_block, None)
+            self._unplanned_copy_by_block.pop(host_block, None)
             self.pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block[Node]]) -> None:
         """`pinned_blocks`: an entry for each reference of a step that is out."""
         self.pool.check_invariants()
-        assert all(host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copies), (
-            "to be copied to memory that is free"
-        )
+        assert all(
+            host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copy_by_block
+        ), "to be copied to memory that is free"
         unplanned_blocks = {
             host_block
-            for host_blocks in (*self._unplanned_by_unit.values(), self._deferred_by_target.values())
+            for host_blocks in (*self._unplanned_blocks_by_unit.values(), self._host_block_by_load_target.values())
             for host_block in host_blocks
         }
-        assert unplanned_blocks >= set(self._unplanned_copies), "a copy that nothing would plan"
+        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "a copy that nothing would plan"
         named_blocks = {
             host_block for node in self._tree.nodes() for host_block in node.host_blocks or () if host_block is not None
         }

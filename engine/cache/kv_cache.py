@@ -36,13 +36,13 @@ from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.types import BlockCopy, BlockId, Chunk, LazyDecodeChunks, Sequence, StepPlan
 
-UNREAD_BLOCK = BlockId(0)
+UNREAD_BLOCK_ID = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    units: int
+    total_units: int
     live_units: int
     """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
     free_units: int
@@ -84,21 +84,21 @@ class KVCache:
         self.spec = spec
         self.block_size = spec.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._groups = range(len(spec.groups))
-        blocks_per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
+        self._group_indices = range(len(spec.groups))
+        blocks_per_unit = [spec.blocks_per_unit(g) for g in self._group_indices] + [1] * (spec.state is not None)
         self._windows = AttentionWindows(spec, step_tokens_max)
         host_unit_count *= enable_prefix_caching
         self._eviction_order: AdaptiveEviction[Node] | None = None
         if adaptive_eviction and enable_prefix_caching and not self._windows:
             state_valuation = (
-                None if spec.state is None else StateValuation(blocks_per_unit[FULL_KIND], Node.saved_blocks)
+                None if spec.state is None else StateValuation(blocks_per_unit[FULL_KIND], Node.count_saved_blocks)
             )
             self._eviction_order = AdaptiveEviction(
                 (unit_count + host_unit_count) * blocks_per_unit[FULL_KIND],
                 spec.block_size,
                 state_valuation=state_valuation,
             )
-        self._turns: dict[Sequence, ConversationTurn] = {}
+        self._turn_by_sequence: dict[Sequence, ConversationTurn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._eviction_order)
         state_kind = None if spec.state is None else len(spec.groups)
         eviction_order = (
@@ -120,7 +120,7 @@ class KVCache:
         self.host_loads = (
             None
             if self.host_tier is None
-            else HostLoadQueue(self.host_tier, self.tree, spec.block_sizes(), load_bytes_max)
+            else HostLoadQueue(self.host_tier, self.tree, spec.block_bytes_by_kind(), load_bytes_max)
         )
         self._table_version = 0
         """Of all sequences."""
@@ -129,19 +129,19 @@ class KVCache:
         self._untrusted_blocks: list[Block[Node]] = []
         self._untrusted_host_blocks: list[Block[Node]] = []
         """Moved by steps that failed."""
-        self._seq_blocks: dict[Sequence, SequenceBlocks] = {}
+        self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
         self._hasher = BlockHasher(spec.block_size)
-        self._matched_nodes: dict[Sequence, list[Node]] = {}
+        self._matched_nodes_by_sequence: dict[Sequence, list[Node]] = {}
         """What `match_prefix` found last for each sequence that waits."""
 
     # ------------------------------------------------------------------ questions
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._seq_blocks
+        return seq in self._blocks_by_sequence
 
     @property
     def usage(self) -> CacheUsage:
-        host_usage = (0.0, 0, 0) if self.host_tier is None else self.host_tier.usage(self.spec)
+        host_usage = (0.0, 0, 0) if self.host_tier is None else self.host_tier.measure_usage(self.spec)
         return CacheUsage(len(self.pool.units), self.pool.live_units, self.pool.free_units, *host_usage)
 
     @property
@@ -161,10 +161,10 @@ class KVCache:
         """
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return []
-        count = (len(seq.token_ids) - 1) // self.block_size
-        keys = self._hasher.block_keys(seq, count)
-        nodes = self._matched_nodes.setdefault(seq, [])
-        self.tree.match(keys if len(keys) == count else keys[:count], nodes)
+        full_block_count = (len(seq.token_ids) - 1) // self.block_size
+        keys = self._hasher.block_keys(seq, full_block_count)
+        nodes = self._matched_nodes_by_sequence.setdefault(seq, [])
+        self.tree.extend_match(keys if len(keys) == full_block_count else keys[:full_block_count], nodes)
         return nodes
 
     def count_cached_tokens(self, seq: Sequence) -> int:
@@ -178,10 +178,14 @@ class KVCache:
         matched_nodes = self.match_prefix(seq)
         if self.host_loads is not None and self.host_loads.has_unplanned(matched_nodes):
             return True
-        keys = self._hasher.block_keys(seq, count := (len(seq.token_ids) - 1) // self.block_size)
+        keys = self._hasher.block_keys(seq, full_block_count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
-            return self._checkpoints.has_planned_checkpoint(keys[:count], self._windows.resumable_count(matched_nodes))
-        return len(matched_nodes) < count and self._will_compute(len(matched_nodes), keys[len(matched_nodes)].hash)
+            return self._checkpoints.has_planned_checkpoint(
+                keys[:full_block_count], self._windows.resumable_count(matched_nodes)
+            )
+        return len(matched_nodes) < full_block_count and self._will_compute(
+            len(matched_nodes), keys[len(matched_nodes)].hash
+        )
 
     # ------------------------------------------------------------------ a sequence's blocks
 
@@ -191,24 +195,32 @@ class KVCache:
         False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
         Once it is admitted, its known tokens find their memory.
         """
-        assert seq not in self._seq_blocks
+        assert seq not in self._blocks_by_sequence
         matched_nodes = self.match_prefix(seq)
         nodes = matched_nodes[: self._windows.resumable_count(matched_nodes)]
-        counts = self._windows.blocks_needed(-(-len(seq.token_ids) // self.block_size) + reserve_blocks)
+        block_counts = self._windows.blocks_needed(-(-len(seq.token_ids) // self.block_size) + reserve_blocks)
         for g, window in enumerate(self._windows.window_blocks):
             window_nodes = nodes if window is None else nodes[max(0, len(nodes) - window) :]
-            counts[g] -= sum(block.ref_count > 0 for node in window_nodes if (block := node.blocks[g]) is not None)
-        if not self.pool.can_allocate(counts):
+            block_counts[g] -= sum(
+                block.ref_count > 0 for node in window_nodes if (block := node.blocks[g]) is not None
+            )
+        if not self.pool.can_allocate(block_counts):
             return False
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
-        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].can_resume(-1) else None
-        should_copy = source is None or source.ref_count > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
-        seq_blocks = SequenceBlocks(len(self._groups))
+        source_checkpoint = (
+            nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].can_resume(-1) else None
+        )
+        should_copy_state = (
+            source_checkpoint is None
+            or source_checkpoint.ref_count > 0
+            or self.pool.can_allocate([*block_counts[:-1], block_counts[-1] + 1])
+        )
+        seq_blocks = SequenceBlocks(len(self._group_indices))
         host_hits: list[HostHit] = []
-        state_load: list[tuple[Block[Node], Block[Node]]] = []
-        seq.block_tables = [[] for _ in self._groups]
-        self._count_table_change(seq)
-        for g in self._groups:
+        state_loads: list[tuple[Block[Node], Block[Node]]] = []
+        seq.block_tables = [[] for _ in self._group_indices]
+        self._increment_table_version(seq)
+        for g in self._group_indices:
             window = self._windows.window_blocks[g]
             start = 0 if window is None else max(0, len(nodes) - window)
             group_blocks: list[Block[Node] | None] = [None] * start
@@ -220,27 +232,31 @@ class KVCache:
                 else:
                     self.pool.acquire(block)
                 group_blocks.append(block)
-            seq_blocks.blocks[g] = group_blocks
+            seq_blocks.blocks_by_group[g] = group_blocks
             seq_blocks.window_starts[g] = start
         if self._checkpoints is not None:  # holds the source before anything is allocated
-            state_load = self._create_state(seq, source, nodes[-1] if nodes else None, should_copy=should_copy)
+            state_loads = self._create_state(
+                seq, source_checkpoint, nodes[-1] if nodes else None, should_copy=should_copy_state
+            )
         if self.host_loads is not None:
-            self.host_loads.add(seq, self._allocate_for_loads(seq_blocks, nodes, host_hits) + state_load)
-        for g, blocks in enumerate(seq_blocks.blocks):
-            seq.block_tables[g] = [UNREAD_BLOCK if block is None else block.id for block in blocks]
+            self.host_loads.add(seq, self._allocate_for_loads(seq_blocks, nodes, host_hits) + state_loads)
+        for g, blocks in enumerate(seq_blocks.blocks_by_group):
+            seq.block_tables[g] = [UNREAD_BLOCK_ID if block is None else block.id for block in blocks]
         seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq_blocks.nodes = nodes
-        seq_blocks.committed_count = len(nodes)
-        self._seq_blocks[seq] = seq_blocks
+        seq_blocks.committed_block_count = len(nodes)
+        self._blocks_by_sequence[seq] = seq_blocks
         seq.computed_tokens = len(nodes) * self.block_size
         if self._checkpoints is not None and self.enable_prefix_caching:
             keys = self._hasher.block_keys(seq, last_boundary := (len(seq.token_ids) - 1) // self.block_size)
             for stop in {len(matched_nodes), last_boundary} - {0}:
                 self._checkpoints.plan_checkpoint(seq, stop, keys[stop - 1].hash)
-        self._matched_nodes.pop(seq, None)
+        self._matched_nodes_by_sequence.pop(seq, None)
         if self._eviction_order is not None:
             keys = self._hasher.block_keys(seq, count := len(seq.token_ids) // self.block_size)
-            self._turns[seq] = self._eviction_order.begin_turn([key.hash for key in keys[:count]], len(matched_nodes))
+            self._turn_by_sequence[seq] = self._eviction_order.begin_turn(
+                [key.hash for key in keys[:count]], len(matched_nodes)
+            )
         return True
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
@@ -248,20 +264,30 @@ class KVCache:
 
         If a state is needed there, a checkpoint of `seq` is planned.
         """
-        if not self.enable_prefix_caching or self._seq_blocks[seq].is_detached:
+        if not self.enable_prefix_caching or self._blocks_by_sequence[seq].is_detached:
             return 0
-        low, high = 1, min(len(seq.token_ids) - 1, len(waiting_seq.token_ids) - 1) // self.block_size
-        running_keys, waiting_keys = self._hasher.block_keys(seq, high), self._hasher.block_keys(waiting_seq, high)
-        if not high or running_keys[0].hash != waiting_keys[0].hash:
+        shared_blocks, shared_blocks_max = (
+            1,
+            min(len(seq.token_ids) - 1, len(waiting_seq.token_ids) - 1) // self.block_size,
+        )
+        running_keys, waiting_keys = (
+            self._hasher.block_keys(seq, shared_blocks_max),
+            self._hasher.block_keys(waiting_seq, shared_blocks_max),
+        )
+        if not shared_blocks_max or running_keys[0].hash != waiting_keys[0].hash:
             return 0
-        while low < high:  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if running_keys[middle - 1].hash == waiting_keys[middle - 1].hash else (low, middle - 1)
+        while (
+            shared_blocks < shared_blocks_max
+        ):  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
+            middle = (shared_blocks + shared_blocks_max + 1) // 2
+            shared_blocks, shared_blocks_max = (
+                (middle, shared_blocks_max)
+                if running_keys[middle - 1].hash == waiting_keys[middle - 1].hash
+                else (shared_blocks, middle - 1)
             )
         if self._checkpoints is not None:
-            self._checkpoints.plan_checkpoint(seq, low, running_keys[low - 1].hash)
-        return 0 if waiting_seq.request.params.prompt_logprobs is not None else low * self.block_size
+            self._checkpoints.plan_checkpoint(seq, shared_blocks, running_keys[shared_blocks - 1].hash)
+        return 0 if waiting_seq.request.params.prompt_logprobs is not None else shared_blocks * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Where a chunk of `seq` that could go to `end` must stop, so that a planned checkpoint can be taken."""
@@ -273,7 +299,7 @@ class KVCache:
         if missing_count <= 0:
             return True
         new_blocks: list[tuple[int, Block[Node]]] = []
-        for g in self._groups:
+        for g in self._group_indices:
             for _ in range(missing_count):
                 block = self._allocate(g)
                 if block is None:
@@ -281,7 +307,7 @@ class KVCache:
                         self.pool.release(new_block)
                     return False
                 new_blocks.append((g, block))
-        blocks = self._seq_blocks[seq].blocks
+        blocks = self._blocks_by_sequence[seq].blocks_by_group
         for g, block in new_blocks:
             blocks[g].append(block)
             seq.block_tables[g].append(block.id)
@@ -289,7 +315,7 @@ class KVCache:
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
         """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
-        seq_blocks = self._seq_blocks[seq]
+        seq_blocks = self._blocks_by_sequence[seq]
         full_count, named_count = end // self.block_size, len(seq_blocks.nodes)
         if full_count <= named_count or seq_blocks.is_detached or not self.enable_prefix_caching:
             return
@@ -336,16 +362,16 @@ class KVCache:
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
-        committed_loads = 0
+        committed_load_count = 0
         for seq, start, end, load_count in step.finished_blocks:
-            if load_count > committed_loads:
-                self._commit_loads(step.host_loads[committed_loads:load_count])
-                committed_loads = load_count
+            if load_count > committed_load_count:
+                self._commit_loads(step.host_loads[committed_load_count:load_count])
+                committed_load_count = load_count
             self._commit_blocks(seq, start, end)
         if step.host_loads:
-            self._commit_loads(step.host_loads[committed_loads:])
+            self._commit_loads(step.host_loads[committed_load_count:])
         for seq, end in step.unnamed_blocks:
-            seq_blocks = self._seq_blocks[seq]
+            seq_blocks = self._blocks_by_sequence[seq]
             start, full_count = len(seq_blocks.nodes), end // self.block_size
             if seq not in ended_sequences and not seq_blocks.is_detached:
                 self._assign_nodes(seq, seq_blocks, full_count, is_computed=True)
@@ -354,7 +380,7 @@ class KVCache:
                 self._commit_blocks(seq, start, len(seq_blocks.nodes))
         if self._windows:
             for chunk in chunks:
-                self._release_outside_windows(chunk.seq, self._seq_blocks[chunk.seq], chunk.end)
+                self._release_outside_windows(chunk.seq, self._blocks_by_sequence[chunk.seq], chunk.end)
         if self._checkpoints is not None:
             for chunk in chunks:
                 self._checkpoints.commit(chunk.seq, chunk.start, chunk.end)
@@ -369,32 +395,32 @@ class KVCache:
         if self._checkpoints is not None:
             for chunk in reversed(step.chunks):
                 self._checkpoints.rollback(chunk.seq, chunk.end)
-        loads_left = len(step.host_loads)
+        remaining_load_count = len(step.host_loads)
         for seq, start, end, load_count in reversed(step.finished_blocks):
-            if load_count < loads_left:
-                self._rollback_loads(step.host_loads[load_count:loads_left])
-                loads_left = load_count
-            seq_blocks = self._seq_blocks[seq]
-            for block in reversed(list(seq_blocks.pending_blocks(start, end))):
+            if load_count < remaining_load_count:
+                self._rollback_loads(step.host_loads[load_count:remaining_load_count])
+                remaining_load_count = load_count
+            seq_blocks = self._blocks_by_sequence[seq]
+            for block in reversed(list(seq_blocks.iter_pending_blocks(start, end))):
                 self.tree.detach_pending(block)
             del seq_blocks.nodes[start:]
-        if loads_left:
-            self._rollback_loads(step.host_loads[:loads_left])
+        if remaining_load_count:
+            self._rollback_loads(step.host_loads[:remaining_load_count])
         for seq, start, _, _ in step.finished_blocks:  # behind what hangs from them
-            self._seq_blocks[seq].drop_merges(self.pool, start)
+            self._blocks_by_sequence[seq].drop_merges(self.pool, start)
         self._untrusted_host_blocks += step.host_stores
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
-        seq_blocks = self._seq_blocks.pop(seq)
+        seq_blocks = self._blocks_by_sequence.pop(seq)
         if self.host_loads is not None:
             self.host_loads.cancel(seq)
         assert not seq_blocks.pending_merges
-        assert len(seq_blocks.nodes) == seq_blocks.committed_count, "released in the middle of a step"
+        assert len(seq_blocks.nodes) == seq_blocks.committed_block_count, "released in the middle of a step"
         if self._checkpoints is not None:
             self._checkpoints.release(seq)
         if self._eviction_order is not None:
-            self._eviction_order.end_turn(self._turns.pop(seq))
+            self._eviction_order.end_turn(self._turn_by_sequence.pop(seq))
         seq_blocks.release(self.pool)
         seq.block_tables = []
         seq.computed_tokens = 0
@@ -421,7 +447,7 @@ class KVCache:
     def discard_keys(self, seq: Sequence) -> None:
         """Drop the memorised hashes of a request that is gone for good."""
         self._hasher.discard(seq)
-        self._matched_nodes.pop(seq, None)
+        self._matched_nodes_by_sequence.pop(seq, None)
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -430,10 +456,10 @@ class KVCache:
         for block in self.tree.clear():
             if block.ref_count == 0:
                 self.pool.drop(block)
-        for seq, seq_blocks in self._seq_blocks.items():
+        for seq, seq_blocks in self._blocks_by_sequence.items():
             self._detach(seq, seq_blocks)
             seq_blocks.nodes = []
-            seq_blocks.committed_count = 0
+            seq_blocks.committed_block_count = 0
             seq_blocks.drop_merges(self.pool)
 
     def take_events(self) -> StepEvents | None:
@@ -443,25 +469,25 @@ class KVCache:
     def check_invariants(self) -> None:
         self.pool.check_invariants()
         self.tree.check_invariants()
-        refs: dict[Block[Node], int] = {}
-        for seq, seq_blocks in self._seq_blocks.items():
-            for g in self._groups:
-                group_blocks, table = seq_blocks.blocks[g], seq.block_tables[g]
-                assert [UNREAD_BLOCK if b is None else b.id for b in group_blocks] == table
+        references_by_block: dict[Block[Node], int] = {}
+        for seq, seq_blocks in self._blocks_by_sequence.items():
+            for g in self._group_indices:
+                group_blocks, table = seq_blocks.blocks_by_group[g], seq.block_tables[g]
+                assert [UNREAD_BLOCK_ID if b is None else b.id for b in group_blocks] == table
                 assert all(b is not None for b in group_blocks[seq_blocks.window_starts[g] :])
                 for index, block in enumerate(group_blocks):
                     if block is None:
                         continue
-                    refs[block] = refs.get(block, 0) + 1
+                    references_by_block[block] = references_by_block.get(block, 0) + 1
                     assert block.kind == g
-                    if index < seq_blocks.committed_count:
+                    if index < seq_blocks.committed_block_count:
                         assert block.node is seq_blocks.nodes[index] or block.node is None
             for merge in seq_blocks.pending_merges:
-                refs[merge.identical_block] = refs.get(merge.identical_block, 0) + 1
+                references_by_block[merge.identical_block] = references_by_block.get(merge.identical_block, 0) + 1
         if self._checkpoints is not None:
             self._checkpoints.check_invariants()
             for block in self._checkpoints.references():
-                refs[block] = refs.get(block, 0) + 1
+                references_by_block[block] = references_by_block.get(block, 0) + 1
         if self.host_tier is not None:
             assert self.host_loads is not None
             self.host_loads.check_invariants()
@@ -471,7 +497,9 @@ class KVCache:
             self.host_tier.check_invariants(pinned_host_blocks + self.host_loads.pinned_host_blocks())
         for unit in self.pool.units:
             for block in unit.blocks:
-                assert block.ref_count == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
+                assert block.ref_count == references_by_block.get(block, 0), (
+                    f"{block!r}: {references_by_block.get(block, 0)} table entries"
+                )
 
     # ------------------------------------------------------------------ inside
 
@@ -490,14 +518,14 @@ class KVCache:
 
     def _will_compute(self, index: int, hash_: int) -> bool:
         """Whether the prompt of a running sequence has this block at `index`, later than in the step being planned."""
-        for seq, seq_blocks in self._seq_blocks.items():
+        for seq, seq_blocks in self._blocks_by_sequence.items():
             if len(seq_blocks.nodes) <= index and not seq_blocks.is_detached:
                 keys = self._hasher.hashed_keys(seq)
                 if index < len(keys) and keys[index].hash == hash_:
                     return True
         return False
 
-    def _count_table_change(self, seq: Sequence) -> None:
+    def _increment_table_version(self, seq: Sequence) -> None:
         seq.table_version += 1
         self._table_version += 1
 
@@ -511,24 +539,24 @@ class KVCache:
             for group, moved_block, source in moved_blocks:
                 self._block_copies.append(BlockCopy(group, source, moved_block.id))
                 self._planning_step.moved_blocks.append(moved_block)
-            for seq, seq_blocks in self._seq_blocks.items():
-                self._count_table_change(seq)
-                for g, group_blocks in enumerate(seq_blocks.blocks):
-                    seq.block_tables[g][:] = [UNREAD_BLOCK if b is None else b.id for b in group_blocks]
+            for seq, seq_blocks in self._blocks_by_sequence.items():
+                self._increment_table_version(seq)
+                for g, group_blocks in enumerate(seq_blocks.blocks_by_group):
+                    seq.block_tables[g][:] = [UNREAD_BLOCK_ID if b is None else b.id for b in group_blocks]
             block = self.pool.allocate(kind)
             assert block is not None, "a compaction that made no room"
         return block
 
     def _create_state(
-        self, seq: Sequence, source: Block[Node] | None, last_node: Node | None, *, should_copy: bool
+        self, seq: Sequence, source_checkpoint: Block[Node] | None, last_node: Node | None, *, should_copy: bool
     ) -> list[tuple[Block[Node], Block[Node]]]:
         """Give `seq` its state: from the checkpoint `source`, or of nothing.
 
         Or from the host's of its `last_node`: (the device's block, the host's).
         """
         assert self._checkpoints is not None
-        if source is not None or last_node is None:
-            self._checkpoints.create_state(seq, source, should_copy=should_copy)
+        if source_checkpoint is not None or last_node is None:
+            self._checkpoints.create_state(seq, source_checkpoint, should_copy=should_copy)
             return []
         assert self.host_tier is not None
         host_block = self.host_tier.pin(last_node, -1)
@@ -547,24 +575,24 @@ class KVCache:
                 assert new_node is not None
                 node = nodes[node.depth] = new_node
             self.tree.attach(node, block)
-            seq_blocks.blocks[g][node.depth] = block
+            seq_blocks.blocks_by_group[g][node.depth] = block
             blocks.append((block, host_block))
         return blocks
 
     def _release_outside_windows(self, seq: Sequence, seq_blocks: SequenceBlocks, end: int) -> None:
         """Release the blocks that no query from position `end` on can see."""
-        for g in self._groups:
+        for g in self._group_indices:
             window = self._windows.window_tokens[g]
             if window is None:
                 continue
             start = max(0, end - window + 1) // self.block_size
-            group_blocks, table = seq_blocks.blocks[g], seq.block_tables[g]
+            group_blocks, table = seq_blocks.blocks_by_group[g], seq.block_tables[g]
             for index in range(seq_blocks.window_starts[g], min(start, len(group_blocks))):
                 block = group_blocks[index]
                 assert block is not None
                 self.pool.release(block)
                 group_blocks[index] = None
-                table[index] = UNREAD_BLOCK
+                table[index] = UNREAD_BLOCK_ID
             seq_blocks.window_starts[g] = max(seq_blocks.window_starts[g], min(start, len(group_blocks)))
 
     def _assign_nodes(
@@ -580,11 +608,11 @@ class KVCache:
             if node is None:
                 self._detach(seq, seq_blocks)
                 return
-            if is_computed and node.is_pending(self._groups):
+            if is_computed and node.is_pending(self._group_indices):
                 return
             seq_blocks.nodes.append(node)
-            for g in self._groups:
-                held_block, named_block = seq_blocks.blocks[g][index], node.blocks[g]
+            for g in self._group_indices:
+                held_block, named_block = seq_blocks.blocks_by_group[g][index], node.blocks[g]
                 if held_block is None or held_block is named_block:
                     continue
                 if named_block is None:
@@ -597,22 +625,22 @@ class KVCache:
 
     def _commit_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""
-        seq_blocks = self._seq_blocks[seq]
-        for block in seq_blocks.pending_blocks(start, end):
+        seq_blocks = self._blocks_by_sequence[seq]
+        for block in seq_blocks.iter_pending_blocks(start, end):
             self.tree.commit(block)
-        seq_blocks.committed_count = min(end, len(seq_blocks.nodes))  # fewer where the cache was reset meanwhile
+        seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer where the cache was reset meanwhile
         if seq_blocks.pending_merges and (
-            merges := [merge for merge in seq_blocks.pending_merges if merge.position < end]
+            merges := [merge for merge in seq_blocks.pending_merges if merge.block_index < end]
         ):
             seq_blocks.pending_merges = seq_blocks.pending_merges[len(merges) :]
             self._merge_duplicates(seq, seq_blocks, merges)
 
     def _merge_duplicates(self, seq: Sequence, seq_blocks: SequenceBlocks, merges: list[PendingMerge]) -> None:
-        self._count_table_change(seq)
+        self._increment_table_version(seq)
         for g, index, named_block in merges:
-            held_block = seq_blocks.blocks[g][index]
+            held_block = seq_blocks.blocks_by_group[g][index]
             assert held_block is not None
             assert held_block is not named_block
-            seq_blocks.blocks[g][index] = named_block
+            seq_blocks.blocks_by_group[g][index] = named_block
             seq.block_tables[g][index] = named_block.id
             self.pool.release(held_block)

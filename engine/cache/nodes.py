@@ -71,15 +71,15 @@ class Node:
         block = self.blocks[kind]
         return block is not None and (block.is_in_flight or not block.is_pending)
 
-    def is_on_host(self, kind: int) -> bool:
+    def has_host_block(self, kind: int) -> bool:
         """Whether the host has one."""
         return self.host_blocks is not None and self.host_blocks[kind] is not None
 
     def has_block(self, kind: int) -> bool:
         """Whether the device or the host has one, or a step computes it."""
-        return self.blocks[kind] is not None or self.is_on_host(kind)
+        return self.blocks[kind] is not None or self.has_host_block(kind)
 
-    def saved_blocks(self, blocks_per_state: int) -> int | None:
+    def count_saved_blocks(self, blocks_per_state: int) -> int | None:
         """Blocks that the state here saves over the one before it; None where none is.
 
         One that is superseded counts where so many blocks hang from it as have the room of a state.

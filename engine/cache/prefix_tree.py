@@ -106,38 +106,38 @@ class PrefixTree:
     def __init__(
         self, spec: CacheSpec, drop: Callable[[Block[Node]], None], eviction_order: AdaptiveEviction[Node] | None = None
     ) -> None:
-        self._nodes: dict[int, Node] = {}
+        self._node_by_hash: dict[int, Node] = {}
         self._kind_count = len(spec.groups) + (spec.state is not None)
-        self._drop = drop
+        self._return_to_pool = drop
         self._eviction_order = eviction_order
         self.host_tier: LowerTier | None = None
         """Takes what the device evicts."""
         self.event_log = EventLog(spec)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._node_by_hash)
 
     def __contains__(self, node: Node) -> bool:
-        return self._nodes.get(node.hash) is node
+        return self._node_by_hash.get(node.hash) is node
 
     def nodes(self) -> Iterable[Node]:
         """Every node, parents before children."""
-        return self._nodes.values()
+        return self._node_by_hash.values()
 
     def find(self, key: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
-        node = self._nodes.get(key.hash)
+        node = self._node_by_hash.get(key.hash)
         if node is None or node.parent is not parent:
             return None
         return node if node.key.equals(key) else None
 
-    def match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
+    def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
         """Make `nodes` the longest chain for `keys`, with those that the step being planned will compute.
 
         `nodes` is what an earlier call found for the same keys, or empty: only what changed since is looked at. A node
         that is still here has all those before it.
         """
-        while nodes and self._nodes.get(nodes[-1].hash) is not nodes[-1]:
+        while nodes and self._node_by_hash.get(nodes[-1].hash) is not nodes[-1]:
             nodes.pop()
         parent = nodes[-1] if nodes else None
         for index in range(len(nodes), len(keys)):
@@ -149,9 +149,9 @@ class PrefixTree:
 
     def get_or_create(self, key: BlockKey, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
-        if key.hash in self._nodes:
+        if key.hash in self._node_by_hash:
             return self.find(key, parent)
-        node = self._nodes[key.hash] = Node(key, parent, self._kind_count)
+        node = self._node_by_hash[key.hash] = Node(key, parent, self._kind_count)
         if parent is not None:
             parent.children[node.hash] = node
             if self.host_tier is not None:
@@ -216,7 +216,7 @@ class PrefixTree:
                 self.host_tier.demote(victim, keep_on_host=keep_on_host)
             kind = victim.kind
             self._unlink(victim)
-            self._drop(victim)
+            self._return_to_pool(victim)
             if self._eviction_order is not None and kind != FULL_KIND:
                 self._eviction_order.mark_state_removed(node)
             elif self._eviction_order is not None:
@@ -240,11 +240,11 @@ class PrefixTree:
         """Forget every name. Returns the device's blocks that had one: the caller frees those that nobody holds."""
         if self.host_tier is not None:
             self.host_tier.clear()
-        blocks = [b for node in self._nodes.values() for b in node.blocks if b is not None]
+        blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None
             block.is_pending = False
-        self._nodes.clear()
+        self._node_by_hash.clear()
         if self._eviction_order is not None:
             self._eviction_order.clear()
         self.event_log.record_cleared()
@@ -263,7 +263,7 @@ class PrefixTree:
     def remove_node(self, node: Node) -> None:
         """It names nothing any more."""
         assert not node.children, "a node left before its children"
-        del self._nodes[node.hash]
+        del self._node_by_hash[node.hash]
         if node.parent is not None:
             del node.parent.children[node.hash]
         if self.host_tier is not None:
@@ -273,37 +273,37 @@ class PrefixTree:
         if self._eviction_order is not None:
             device_nodes = [
                 node
-                for node in self._nodes.values()
+                for node in self._node_by_hash.values()
                 if (full_block := node.blocks[FULL_KIND]) and not full_block.ref_count
             ]
             host_nodes = [
                 n
-                for n in self._nodes.values()
+                for n in self._node_by_hash.values()
                 if n.host_blocks and (named_block := n.host_blocks[FULL_KIND]) and not named_block.ref_count
             ]
             self._eviction_order.check_invariants(device_nodes, [n for n in host_nodes if not n.children])
             self._eviction_order.check_states(
                 {
                     node
-                    for node in self._nodes.values()
+                    for node in self._node_by_hash.values()
                     if (named_block := node.blocks[-1]) and not named_block.ref_count
                 },
                 {
                     node
-                    for node in self._nodes.values()
+                    for node in self._node_by_hash.values()
                     if node.host_blocks and (named_block := node.host_blocks[-1]) and not named_block.ref_count
                 },
             )
-        for hash_, node in self._nodes.items():
+        for hash_, node in self._node_by_hash.items():
             assert node.hash == hash_ == node.key.hash
             assert any(node.blocks) or any(node.host_blocks or ()), "a node that names nothing"
             full_block = node.blocks[FULL_KIND]
-            assert full_block is not None or node.is_on_host(FULL_KIND), "prefix closure: no full-attention block"
+            assert full_block is not None or node.has_host_block(FULL_KIND), "prefix closure: no full-attention block"
             assert full_block is not None or not any(node.blocks), (
                 "prefix closure: no full-attention block on the device"
             )
             if node.parent is not None:
-                assert self._nodes.get(node.parent.hash) is node.parent
+                assert self._node_by_hash.get(node.parent.hash) is node.parent
                 assert node.parent.children.get(hash_) is node
             if node.parent is not None and full_block is not None:
                 parent_block = node.parent.blocks[FULL_KIND]

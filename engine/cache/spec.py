@@ -19,7 +19,7 @@ class GroupSpec:
 
     kind: str
     """FULL_ATTENTION or SLIDING_WINDOW: the `kv_cache_spec_kind` of the group's events."""
-    layers: tuple[int, ...]
+    layer_indices: tuple[int, ...]
     """Model layer indices, in order; position in this tuple is the layer axis of the group's blocks."""
     num_kv_heads: int
     head_dim: int
@@ -29,14 +29,14 @@ class GroupSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token over all layers of the group."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * len(self.layer_indices) * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """The recurrent layers: one set of their states is what a checkpoint holds."""
 
-    layers: tuple[int, ...]
+    layer_indices: tuple[int, ...]
     state_bytes: int
     """Bytes of the states of all layers (conv tails and recurrent matrices), as the runner lays them out."""
 
@@ -52,10 +52,10 @@ class CacheSpec:
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
-    def block_sizes(self) -> list[int]:
+    def block_bytes_by_kind(self) -> list[int]:
         """Bytes of a block of every kind; the state's last, if there is one."""
-        sizes = [self.block_bytes(g) for g in range(len(self.groups))]
-        return sizes if self.state is None else [*sizes, self.state.state_bytes]
+        block_bytes = [self.block_bytes(g) for g in range(len(self.groups))]
+        return block_bytes if self.state is None else [*block_bytes, self.state.state_bytes]
 
     @property
     def unit_bytes(self) -> int:
@@ -69,16 +69,16 @@ class CacheSpec:
     @property
     def padding_share(self) -> float:
         """Part of a unit, 0 .. 1, that stays unused by the kind which fits worst."""
-        unit = self.unit_bytes
-        sizes = [self.block_bytes(g) for g in range(len(self.groups))]
+        unit_bytes = self.unit_bytes
+        block_bytes = [self.block_bytes(g) for g in range(len(self.groups))]
         if self.state:
-            return max(unit - self.state.state_bytes, *(unit % size for size in sizes)) / unit
-        return max(unit % size for size in sizes) / unit
+            return max(unit_bytes - self.state.state_bytes, *(unit_bytes % size for size in block_bytes)) / unit_bytes
+        return max(unit_bytes % size for size in block_bytes) / unit_bytes
 
 
-_UNIT_ALIGNMENT = 256
+_UNIT_ALIGNMENT_BYTES = 256
 """Bytes: every unit starts where any dtype and any vector load may start."""
-_UNIT_GROWTH = 8
+_UNIT_GROWTH_MAX = 8
 """Without state, units may grow up to so many times the largest block to let every group's blocks tile them."""
 
 
@@ -88,15 +88,19 @@ def _choose_unit_bytes(block_sizes: tuple[int, ...], state_bytes: int) -> int:
 
     A unit holds one state, never two, so with state it is the state's size or the next multiple of a block above it.
     """
-    smallest = max(*block_sizes, state_bytes, 1)
-    candidates = {smallest}
+    largest_block_bytes = max(*block_sizes, state_bytes, 1)
+    candidates = {largest_block_bytes}
     for block in block_sizes:
-        first = -(-smallest // block)
-        candidates |= {count * block for count in range(first, first * (1 if state_bytes else _UNIT_GROWTH) + 1)}
+        blocks_min = -(-largest_block_bytes // block)
+        candidates |= {
+            count * block for count in range(blocks_min, blocks_min * (1 if state_bytes else _UNIT_GROWTH_MAX) + 1)
+        }
     sizes = [*block_sizes, state_bytes] if state_bytes else list(block_sizes)
 
-    def padding(unit: int) -> float:
-        return max((unit - state_bytes if size == state_bytes else unit % size) / unit for size in sizes)
+    def padding_share(unit_bytes: int) -> float:
+        return max(
+            (unit_bytes - state_bytes if size == state_bytes else unit_bytes % size) / unit_bytes for size in sizes
+        )
 
-    unit_sizes = {-(-size // _UNIT_ALIGNMENT) * _UNIT_ALIGNMENT for size in candidates}
-    return min(sorted(unit_sizes), key=padding)
+    unit_sizes = {-(-size // _UNIT_ALIGNMENT_BYTES) * _UNIT_ALIGNMENT_BYTES for size in candidates}
+    return min(sorted(unit_sizes), key=padding_share)

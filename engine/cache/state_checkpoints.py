@@ -141,7 +141,7 @@ class StateCheckpoints:
         block = nodes[blocks - 1].blocks[self._kind]
         if block is not None:
             block.is_shared = True
-        elif not nodes[blocks - 1].is_on_host(self._kind):
+        elif not nodes[blocks - 1].has_host_block(self._kind):
             self.save_checkpoint(seq, nodes[blocks - 1], end)
 
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
@@ -260,7 +260,9 @@ class StateCheckpoints:
 
     def _previous_checkpoint(self, node: Node) -> Node | None:
         ancestor = node.parent
-        while ancestor is not None and not ancestor.has_computed(self._kind) and not ancestor.is_on_host(self._kind):
+        while (
+            ancestor is not None and not ancestor.has_computed(self._kind) and not ancestor.has_host_block(self._kind)
+        ):
             ancestor = ancestor.parent
         return ancestor
 

@@ -108,7 +108,7 @@ class ModelRunner:
                 unit_elems=stride // dtype.itemsize,
                 blocks_per_unit=spec.blocks_per_unit(g),
                 block_size=spec.block_size,
-                num_layers=len(group.layers),
+                num_layers=len(group.layer_indices),
                 num_kv_heads=group.num_kv_heads,
                 head_dim=group.head_dim,
             )

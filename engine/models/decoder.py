@@ -112,7 +112,7 @@ class CausalLM:
             groups.append(
                 GroupSpec(
                     kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
-                    layers=tuple(self.attentions[member][0] for member in members),
+                    layer_indices=tuple(self.attentions[member][0] for member in members),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
                     dtype_bytes=dtype.itemsize,

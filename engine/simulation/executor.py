@@ -71,7 +71,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         )
         raise ConfigError(f"{flag}: {blocks} blocks; expected at most {BLOCKS_MAX} in a simulation")
     # Any head size does: nothing lies in the blocks. With this one a unit is a block.
-    group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
+    group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
         cache_spec=CacheSpec(config.block_size, (group,)),
         unit_count=blocks,

@@ -23,5 +23,5 @@ def specs(draw: st.DrawFn, block_size_max: int, window_max: int) -> CacheSpec:
     state = None
     if draw(st.booleans()):
         state_bytes = draw(st.integers(1, 6)) * block_size * 256 + draw(st.integers(0, 200))
-        state = StateSpec(layers=(9,), state_bytes=state_bytes)
+        state = StateSpec(layer_indices=(9,), state_bytes=state_bytes)
     return CacheSpec(block_size=block_size, groups=tuple(groups), state=state)

@@ -166,7 +166,7 @@ class NaiveCache:
         """Blocks of every kind that somebody needs, read off the tables."""
         size = self.spec.block_size
         blocks_in_use: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
-        for seq in self.cache._seq_blocks:
+        for seq in self.cache._blocks_by_sequence:
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
                 first = 0 if window is None else max(0, seq.computed_tokens - window + 1) // size
@@ -200,7 +200,7 @@ class NaiveCache:
         pool = self.cache.pool
         kinds_of_unit: dict[int, set[int]] = {}
         references: Counter[tuple[int, int]] = Counter()
-        for seq in self.cache._seq_blocks:
+        for seq in self.cache._blocks_by_sequence:
             size = self.spec.block_size
             for group, table in enumerate(seq.block_tables):
                 window = self.spec.groups[group].sliding_window
@@ -213,8 +213,8 @@ class NaiveCache:
             per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
             kinds_of_unit.setdefault(block // per_unit, set()).add(kind)
         for node in self.cache.tree.nodes():
-            assert node.parent is None or node.parent.has_computed(0) or node.parent.is_on_host(0), "prefix closure"
-            assert node.has_computed(0) or node.is_on_host(0), "prefix closure"
+            assert node.parent is None or node.parent.has_computed(0) or node.parent.has_host_block(0), "prefix closure"
+            assert node.has_computed(0) or node.has_host_block(0), "prefix closure"
             if any(node.blocks):
                 assert node.has_computed(0), "prefix closure of the device"
                 assert node.parent is None or node.parent.has_computed(0), "prefix closure of the device"

@@ -14,7 +14,7 @@ from events.hashing import unpack_token_ids
 
 
 def dense(block_size: int = 4) -> CacheSpec:
-    group = GroupSpec(kind=FULL_ATTENTION, layers=(0, 1), num_kv_heads=1, head_dim=8, dtype_bytes=2)
+    group = GroupSpec(kind=FULL_ATTENTION, layer_indices=(0, 1), num_kv_heads=1, head_dim=8, dtype_bytes=2)
     return CacheSpec(block_size=block_size, groups=(group,))
 
 
@@ -68,7 +68,7 @@ def test_sequences_that_generate_the_same_text_end_up_on_the_same_blocks() -> No
     for _ in range(10):
         bench.step()
     assert [name for name, _, _ in bench.device.plans[-1]] == ["a", "b"]
-    chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache._seq_blocks}
+    chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache._blocks_by_sequence}
     common_blocks = len(bench.outputs["b"]) // 4
     assert common_blocks >= 2
     assert chains["a"][:common_blocks] == chains["b"][:common_blocks]

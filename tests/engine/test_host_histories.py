@@ -28,7 +28,7 @@ def make_bench(rng: random.Random, order: PrefillOrder) -> Bench:
         groups.append(group(rng.randint(1, 3), window=rng.randint(1, 9)))
     state = None
     if rng.random() < 0.4:
-        state = StateSpec(layers=(9,), state_bytes=rng.randint(1, 6) * size * 256 + rng.randint(0, 200))
+        state = StateSpec(layer_indices=(9,), state_bytes=rng.randint(1, 6) * size * 256 + rng.randint(0, 200))
     seqs = rng.randint(1 + large, 4)
     budget = seqs + rng.randint(0, 20)
     config = SchedulerConfig(
@@ -251,7 +251,7 @@ def test_one_that_is_aborted_while_it_loads_leaves_the_rest_below() -> None:
 @pytest.mark.parametrize("question", [0, 3])
 def test_states_that_are_read_back_are_found_again(question: int, overlap: bool, adaptive: bool) -> None:
     """The same eight prompts, or the same eight beginnings with another question, in every round."""
-    spec = CacheSpec(block_size=4, groups=(group(1),), state=StateSpec(layers=(9,), state_bytes=4096))
+    spec = CacheSpec(block_size=4, groups=(group(1),), state=StateSpec(layer_indices=(9,), state_bytes=4096))
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=60, max_model_len=200)
     bench = Bench(KVCache(spec, 24, host_unit_count=200, adaptive_eviction=adaptive), config, overlap=overlap)
     rng = random.Random(1)

@@ -47,7 +47,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def dense(block_size: int = 4) -> CacheSpec:
-    group = GroupSpec(kind=FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=8, dtype_bytes=2)
+    group = GroupSpec(kind=FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=8, dtype_bytes=2)
     return CacheSpec(block_size=block_size, groups=(group,))
 
 

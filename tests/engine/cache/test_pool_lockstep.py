@@ -190,7 +190,7 @@ class CrampedMachine(PoolMachine):
         host_units=HOST_UNITS,
     )
     def start(self, block_size: int, blocks: int, window: int, units: int, host_units: int) -> None:  # type: ignore[override]
-        state = StateSpec(layers=(9,), state_bytes=blocks * block_size * 256)
+        state = StateSpec(layer_indices=(9,), state_bytes=blocks * block_size * 256)
         spec = CacheSpec(block_size=block_size, groups=(group(1), group(1, window=window)), state=state)
         self._start(spec, units, host_units=host_units)
 
@@ -200,7 +200,9 @@ class RoomyMachine(PoolMachine):
 
     @initialize(block_size=st.integers(1, 2), units=st.integers(3, 5), adaptive=st.booleans())
     def start(self, block_size: int, units: int, adaptive: bool) -> None:  # type: ignore[override]
-        spec = CacheSpec(block_size=block_size, groups=(group(1),), state=StateSpec(layers=(9,), state_bytes=700))
+        spec = CacheSpec(
+            block_size=block_size, groups=(group(1),), state=StateSpec(layer_indices=(9,), state_bytes=700)
+        )
         self._start(spec, units, adaptive, host_units=60)
 
 

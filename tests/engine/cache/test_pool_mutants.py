@@ -18,7 +18,7 @@ from engine.cache.attention_windows import AttentionWindows
 from engine.cache.event_log import EventLog
 from engine.cache.host_load_queue import HostLoad, HostLoadQueue
 from engine.cache.host_tier import HostTier
-from engine.cache.kv_cache import UNREAD_BLOCK, KVCache
+from engine.cache.kv_cache import UNREAD_BLOCK_ID, KVCache
 from engine.cache.nodes import BlockKey, Node
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
@@ -54,7 +54,7 @@ def eviction_without_cascade(patch: Patch) -> None:
         self.event_log.record_removed(block.kind, block.node)
         block.node.children = {}
         self._unlink(block)
-        self._drop(block)
+        self._return_to_pool(block)
 
     patch.setattr(PrefixTree, "evict", evict)
 
@@ -116,7 +116,7 @@ def compaction_without_rewriting_tables(patch: Patch) -> None:
     real = KVCache._allocate
 
     def allocate(self: KVCache, kind: int) -> Any:
-        tables = [(table, list(table)) for seq in self._seq_blocks for table in seq.block_tables]
+        tables = [(table, list(table)) for seq in self._blocks_by_sequence for table in seq.block_tables]
         block = real(self, kind)
         for table, old in tables:
             table[:] = old
@@ -188,8 +188,8 @@ def window_table_filler_released(patch: Patch) -> None:
 
     def release_outside(self: KVCache, seq: Any, seq_blocks: Any, end: int) -> None:
         real(self, seq, seq_blocks, end)
-        for g in self._groups:
-            seq.block_tables[g][:] = [UNREAD_BLOCK for _ in seq.block_tables[g]]
+        for g in self._group_indices:
+            seq.block_tables[g][:] = [UNREAD_BLOCK_ID for _ in seq.block_tables[g]]
 
     patch.setattr(KVCache, "_release_outside_windows", release_outside)
 
@@ -203,7 +203,7 @@ def hash_believed_below_any_parent(patch: Patch) -> None:
     weak_hashes(patch)
 
     def find(self: PrefixTree, key: BlockKey, parent: Node | None) -> Node | None:
-        node = self._nodes.get(key.hash)
+        node = self._node_by_hash.get(key.hash)
         return node if node is not None and node.key.equals(key) else None
 
     patch.setattr(PrefixTree, "find", find)
@@ -215,7 +215,7 @@ def one_hash_two_blocks(patch: Patch) -> None:
     def get_or_create(self: PrefixTree, key: BlockKey, parent: Node | None) -> Node:
         node = self.find(key, parent)
         if node is None:
-            node = self._nodes[key.hash] = Node(key, parent, self._kind_count)
+            node = self._node_by_hash[key.hash] = Node(key, parent, self._kind_count)
             if parent is not None:
                 parent.children[node.hash] = node
         return node
@@ -245,7 +245,7 @@ def host_copy_never_made(patch: Patch) -> None:
 
 
 def host_copy_never_read(patch: Patch) -> None:
-    patch.setattr(HostTier, "fetch", lambda self, host_block, target: None)
+    patch.setattr(HostTier, "plan_load", lambda self, host_block, target: None)
 
 
 def host_moves_after_all_others(patch: Patch) -> None:
@@ -357,7 +357,7 @@ def state_gone_once_it_is_read(patch: Patch) -> None:
 
 
 def host_windows_not_read(patch: Patch) -> None:
-    patch.setattr(Node, "is_on_host", lambda self, kind: self.host_blocks is not None)
+    patch.setattr(Node, "has_host_block", lambda self, kind: self.host_blocks is not None)
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
@@ -444,7 +444,7 @@ def what_hangs_from_what_is_lost() -> None:
         checker(cache.take_events() or [])
     first, second = list(cache.tree.nodes())[:2]
     assert second.parent is first
-    assert (first.has_computed(0), second.has_computed(0), second.is_on_host(0)) == (True, False, True)
+    assert (first.has_computed(0), second.has_computed(0), second.has_host_block(0)) == (True, False, True)
     block = first.blocks[0]
     assert block is not None
     cache.tree.evict(block, keep_on_host=False)
