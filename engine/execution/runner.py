@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,15 @@ def unit_stride_bytes(spec: CacheSpec) -> int:
 def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
     """How many units fit in so much memory."""
     return memory_bytes // unit_stride_bytes(spec)
+
+
+class OrderedChunks(NamedTuple):
+    """The chunks of a step in the kernels' order."""
+
+    chunks: Items[Chunk]
+    order: Order
+    """Where each of them is in the plan."""
+    batch: RaggedBatch
 
 
 class ModelRunner:
@@ -269,7 +278,7 @@ class ModelRunner:
             self._batch_state = BatchState.from_chunks(chunks, rows, self.device)
         return self._batch_state, new_rows
 
-    def _continue_previous(self, plan: StepPlan) -> tuple[Items[Chunk], Order, RaggedBatch] | None:
+    def _continue_previous(self, plan: StepPlan) -> OrderedChunks | None:
         """As `_sort_for_kernels`, where every chunk is the token that the same chunk of the step before draws."""
         previous, chunks = self._batch, plan.chunks
         if previous is None or not plan.continues_previous:
@@ -277,7 +286,8 @@ class ModelRunner:
         count, previous_lens = len(chunks), previous.context_lens
         assert (chunks[0].start, chunks[-1].start) == (previous_lens[0], previous_lens[-1])
         query_starts = previous.query_starts if previous.decode_count == count else np.arange(count + 1)
-        return chunks, range(count), RaggedBatch(query_starts, previous_lens + 1, previous_lens, count)
+        batch = RaggedBatch(query_starts, previous_lens + 1, previous_lens, count)
+        return OrderedChunks(chunks, range(count), batch)
 
     def _build_token_ids(
         self, chunks: Items[Chunk], token_count: int, batch_state: BatchState, *, all_on_device: bool
@@ -436,13 +446,15 @@ class ModelRunner:
         units[target].copy_(units[source])
 
 
-def _sort_for_kernels(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, RaggedBatch]:
+def _sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
     """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     is_prompt = ends - starts > 1
     if not is_prompt.any():
-        return chunks, range(len(chunks)), RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
+        batch = RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
+        return OrderedChunks(chunks, range(len(chunks)), batch)
     permutation = is_prompt.argsort(kind="stable")
     order = permutation.tolist()
-    return [chunks[i] for i in order], order, RaggedBatch.from_positions(starts[permutation], ends[permutation])
+    batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
+    return OrderedChunks([chunks[i] for i in order], order, batch)

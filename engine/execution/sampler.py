@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,15 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z
 
 
+class MinTokensBan(NamedTuple):
+    """Tokens that a row may not draw until its output has `min_tokens` tokens."""
+
+    row: int
+    min_tokens: int
+    banned_indices: npt.NDArray[np.int64]
+    """[tokens]: indices into the flat logits."""
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """The sampling parameters of a step's rows; reused while the same sequences come in the same order."""
@@ -71,8 +81,8 @@ class SamplingBatch:
     """Whether any row's logits are changed before anything is drawn."""
     logit_bias: tuple[Tensor, Tensor] | None
     """(places in the flat logits, amounts) of logit_bias."""
-    min_token_bans: list[tuple[int, int, npt.NDArray[np.int64]]]
-    """(row, min_tokens, places of the tokens that are banned so long) of each row with min_tokens and no constraint."""
+    min_token_bans: list[MinTokensBan]
+    """Of each row with min_tokens and no constraint."""
     constrained_rows: list[int]
     """Rows whose answer must match something."""
     penalised_rows: list[int]
@@ -158,10 +168,10 @@ class Sampler:
             self._last_ban = ([], None)
         positions = ends - batch.prompt_lens
         uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms
-        banning_rows = [i for i, (row, min_tokens, _) in enumerate(batch.min_token_bans) if positions[row] < min_tokens]
+        banning_rows = [i for i, ban in enumerate(batch.min_token_bans) if positions[ban.row] < ban.min_tokens]
         if banning_rows != self._last_ban[0]:
             banned_indices = (
-                to_device(np.concatenate([batch.min_token_bans[i][2] for i in banning_rows]), self._device)
+                to_device(np.concatenate([batch.min_token_bans[i].banned_indices for i in banning_rows]), self._device)
                 if banning_rows
                 else None
             )
@@ -278,7 +288,7 @@ class Sampler:
             has_adjustments=any(p.logit_bias or p.min_tokens or has_penalties(p) or p.constraint for p in params),
             logit_bias=self._build_logit_bias(params),
             min_token_bans=[
-                (i, p.min_tokens, self._to_flat_indices(i, self._min_tokens_banned(p)))
+                MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._min_tokens_banned(p)))
                 for i, p in enumerate(params) if p.min_tokens and p.constraint is None
             ],
             constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
