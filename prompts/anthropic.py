@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.history.anthropic_blocks import MEDIA, convert_block, is_hosted_block, media_kind
+from prompts.history.anthropic_blocks import MEDIA_PART, convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,
@@ -162,28 +162,30 @@ def _check_request(request: CountRequest) -> None:
     if choice is not None and choice.type == "tool" and not choice.name:
         raise bad_value("tool_choice.name", choice.name, "the name of a tool")
     if request.mcp_servers:
-        words = "none: Anthropic's servers call the tools of MCP servers, no server here does; the client may"
-        raise bad_value("mcp_servers", request.mcp_servers, words)
+        expectation = "none: Anthropic's servers call the tools of MCP servers, no server here does; the client may"
+        raise bad_value("mcp_servers", request.mcp_servers, expectation)
     if request.output_format is not None and request.output_config is not None and request.output_config.format:
         raise RequestError("output_format: expected only without output_config.format", param="output_format")
-    for index, tool in enumerate(request.tools or ()):
-        _check_tool(f"tools[{index}]", tool)
-    for index, turn in enumerate(request.messages):
-        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            _check_block(f"messages[{index}].content[{number}]", turn.role, block)
+    for message_index, tool in enumerate(request.tools or ()):
+        _check_tool(f"tools[{message_index}]", tool)
+    for message_index, turn in enumerate(request.messages):
+        for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            _check_block(f"messages[{message_index}].content[{block_index}]", turn.role, block)
 
 
 def _check_tool(param: str, tool: MessagesTool) -> None:
-    kind = tool.type
-    if tool.input_schema is None and kind is not None and kind.startswith(_SERVER_TOOL_PREFIXES):
-        words = "an input_schema and a client that runs the tool: Anthropic's servers run this one, no server here does"
-        raise bad_value(f"{param}.type", kind, words)
+    tool_type = tool.type
+    if tool.input_schema is None and tool_type is not None and tool_type.startswith(_SERVER_TOOL_PREFIXES):
+        expectation = (
+            "an input_schema and a client that runs the tool: Anthropic's servers run this one, no server here does"
+        )
+        raise bad_value(f"{param}.type", tool_type, expectation)
     if not tool.name:
         raise RequestError(f"{param}.name: missing, expected this field to be given", param=f"{param}.name")
     if tool.input_schema is None:
         message = f"{param}.input_schema: missing, expected this field to be given"
-        if kind not in (None, "custom"):
-            message += f": the client runs {kind}, and only Anthropic's models know it without a schema"
+        if tool_type not in (None, "custom"):
+            message += f": the client runs {tool_type}, and only Anthropic's models know it without a schema"
         raise RequestError(message, param=f"{param}.input_schema")
 
 
@@ -201,7 +203,7 @@ def _check_block(param: str, role: str, block: MessageBlock) -> None:
 def _check_tool_change(param: str, role: str, block: MessageBlock) -> None:
     if role != "system":
         raise bad_value(f"{param}.type", block.type, "tools to change in messages of the role system only")
-    if block.tool is None or not isinstance(_changed_tool_name(block.tool), str):
+    if block.tool is None or not isinstance(_get_changed_tool_name(block.tool), str):
         raise bad_value(f"{param}.tool", block.tool, "a tool_reference with a name, or a tool_definition")
     if block.type == "tool_removal" and block.tool.get("type") != "tool_reference":
         raise bad_value(f"{param}.tool.type", block.tool.get("type"), "tool_reference")
@@ -222,14 +224,16 @@ def convert_to_chat(request: CountRequest, template: ChatTemplate | None, *, in_
         "messages": messages,
         "continue_final_message": request.messages[-1].role == "assistant" and _can_continue(messages[-1]),
         "chat_template_kwargs": request.chat_template_kwargs,
-        "reasoning_effort": _reasoning_effort(request, template),
+        "reasoning_effort": _choose_reasoning_effort(request, template),
         "tools": _convert_tools(request),
         "tool_choice": "auto" if request.tools else None,
     }
     if request.tool_choice is not None:
-        kind = request.tool_choice.type
+        choice_type = request.tool_choice.type
         named_choice = {"type": "function", "function": {"name": request.tool_choice.name}}
-        fields["tool_choice"] = named_choice if kind == "tool" else "required" if kind == "any" else kind
+        fields["tool_choice"] = (
+            named_choice if choice_type == "tool" else "required" if choice_type == "any" else choice_type
+        )
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
     output_format = request.output_format
     if output_format is None and request.output_config is not None:
@@ -252,13 +256,13 @@ def depends_on_template(request: CountRequest) -> bool:
 
 def find_media(request: CountRequest) -> tuple[str, str] | None:
     """Return (place, `image` or `document`) of the first block that is no text; None where all is text."""
-    for index, turn in enumerate(request.messages):
-        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+    for message_index, turn in enumerate(request.messages):
+        for block_index, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             inner_blocks = block.content if block.type == "tool_result" and isinstance(block.content, list) else ()
             for media_block in (msgspec.structs.asdict(block), *inner_blocks):
-                kind = media_kind(media_block)
+                kind = find_media_kind(media_block)
                 if kind is not None:
-                    return f"messages[{index}].content[{number}]", kind
+                    return f"messages[{message_index}].content[{block_index}]", kind
     return None
 
 
@@ -273,13 +277,13 @@ def _can_continue(message: Message) -> bool:
 def _convert_messages(request: CountRequest, merges_system: bool) -> list[Message]:
     system = request.system or ""
     if not isinstance(system, str):
-        system = _system_text(system)
+        system = _join_system_texts(system)
     if merges_system:
-        system += "".join(_system_text(turn.content) for turn in request.messages if turn.role == "system")
+        system += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in request.messages:
         if turn.role == "system":
-            text = "" if merges_system else _system_text(turn.content)
+            text = "" if merges_system else _join_system_texts(turn.content)
             if text:
                 messages.append({"role": "system", "content": text})
         elif isinstance(turn.content, str):
@@ -293,7 +297,7 @@ def _convert_messages(request: CountRequest, merges_system: bool) -> list[Messag
     return messages
 
 
-def _system_text(content: str | list[MessageBlock]) -> str:
+def _join_system_texts(content: str | list[MessageBlock]) -> str:
     """Without what changes with every request."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING_LINE) else content
@@ -303,65 +307,69 @@ def _system_text(content: str | list[MessageBlock]) -> str:
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
     """A turn's message, after the results of tools that it brings."""
-    parts: list[Message] = []
-    calls: list[Message] = []
+    content_parts: list[Message] = []
+    tool_calls: list[Message] = []
     reasoning_texts: list[str] = []
     for block in blocks:
         if block.type == "text" and block.text:
-            parts.append({"type": "text", "text": block.text})
+            content_parts.append({"type": "text", "text": block.text})
         elif block.type == "image" and block.source:
-            parts.append({"type": "image_url", "image_url": {}})
+            content_parts.append({"type": "image_url", "image_url": {}})
         elif block.type == "thinking" and block.thinking is not None:
             reasoning_texts.append(block.thinking)
         elif block.type == "tool_use":
             function = {"name": block.name or "", "arguments": block.input or {}}
-            calls.append({"id": block.id or "", "type": "function", "function": function})
+            tool_calls.append({"id": block.id or "", "type": "function", "function": function})
         elif block.type == "tool_result" and role == "user":
             _add_tool_result(messages, block)
         elif block.type == "tool_result":
-            parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
+            content_parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
         elif block.type in ("document", "search_result") or is_hosted_block(block.type):
-            parts.append(convert_block(msgspec.structs.asdict(block)))
+            content_parts.append(convert_block(msgspec.structs.asdict(block)))
     message: Message = {"role": role}
     if reasoning_texts:
         message["reasoning"] = "".join(reasoning_texts)
-    if calls:
-        message["tool_calls"] = calls
-    if parts:
-        message["content"] = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
-    if role == "assistant" or parts:
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    if content_parts:
+        message["content"] = (
+            content_parts[0]["text"]
+            if len(content_parts) == 1 and content_parts[0]["type"] == "text"
+            else content_parts
+        )
+    if role == "assistant" or content_parts:
         messages.append(message)
 
 
 def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
     """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
-    texts, media, references = list[str](), list[Message](), list[Message]()
-    for item in block.content if isinstance(block.content, list) else ():
-        kind = item.get("type")
-        if kind == "text":
-            texts.append(_item_text(item))
-        elif kind == "image":
-            media.append({"type": "image_url", "image_url": {}})
-        elif kind == "tool_reference":
-            name = item.get("tool_name") or item.get("name")
-            references += [{"type": "tool_reference", "name": name}] if name else []
+    texts, media_parts, reference_parts = list[str](), list[Message](), list[Message]()
+    for result_block in block.content if isinstance(block.content, list) else ():
+        block_type = result_block.get("type")
+        if block_type == "text":
+            texts.append(_read_block_text(result_block))
+        elif block_type == "image":
+            media_parts.append({"type": "image_url", "image_url": {}})
+        elif block_type == "tool_reference":
+            name = result_block.get("tool_name") or result_block.get("name")
+            reference_parts += [{"type": "tool_reference", "name": name}] if name else []
         else:
-            part = convert_block(item)
-            if part is MEDIA:
-                media.append(part)
+            part = convert_block(result_block)
+            if part is MEDIA_PART:
+                media_parts.append(part)
             else:
                 texts.append(part["text"])
     text = block.content if isinstance(block.content, str) else "\n".join(texts)
-    answer = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
-    messages.append({**answer, "content": text})
-    if media:
-        messages.append({"role": "user", "content": media})
-    if references:
-        messages.append({**answer, "content": references})
+    tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
+    messages.append({**tool_message, "content": text})
+    if media_parts:
+        messages.append({"role": "user", "content": media_parts})
+    if reference_parts:
+        messages.append({**tool_message, "content": reference_parts})
 
 
-def _item_text(item: dict[str, Any]) -> str:
-    text = item.get("text", "")
+def _read_block_text(block: dict[str, Any]) -> str:
+    text = block.get("text", "")
     if not isinstance(text, str):
         raise bad_value("messages: text of a tool_result", text, "a string")
     return text
@@ -369,34 +377,34 @@ def _item_text(item: dict[str, Any]) -> str:
 
 def _convert_tools(request: CountRequest) -> list[Message] | None:
     """The tools in effect at the end of the conversation."""
-    changes = [
+    change_blocks = [
         block
         for turn in request.messages
         for block in (turn.content if isinstance(turn.content, list) else ())
         if block.type in ("tool_addition", "tool_removal")
     ]
-    if not changes:
+    if not change_blocks:
         return None if request.tools is None else [_convert_function(tool) for tool in request.tools]
-    tools = {tool.name: tool for tool in request.tools or ()}
+    tools_by_name = {tool.name: tool for tool in request.tools or ()}
     removed_names: set[str] = set()
-    for block in changes:
+    for block in change_blocks:
         assert block.tool is not None
-        name = _changed_tool_name(block.tool)
+        name = _get_changed_tool_name(block.tool)
         if block.tool.get("type") == "tool_definition":
             try:
-                tools[name] = msgspec.convert(block.tool["definition"], MessagesTool)
-                _check_tool("tool.definition", tools[name])
+                tools_by_name[name] = msgspec.convert(block.tool["definition"], MessagesTool)
+                _check_tool("tool.definition", tools_by_name[name])
             except msgspec.ValidationError as error:
                 raise RequestError(f"tool.definition: {error}", param="messages") from None
-        elif name not in tools:
+        elif name not in tools_by_name:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
         elif block.type == "tool_addition":
-            tools[name] = msgspec.structs.replace(tools[name], defer_loading=None)
+            tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
         (removed_names.add if block.type == "tool_removal" else removed_names.discard)(name)
-    return [_convert_function(tool) for name, tool in tools.items() if name not in removed_names]
+    return [_convert_function(tool) for name, tool in tools_by_name.items() if name not in removed_names]
 
 
-def _changed_tool_name(change: dict[str, Any]) -> Any:
+def _get_changed_tool_name(change: dict[str, Any]) -> Any:
     """The name of the tool that a block changes."""
     definition = change.get("definition")
     return definition.get("name") if isinstance(definition, dict) else change.get("name")
@@ -412,7 +420,7 @@ def _convert_function(tool: MessagesTool) -> Message:
     return {"type": "function", "function": function}
 
 
-def _reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
+def _choose_reasoning_effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
     """Of thinking, as templates read it. Who does not want any gets the effort "none", or "low" where a template takes
     that for one of the others."""
     if request.thinking is not None and request.thinking.type == "disabled":

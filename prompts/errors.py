@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    **_OPENAI_TYPES,
+_OPENAI_TYPE_BY_STATUS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPE_BY_STATUS = {
+    **_OPENAI_TYPE_BY_STATUS,
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
@@ -43,10 +43,14 @@ class RequestError(Exception):
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON body, in the form of the API that `path` belongs to."""
         if _is_anthropic(path):
-            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+            error_type = _ANTHROPIC_TYPE_BY_STATUS.get(
+                self.status, "invalid_request_error" if self.status < 500 else "api_error"
+            )
+            return {"type": "error", "error": {"type": error_type, "message": self.message}}
+        error_type = _OPENAI_TYPE_BY_STATUS.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 def _is_anthropic(path: str) -> bool:
@@ -55,7 +59,7 @@ def _is_anthropic(path: str) -> bool:
 
 
 def describe_context_overflow(
-    path: str, tokens: int, context_max: int, *, answer_tokens: int = 0, is_exact: bool = True
+    path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
 ) -> str:
     """Say that a prompt of so many tokens is too long, in the words by which clients of the API know to shorten it.
     `answer_tokens`: of the answer that was asked for, where that is what has no room. `is_exact`: `tokens` is the exact
@@ -64,13 +68,13 @@ def describe_context_overflow(
     if path.startswith("/v1/messages"):
         # A prompt that fills the context leaves no room for the first token of an answer.
         return (
-            f"prompt is too long: {qualifier}{max(tokens + answer_tokens, context_max + 1)} tokens > "
+            f"prompt is too long: {qualifier}{max(prompt_tokens + output_tokens, context_max + 1)} tokens > "
             f"{context_max} maximum"
         )
-    parts = f"{tokens} in the prompt, {answer_tokens or 'at least 1'} in the answer"
+    parts = f"{prompt_tokens} in the prompt, {output_tokens or 'at least 1'} in the answer"
     return (
         f"This model's maximum context length is {context_max} tokens. However, you requested {qualifier}"
-        f"{tokens + answer_tokens} tokens ({parts}). Please reduce the length of the prompt."
+        f"{prompt_tokens + output_tokens} tokens ({parts}). Please reduce the length of the prompt."
     )
 
 
@@ -81,9 +85,9 @@ def bad_value(param: str, value: object, expectation: str) -> RequestError:
 
 def format_value(value: object) -> str:
     """A value as an error message may show it: JSON-like, short."""
-    names = {True: "true", False: "false", None: "null"}
+    json_literals = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
-        return names[value]
+        return json_literals[value]
     if isinstance(value, dict):
         return f"an object with {len(value)} keys"
     if isinstance(value, list):

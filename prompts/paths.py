@@ -11,26 +11,26 @@ _PATH_CHARS_MAX = 100
 """Longer paths are compared with nothing: comparing costs time."""
 
 
-def nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
+def find_nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
     """Return the path among `served_paths` that a client probably meant: one that `path` ends with, whatever stands
     before it (`/chat/completions`, `/v1/v1/messages`, `/v1/messages/`), else one that is spelled nearly so."""
     if len(path) > _PATH_CHARS_MAX:
         return None
-    segments = _path_segments(path)
-    routes = [route for route in served_paths if route != path and _path_segments(route) and "*" not in route]
+    segments = _split_path(path)
+    routes = [route for route in served_paths if route != path and _split_path(route) and "*" not in route]
     for route in sorted(routes, key=len, reverse=True):
-        route_segments = _path_segments(route)
+        route_segments = _split_path(route)
         if segments[-len(route_segments) :] == route_segments:
             return route
     close_matches = difflib.get_close_matches("/v1/" + "/".join(segments), [*routes], 1, cutoff=0.85)
     return close_matches[0] if close_matches else None
 
 
-def unknown_path_error(
+def make_unknown_path_error(
     path: str, served_paths: Iterable[str], *, reason: str = "there is no such path"
 ) -> RequestError:
     """Return the 404 for a path that nobody serves, with the one that was meant. `reason`: said where none is near."""
-    suggestion = nearest_path(path, served_paths)
+    suggestion = find_nearest_path(path, served_paths)
     if suggestion is None:
         message = f"{path[:200]}: {reason} (GET / tells what is served here)"
     else:
@@ -42,6 +42,6 @@ def unknown_path_error(
     return RequestError(message, param=None, code="not_found", status=404)
 
 
-def _path_segments(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     """The segments of a path, without the version and in lower case."""
     return [word for word in path.lower().split("/") if word not in ("", "v1")]

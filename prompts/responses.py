@@ -42,7 +42,7 @@ from prompts.schemas import (
 Item = dict[str, Any]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 ITEM_ID_CHARS_MAX = 256
-CUSTOM_INPUT = {
+CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
     "required": ["input"],
@@ -120,21 +120,21 @@ _CHAT_FIELDS = (
     "min_tokens", "priority", "cache_salt", "stream", "parallel_tool_calls", "chat_template_kwargs", "user",
 )  # fmt: skip
 """Fields that mean the same in a chat."""
-_decoder = msgspec.json.Decoder(ResponsesRequest)
+_request_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 def parse_response(data: bytes) -> ResponsesRequest:
     """Read a body of `/v1/responses`. Raises RequestError that names field, value and expectation."""
-    request = decode_json(_decoder, data)
+    request = decode_json(_request_decoder, data)
     if request.prompt is not None:
         raise RequestError("prompt: templates of prompts are not supported", param="prompt")
     if request.conversation is not None:
         message = "conversation: none is kept here; expected previous_response_id, or all of it in input"
         raise RequestError(message, param="conversation")
-    choice = request.tool_choice
-    if not request.tools and (isinstance(choice, dict) or choice == "required"):
+    tool_choice = request.tool_choice
+    if not request.tools and (isinstance(tool_choice, dict) or tool_choice == "required"):
         raise RequestError(
-            f"tool_choice: got {_describe_choice(choice)}, expected only together with tools", param="tool_choice"
+            f"tool_choice: got {_describe_choice(tool_choice)}, expected only together with tools", param="tool_choice"
         )
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
@@ -146,22 +146,22 @@ def _describe_choice(choice: Any) -> str:
 
 
 def _check_tool(param: str, tool: Item) -> None:
-    kind = tool.get("type")
-    if not isinstance(kind, str):
-        raise bad_value(f"{param}.type", kind, "a string such as function")
-    if kind in ("function", "custom", "namespace") and not isinstance(tool.get("name"), str):
+    tool_type = tool.get("type")
+    if not isinstance(tool_type, str):
+        raise bad_value(f"{param}.type", tool_type, "a string such as function")
+    if tool_type in ("function", "custom", "namespace") and not isinstance(tool.get("name"), str):
         raise bad_value(f"{param}.name", tool.get("name"), "a string")
     parameters = tool.get("parameters")
-    if kind == "function" and parameters is not None and not isinstance(parameters, dict):
+    if tool_type == "function" and parameters is not None and not isinstance(parameters, dict):
         raise bad_value(f"{param}.parameters", parameters, "an object")
-    if kind == "custom" and isinstance(tool.get("format"), dict) and tool["format"].get("type") == "grammar":
+    if tool_type == "custom" and isinstance(tool.get("format"), dict) and tool["format"].get("type") == "grammar":
         _check_grammar(f"{param}.format", tool["format"])
-    if kind == "namespace":
+    if tool_type == "namespace":
         inner_tools = tool.get("tools")
         if not isinstance(inner_tools, list) or not all(isinstance(inner_tool, dict) for inner_tool in inner_tools):
             raise bad_value(f"{param}.tools", inner_tools, "an array of tools")
-        for number, inner_tool in enumerate(inner_tools):
-            _check_tool(f"{param}.tools[{number}]", inner_tool)
+        for tool_index, inner_tool in enumerate(inner_tools):
+            _check_tool(f"{param}.tools[{tool_index}]", inner_tool)
 
 
 def _check_grammar(param: str, grammar: Item) -> None:
@@ -186,14 +186,14 @@ class ClientTool(Struct, frozen=True):
     definition: str = ""
 
 
-def client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
+def make_client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
     """Return the tools by the names that a model is shown. No server here runs those of other types."""
     tools_by_name: dict[str, ClientTool] = {}
     for tool in tools or ():
         if tool["type"] == "namespace":
             for inner in tool["tools"]:
                 if inner["type"] in ("function", "custom"):
-                    tools_by_name[_flat_name(tool["name"], inner["name"])] = _make_client_tool(inner, tool["name"])
+                    tools_by_name[_make_flat_name(tool["name"], inner["name"])] = _make_client_tool(inner, tool["name"])
         elif tool["type"] in ("function", "custom"):
             tools_by_name[tool["name"]] = _make_client_tool(tool, None)
     return tools_by_name
@@ -206,24 +206,24 @@ def _make_client_tool(tool: Item, namespace: str | None) -> ClientTool:
     return ClientTool(tool["name"], namespace, tool["type"] == "custom")
 
 
-def _flat_name(namespace: Any, name: Any) -> Any:
+def _make_flat_name(namespace: Any, name: Any) -> Any:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
 _ITEM_NUMBER_CHARS = 4
 
 
-def item_id(prefix: str, response_id: str, number: int) -> str:
+def make_item_id(prefix: str, response_id: str, number: int) -> str:
     """Name an item of a response so that the name tells which response holds it."""
     return f"{prefix}{response_id.partition('_')[2]}{number:0{_ITEM_NUMBER_CHARS}x}"
 
 
-def item_response_id(item: str) -> str:
+def get_response_id_of_item(item_id: str) -> str:
     """Return the name of the response that holds an item, where `item_id` named it."""
-    return "resp_" + item.partition("_")[2][:-_ITEM_NUMBER_CHARS]
+    return "resp_" + item_id.partition("_")[2][:-_ITEM_NUMBER_CHARS]
 
 
-def item_references(request: ResponsesRequest) -> dict[str, str]:
+def find_item_references(request: ResponsesRequest) -> dict[str, str]:
     """Return the items that a body only names, and where. Raises RequestError."""
     params_by_id: dict[str, str] = {}
     for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
@@ -263,7 +263,7 @@ def convert_to_chat(
         "tools": _convert_tools(request.tools) if request.tools else None,
         "tool_choice": _convert_tool_choice(request),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
-        "continue_final_message": _is_continued(request.input),
+        "continue_final_message": _continues_last_message(request.input),
         "max_tokens": request.max_output_tokens,
         "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
         "stop": request.stop or None,
@@ -272,16 +272,16 @@ def convert_to_chat(
     return fields | {name: getattr(request, name) for name in _CHAT_FIELDS}
 
 
-def _is_continued(request_input: str | list[Item]) -> bool:
+def _continues_last_message(request_input: str | list[Item]) -> bool:
     """Whether the last message is one that its assistant has not finished."""
     last = request_input[-1] if isinstance(request_input, list) and request_input else {}
     return last.get("type", "message") == "message" and last.get("status") in ("in_progress", "incomplete")
 
 
-def skipped_item_types(request: ResponsesRequest) -> list[str]:
+def find_skipped_item_types(request: ResponsesRequest) -> list[str]:
     """Types of the items of which a model is shown nothing."""
     items = request.input if isinstance(request.input, list) else []
-    return sorted({str(item["type"]) for item in items if _is_hosted_item(item) and _hosted_item_text(item) is None})
+    return sorted({str(item["type"]) for item in items if _is_hosted_item(item) and _format_hosted_item(item) is None})
 
 
 class _ChatHistory:
@@ -294,25 +294,25 @@ class _ChatHistory:
 
     def add(self, param: str, item: Item) -> None:
         """Add a message, or a part of the assistant's last one. Raises RequestError."""
-        kind, role = item.get("type"), item.get("role")
-        if kind == "function_call":
+        item_type, role = item.get("type"), item.get("role")
+        if item_type == "function_call":
             self._add_call(param, item, item.get("arguments"))
-        elif kind == "custom_tool_call":
+        elif item_type == "custom_tool_call":
             self._add_call(param, item, json.dumps({"input": item.get("input") or ""}, ensure_ascii=False))
-        elif kind == "reasoning":
-            reasoning = _reasoning_text(item)
+        elif item_type == "reasoning":
+            reasoning = _read_reasoning_text(item)
             if reasoning or not item.get("encrypted_content"):
                 self._set_assistant_field("reasoning", reasoning)
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        elif item_type in ("function_call_output", "custom_tool_call_output"):
             output = item.get("output")
             content = output if isinstance(output, str) else _check_parts(f"{param}.output", output)
             self._append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif _is_hosted_item(item):
-            self._add_hosted_call(str(kind), item)
+            self._add_hosted_call(str(item_type), item)
         elif not isinstance(role, str) or not role:
             raise bad_value(f"{param}.role", role, "a string such as user or assistant, or an item with a type")
         elif role == "assistant" and item.get("content") is not None:
-            self._set_assistant_field("content", _assistant_content(f"{param}.content", item["content"]))
+            self._set_assistant_field("content", _read_assistant_content(f"{param}.content", item["content"]))
         else:
             content = item.get("content")
             content = content if isinstance(content, str) else _check_parts(f"{param}.content", content)
@@ -323,39 +323,43 @@ class _ChatHistory:
         self._ends_with_hosted_call = False
 
     def _add_call(self, param: str, item: Item, arguments: Any) -> None:
-        name = _flat_name(item.get("namespace"), item.get("name"))
+        name = _make_flat_name(item.get("namespace"), item.get("name"))
         for field, value in (("call_id", item.get("call_id")), ("name", item.get("name")), ("arguments", arguments)):
             if not isinstance(value, str):
                 raise bad_value(f"{param}.{field}", value, "a string")
-        call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+        tool_call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
         if self._messages and self._messages[-1]["role"] == "assistant":
-            self._messages[-1].setdefault("tool_calls", []).append(call)
+            self._messages[-1].setdefault("tool_calls", []).append(tool_call)
             self._ends_with_hosted_call = False
         else:
-            self._append({"role": "assistant", "tool_calls": [call]})
+            self._append({"role": "assistant", "tool_calls": [tool_call]})
 
     def _set_assistant_field(self, field: str, value: str | list[Any]) -> None:
-        last = self._messages[-1] if self._messages else {}
+        last_message = self._messages[-1] if self._messages else {}
         if self._ends_with_hosted_call and field == "content":
             parts = [{"type": "output_text", "text": value}] if isinstance(value, str) else value
-            last["content"] = [{"type": "output_text", "text": last["content"]}, *parts]
+            last_message["content"] = [{"type": "output_text", "text": last_message["content"]}, *parts]
             self._ends_with_hosted_call = False
-        elif last.get("role") == "assistant" and last.get(field) is None:
-            last[field] = value
+        elif last_message.get("role") == "assistant" and last_message.get(field) is None:
+            last_message[field] = value
         else:
             self._append({"role": "assistant", field: value})
 
-    def _add_hosted_call(self, kind: str, item: Item) -> None:
+    def _add_hosted_call(self, item_type: str, item: Item) -> None:
         """What a server did is told by the assistant; what a client sent back for it by the user."""
-        text, last = _hosted_item_text(item), self._messages[-1] if self._messages else {}
+        text, last_message = _format_hosted_item(item), self._messages[-1] if self._messages else {}
         if text is None:
             return
-        if kind.endswith(("_output", "_response")):
+        if item_type.endswith(("_output", "_response")):
             self._append({"role": "user", "content": text})
         elif self._ends_with_hosted_call:
-            last["content"] += "\n" + text
-        elif last.get("role") == "assistant" and last.get("content") is None and "tool_calls" not in last:
-            last["content"] = text
+            last_message["content"] += "\n" + text
+        elif (
+            last_message.get("role") == "assistant"
+            and last_message.get("content") is None
+            and "tool_calls" not in last_message
+        ):
+            last_message["content"] = text
             self._ends_with_hosted_call = True
         else:
             self._append({"role": "assistant", "content": text})
@@ -370,16 +374,18 @@ _READ_TYPES = (
 
 def _is_hosted_item(item: Item) -> bool:
     """Whether it is of a type that only its provider's servers know, such as `web_search_call` or `compaction`."""
-    kind = item.get("type")
-    return isinstance(kind, str) and kind not in _READ_TYPES
+    item_type = item.get("type")
+    return isinstance(item_type, str) and item_type not in _READ_TYPES
 
 
-def _hosted_item_text(item: Item) -> str | None:
-    unread = ("type", "id", "status", "result") if item["type"] == "image_generation_call" else ("type", "id", "status")
-    return format_hosted_call(item["type"], {name: value for name, value in item.items() if name not in unread})
+def _format_hosted_item(item: Item) -> str | None:
+    unread_fields = (
+        ("type", "id", "status", "result") if item["type"] == "image_generation_call" else ("type", "id", "status")
+    )
+    return format_hosted_call(item["type"], {name: value for name, value in item.items() if name not in unread_fields})
 
 
-def _reasoning_text(item: Item) -> str:
+def _read_reasoning_text(item: Item) -> str:
     for field in ("content", "summary"):
         parts = item.get(field)
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -388,7 +394,7 @@ def _reasoning_text(item: Item) -> str:
     return ""
 
 
-def _assistant_content(param: str, content: Any) -> str | list[Any]:
+def _read_assistant_content(param: str, content: Any) -> str | list[Any]:
     """An assistant's words: one text, or several parts."""
     if isinstance(content, str):
         return content
@@ -402,8 +408,8 @@ def _assistant_content(param: str, content: Any) -> str | list[Any]:
 def _check_parts(param: str, content: Any) -> list[Any] | None:
     if content is not None and not isinstance(content, list):
         raise bad_value(param, content, "a string or an array of parts")
-    for number, part in enumerate(content or ()):
-        check_part(f"{param}[{number}]", part)
+    for part_index, part in enumerate(content or ()):
+        check_part(f"{param}[{part_index}]", part)
     return content
 
 
@@ -413,7 +419,7 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
         return None
     if not isinstance(choice, dict):
         return choice or "auto"
-    tools = client_tools(request.tools)
+    tools = make_client_tools(request.tools)
     if choice.get("type") != "allowed_tools":
         return _convert_named_tool("tool_choice", choice, tools)
     allowed_choice = choice.get("allowed_tools", choice)
@@ -435,11 +441,11 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
 
 def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
     """A tool that a choice names, as chats name it."""
-    kind, name = choice.get("type"), choice.get("name")
-    if kind not in ("function", "custom"):
-        words = '"function", "custom" or "allowed_tools": no server here runs other tools'
-        raise bad_value(f"{param}.type", kind, words)
-    flat_name = _flat_name(choice.get("namespace"), name)
+    tool_type, name = choice.get("type"), choice.get("name")
+    if tool_type not in ("function", "custom"):
+        expectation = '"function", "custom" or "allowed_tools": no server here runs other tools'
+        raise bad_value(f"{param}.type", tool_type, expectation)
+    flat_name = _make_flat_name(choice.get("namespace"), name)
     if flat_name not in tools:
         matching_names = [full for full, tool in tools.items() if tool.name == name and choice.get("namespace") is None]
         if len(matching_names) != 1:
@@ -457,11 +463,11 @@ def _convert_tools(tools: list[Item]) -> list[Message]:
             if inner_tool["type"] == "custom":
                 chat_tools.append(
                     _convert_function(
-                        {**inner_tool, "parameters": CUSTOM_INPUT}, _flat_name(namespace, inner_tool["name"])
+                        {**inner_tool, "parameters": CUSTOM_TOOL_SCHEMA}, _make_flat_name(namespace, inner_tool["name"])
                     )
                 )
             elif inner_tool["type"] == "function":
-                chat_tools.append(_convert_function(inner_tool, _flat_name(namespace, inner_tool["name"])))
+                chat_tools.append(_convert_function(inner_tool, _make_flat_name(namespace, inner_tool["name"])))
     return chat_tools
 
 

@@ -15,13 +15,13 @@ import msgspec
 from prompts.anthropic import CountRequest, MessagesRequest, convert_to_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.responses import ResponsesRequest, item_references, item_response_id, parse_response
+from prompts.responses import ResponsesRequest, find_item_references, get_response_id_of_item, parse_response
 from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
 from prompts.worker_fields import may_have_worker_fields
 
-Kind = Literal["chat", "completion", "messages", "responses", "other"]
-KINDS: dict[str, Kind] = {
+ApiKind = Literal["chat", "completion", "messages", "responses", "other"]
+API_KIND_BY_PATH: dict[str, ApiKind] = {
     "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
     "/v1/responses": "responses",
 }  # fmt: skip
@@ -29,8 +29,8 @@ KINDS: dict[str, Kind] = {
 
 
 _RENDERED_FIELDS = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
-_OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_INTEGER = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0*)?")
+_OBJECT_START = re.compile(rb"[ \t\r\n]*\{")
+_INTEGER = re.compile(r"(?P<digits>[+-]?[0-9]+(?:_[0-9]+)*)(?:\.0*)?")
 _INTEGER_CHARS_MAX = 64
 _FLAG_WORDS = {
     **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
@@ -42,7 +42,7 @@ _PRIORITY_MAX = 2**63 - 1
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """The routing view of a body."""
 
-    kind: Kind
+    kind: ApiKind
     source: CountRequest | ResponsesRequest | None = None
     """A body of another API, which is the chat that `convert_source_to_chat` makes of it; None where the worker will
     refuse it."""
@@ -62,9 +62,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
-    output_max: int = 0
+    output_tokens_max: int = 0
     """Most tokens the client lets all choices have; 0 where it sets no limit."""
-    output_min: int = 0
+    output_tokens_min: int = 0
     """Fewest that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -90,7 +90,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, **changes)
 
 
-class RoutedBody(msgspec.Struct):
+class RoutingFields(msgspec.Struct):
     """The fields of a body that routing reads. Every one is Any: nothing a worker might accept is refused here."""
 
     model: Any = None
@@ -124,68 +124,70 @@ class RoutedBody(msgspec.Struct):
     top_logprobs: Any = 0
 
 
-_bodies = msgspec.json.Decoder(RoutedBody)
-_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_fields_decoder = msgspec.json.Decoder(RoutingFields)
+_top_level_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
     """Read what routing needs of a body sent to `path`. Raises RequestError where the body is no JSON object, or its
     priority no integer."""
-    return read_routing(KINDS.get(path, "other"), data)
+    return parse_routing_of_kind(API_KIND_BY_PATH.get(path, "other"), data)
 
 
-def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
+def parse_routing_of_kind(kind: ApiKind, data: bytes) -> RoutingRequest:
     """The same of a body whose kind is known."""
     check_object(data)
-    request = _read_kind(kind, data)
-    fields: dict[str, msgspec.Raw] = decode_json(_names, data)
+    request = _parse_body(kind, data)
+    fields: dict[str, msgspec.Raw] = decode_json(_top_level_decoder, data)
     if may_have_worker_fields(fields):
         return request.replace(has_worker_fields=True)
     return request
 
 
-def _read_kind(kind: Kind, data: bytes) -> RoutingRequest:
+def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
     if kind in ("messages", "responses"):
         source = _parse_source(kind, data)
         if source is not None:
-            return _from_messages(source) if isinstance(source, MessagesRequest) else _from_response(source)
-    return read_values(kind, decode_json(_bodies, data))
+            return _make_from_messages(source) if isinstance(source, MessagesRequest) else _make_from_response(source)
+    return make_routing_request(kind, decode_json(_fields_decoder, data))
 
 
-def read_values(kind: Kind, body: RoutedBody) -> RoutingRequest:
+def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest:
     """The routing view of a body's fields. Raises RequestError where its priority is no integer."""
-    messages = _as_objects(body.messages)
-    output_max, output_min = _read_output(body)
-    echoes = _as_bool(body.echo) is True and _as_int(body.top_logprobs if messages else body.logprobs) is not None
+    messages = _as_objects(fields.messages)
+    output_tokens_max, output_tokens_min = _read_output_limits(fields)
+    echoes_with_logprobs = (
+        _as_bool(fields.echo) is True and _as_int(fields.top_logprobs if messages else fields.logprobs) is not None
+    )
     return RoutingRequest(
         kind=kind,
-        model=_as_string(body.model),
+        model=_as_string(fields.model),
         messages=messages or None,
-        prompt=_as_prompt(body.prompt),
-        tools=_as_objects(body.tools),
-        documents=_as_objects(body.documents),
-        chat_template=_as_string(body.chat_template),
-        chat_template_kwargs=body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else None,
-        add_generation_prompt=_as_bool(body.add_generation_prompt),
-        continue_final_message=_as_bool(body.continue_final_message),
-        add_special_tokens=_as_bool(body.add_special_tokens),
-        reasoning_effort=_as_string(body.reasoning_effort),
-        truncate_prompt_tokens=_as_int(body.truncate_prompt_tokens),
-        cache_salt=_as_string(body.cache_salt) or None,
-        priority=read_priority(body.priority),
-        stream=_as_bool(body.stream) is True,
-        output_max=output_max,
-        output_min=output_min,
-        user=_as_string(body.user),
-        prompt_cache_key=_as_string(body.prompt_cache_key),
-        metadata_user_id=_as_string(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
-        scores_prompt=body.prompt_logprobs is not None or (echoes and not messages),
-        echoes_chat=echoes and bool(messages),
+        prompt=_as_prompt(fields.prompt),
+        tools=_as_objects(fields.tools),
+        documents=_as_objects(fields.documents),
+        chat_template=_as_string(fields.chat_template),
+        chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
+        add_generation_prompt=_as_bool(fields.add_generation_prompt),
+        continue_final_message=_as_bool(fields.continue_final_message),
+        add_special_tokens=_as_bool(fields.add_special_tokens),
+        reasoning_effort=_as_string(fields.reasoning_effort),
+        truncate_prompt_tokens=_as_int(fields.truncate_prompt_tokens),
+        cache_salt=_as_string(fields.cache_salt) or None,
+        priority=read_priority(fields.priority),
+        stream=_as_bool(fields.stream) is True,
+        output_tokens_max=output_tokens_max,
+        output_tokens_min=output_tokens_min,
+        user=_as_string(fields.user),
+        prompt_cache_key=_as_string(fields.prompt_cache_key),
+        metadata_user_id=_as_string(fields.metadata.get("user_id")) if isinstance(fields.metadata, dict) else None,
+        scores_prompt=fields.prompt_logprobs is not None or (echoes_with_logprobs and not messages),
+        echoes_chat=echoes_with_logprobs and bool(messages),
         has_media=has_media(messages),
     )
 
 
-def _parse_source(kind: Kind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
+def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
     """None where the worker will say what is wrong."""
     try:
         return parse_messages(data) if kind == "messages" else parse_response(data)
@@ -193,7 +195,7 @@ def _parse_source(kind: Kind, data: bytes) -> MessagesRequest | ResponsesRequest
         return None
 
 
-def _from_messages(source: MessagesRequest) -> RoutingRequest:
+def _make_from_messages(source: MessagesRequest) -> RoutingRequest:
     return RoutingRequest(
         kind="messages",
         source=source,
@@ -201,12 +203,12 @@ def _from_messages(source: MessagesRequest) -> RoutingRequest:
         cache_salt=source.cache_salt,
         priority=read_priority(source.priority),
         stream=source.stream is True,
-        output_max=source.max_tokens,
+        output_tokens_max=source.max_tokens,
         metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
     )
 
 
-def _from_response(source: ResponsesRequest) -> RoutingRequest:
+def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
     return RoutingRequest(
         kind="responses",
         source=source,
@@ -214,19 +216,19 @@ def _from_response(source: ResponsesRequest) -> RoutingRequest:
         cache_salt=source.cache_salt,
         priority=source.priority or 0,
         stream=source.stream is True,
-        output_max=source.max_output_tokens or 0,
+        output_tokens_max=source.max_output_tokens or 0,
         truncate_prompt_tokens=-1 if source.truncation == "auto" else None,
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
         metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
-        stored_response_id=source.previous_response_id or _referenced_response_id(source),
+        stored_response_id=source.previous_response_id or _find_referenced_response_id(source),
     )
 
 
-def _referenced_response_id(source: ResponsesRequest) -> str | None:
+def _find_referenced_response_id(source: ResponsesRequest) -> str | None:
     """The response that holds an item which a body only names."""
     try:
-        return next(map(item_response_id, item_references(source)), None)
+        return next(map(get_response_id_of_item, find_item_references(source)), None)
     except RequestError:
         return None  # the worker says what is wrong with the name
 
@@ -240,7 +242,7 @@ def convert_source_to_chat(
     if isinstance(source, ResponsesRequest):
         if source.previous_response_id is not None:
             raise RequestError("only the worker knows what was said before", param="previous_response_id")
-        if item_references(source):
+        if find_item_references(source):
             raise RequestError("only the worker knows the items that are named", param="input")
         fields = convert_response_to_chat(source)
     else:
@@ -254,7 +256,7 @@ def convert_source_to_chat(
 
 def check_object(data: bytes) -> None:
     """Raises RequestError for what cannot be a JSON object."""
-    if _OBJECT.match(data) is None:
+    if _OBJECT_START.match(data) is None:
         expected = "an object, in UTF-8 without a byte order mark"
         raise RequestError(f"the body is not valid JSON: expected {expected}", param=None)
 
@@ -280,7 +282,7 @@ def _as_int(value: Any) -> int | None:
         return int(value) if isinstance(value, bool) or value.is_integer() else None
     if isinstance(value, str) and len(value) <= _INTEGER_CHARS_MAX:
         match = _INTEGER.fullmatch(value.strip())
-        return None if match is None else int(match[1])
+        return None if match is None else int(match["digits"])
     return None
 
 
@@ -294,19 +296,19 @@ def read_priority(value: Any) -> int:
     return max(-_PRIORITY_MAX, min(number, _PRIORITY_MAX))
 
 
-def _read_output(body: RoutedBody) -> tuple[int, int]:
+def _read_output_limits(fields: RoutingFields) -> tuple[int, int]:
     """(most, fewest) tokens that all choices of a body can have; 0 where it sets no limit."""
-    limit = _as_int(body.max_completion_tokens)
-    if limit is None:
-        limit = _as_int(body.max_tokens)
-    choices = max(_as_int(body.n) or 1, 1)
-    ends_at_limit = _as_bool(body.ignore_eos) is True and not body.stop and not body.stop_token_ids
-    min_tokens = limit if ends_at_limit else _as_int(body.min_tokens)
-    return max(limit or 0, 0) * choices, max(min_tokens or 0, 0) * choices
+    max_tokens = _as_int(fields.max_completion_tokens)
+    if max_tokens is None:
+        max_tokens = _as_int(fields.max_tokens)
+    choice_count = max(_as_int(fields.n) or 1, 1)
+    ends_at_limit = _as_bool(fields.ignore_eos) is True and not fields.stop and not fields.stop_token_ids
+    min_tokens = max_tokens if ends_at_limit else _as_int(fields.min_tokens)
+    return max(max_tokens or 0, 0) * choice_count, max(min_tokens or 0, 0) * choice_count
 
 
 def read_form_fields(values: dict[str, str]) -> RoutingRequest:
-    """What routing reads of a form's text fields. Raises RequestError as `read_routing`."""
+    """What routing reads of a form's text fields. Raises RequestError as `parse_routing_of_kind`."""
     return RoutingRequest(
         kind="other",
         model=values.get("model"),

@@ -21,10 +21,10 @@ from prompts.errors import RequestError, bad_value, format_value
 Json = Any
 Message = dict[str, Any]
 _SURROGATE_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
-"""Escapes that must be told apart to find half of a pair, which is group 1."""
-_ESCAPES_MAX = 1_000_000
-_INDEX = re.compile(r"\[[^\[\]]*\]")
+_ESCAPES = re.compile(rb"\\\\|" + _SURROGATE_PAIR + rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})")
+"""Escapes that must be told apart to find half of a pair, which is the group `half`."""
+_ESCAPES_SEARCHED_MAX = 1_000_000
+_LIST_INDEX = re.compile(r"\[[^\[\]]*\]")
 
 # What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
 # overflow, or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids,
@@ -66,8 +66,8 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 def is_media(part: Message) -> bool:
     """Whether a content part is something other than text."""
-    kind = part.get("type")
-    return (isinstance(kind, str) and kind in MEDIA_PARTS) or (kind is None and ("image_url" in part))
+    part_type = part.get("type")
+    return (isinstance(part_type, str) and part_type in MEDIA_PARTS) or (part_type is None and ("image_url" in part))
 
 
 class StreamOptions(Struct, frozen=True):
@@ -211,7 +211,7 @@ def parse_chat(data: bytes) -> ChatRequest:
         raise RequestError('top_logprobs: expected only together with "logprobs": true', param="top_logprobs")
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
-    _check_common(request)
+    _check_common_fields(request)
     return request
 
 
@@ -219,7 +219,7 @@ def parse_completion(data: bytes) -> CompletionRequest:
     """Read a completion body. Raises RequestError that names field, value and expectation."""
     request = decode_json(_completion_decoder, data)
     _check_prompt(request.prompt)
-    _check_common(request)
+    _check_common_fields(request)
     return request
 
 
@@ -234,10 +234,10 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-            value: _T = msgspec.convert(_whole_numbers(msgspec.json.decode(data)), decoder.type, str_keys=True)
+            value: _T = msgspec.convert(_convert_whole_floats(msgspec.json.decode(data)), decoder.type, str_keys=True)
             return value
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), data, decoder.type) from None
+        raise _make_field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
         surrogate_problem = _find_lone_surrogate(data)
         if surrogate_problem is not None:
@@ -245,32 +245,32 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         position = f" after {len(data)} bytes" if "truncated" in str(error) else ""
         raise RequestError(f"the body is not valid JSON: {error}{position}", param=None) from None
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {_utf8_reason(data, error)}", param=None) from None
+        raise RequestError(f"the body is not valid JSON: {_describe_utf8_error(data, error)}", param=None) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
 
 
 def _find_lone_surrogate(data: bytes) -> str | None:
     """Half of a character of two \\u escapes, which some clients cut in two; None where there is none."""
-    for match in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_MAX):
-        if match[1] is not None:
-            text = match[1].decode()
+    for match in itertools.islice(_ESCAPES.finditer(data), _ESCAPES_SEARCHED_MAX):
+        if match["half"] is not None:
+            text = match["half"].decode()
             return f"{text} at byte {match.start()} is half of a surrogate pair, expected the whole character"
     return None
 
 
-def _whole_numbers(value: Json) -> Json:
+def _convert_whole_floats(value: Json) -> Json:
     """The same with integers for floats that are whole (and exact). Raises RecursionError where it is nested deeply."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= 2**53 else value
     if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
+        return [_convert_whole_floats(item) for item in value]
     if isinstance(value, dict):
-        return {key: _whole_numbers(item) for key, item in value.items()}
+        return {key: _convert_whole_floats(item) for key, item in value.items()}
     return value
 
 
-def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
+def _describe_utf8_error(data: bytes, error: UnicodeDecodeError) -> str:
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as whole_error:  # msgspec counts from the start of the string it was reading
@@ -278,7 +278,7 @@ def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
     return f"invalid UTF-8 at byte {error.start}"
 
 
-def _field_error(message: str, data: bytes, body: Any) -> RequestError:
+def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError:
     """msgspec's "Expected `int`, got `str` - at `$.n`" with the value that was there."""
     expectation, _, path = message.partition(" - at ")
     is_key = path.startswith("`key` in ")
@@ -292,32 +292,38 @@ def _field_error(message: str, data: bytes, body: Any) -> RequestError:
         return RequestError(f"the body: {_lower_first(expectation)}", param=None)
     if is_key:
         return RequestError(f"{field}: a key is wrong: {_lower_first(expectation.replace('`', ''))}", param=field)
-    value = _value_at(data, field)
+    value = _find_value(data, field)
     actual_text = "" if value is UNSET else f"got {format_value(value)}, "
     if expectation.startswith("Invalid enum value"):
-        expectation = f"expected one of {', '.join(_enum_values(type_info(body), _INDEX.sub('', field).split('.')))}"
+        field_path = _LIST_INDEX.sub("", field).split(".")
+        expectation = f"expected one of {', '.join(_find_enum_values(type_info(body_type), field_path))}"
     # "Expected `int`, got `str`": the value says the second half better.
     expected_text = expectation.split(", got")[0] if actual_text else expectation
     return RequestError(f"{field}: {actual_text}{_lower_first(expected_text.replace('`', ''))}", param=field)
 
 
-def _enum_values(info: Any, names: list[str]) -> list[str]:
+def _find_enum_values(value_type: Any, field_path: list[str]) -> list[str]:
     """What the field under these names may be."""
-    if isinstance(info, LiteralType) and not names:
-        return [str(value) for value in info.values]
-    if isinstance(info, UnionType):
-        return [value for member in info.types for value in _enum_values(member, names)]
-    if isinstance(info, ListType):
-        return _enum_values(info.item_type, names)
-    fields = info.fields if isinstance(info, StructType) and names else ()
-    return [value for field in fields if field.name == names[0] for value in _enum_values(field.type, names[1:])]
+    if isinstance(value_type, LiteralType) and not field_path:
+        return [str(value) for value in value_type.values]
+    if isinstance(value_type, UnionType):
+        return [value for member in value_type.types for value in _find_enum_values(member, field_path)]
+    if isinstance(value_type, ListType):
+        return _find_enum_values(value_type.item_type, field_path)
+    fields = value_type.fields if isinstance(value_type, StructType) and field_path else ()
+    return [
+        value
+        for field in fields
+        if field.name == field_path[0]
+        for value in _find_enum_values(field.type, field_path[1:])
+    ]
 
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _value_at(data: bytes, field: str) -> Json | UnsetType:
+def _find_value(data: bytes, field: str) -> Json | UnsetType:
     try:
         value: Json = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -335,31 +341,31 @@ def _value_at(data: bytes, field: str) -> Json | UnsetType:
     return value
 
 
-def _check_common(request: CommonRequest) -> None:
+def _check_common_fields(request: CommonRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError('stream_options: expected only together with "stream": true', param="stream_options")
-    limit = request.max_tokens
-    if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
-        raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({limit})")
+    max_tokens = request.max_tokens
+    if max_tokens is not None and request.min_tokens is not None and request.min_tokens > max_tokens:
+        raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({max_tokens})")
 
 
 def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise bad_value("messages", messages, "at least one message")
-    for index, message in enumerate(messages):
-        param = f"messages[{index}]"
+    for message_index, message in enumerate(messages):
+        param = f"messages[{message_index}]"
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise bad_value(f"{param}.role", role, "a string such as system, user, assistant or tool")
         content = message.get("content")
         if isinstance(content, list):
-            for number, part in enumerate(content):
-                check_part(f"{param}.content[{number}]", part)
+            for part_index, part in enumerate(content):
+                check_part(f"{param}.content[{part_index}]", part)
         elif content is not None and not isinstance(content, str):
             raise bad_value(f"{param}.content", content, "a string, an array of parts, or null")
-        calls = message.get("tool_calls")
-        if calls is not None:
-            _check_tool_calls(f"{param}.tool_calls", calls)
+        tool_calls = message.get("tool_calls")
+        if tool_calls is not None:
+            _check_tool_calls(f"{param}.tool_calls", tool_calls)
 
 
 def check_part(param: str, part: Json) -> None:
@@ -367,13 +373,13 @@ def check_part(param: str, part: Json) -> None:
         return  # vLLM takes bare strings among the parts
     if not isinstance(part, dict):
         raise bad_value(param, part, "an object with a type, or a string")
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in TEXT_PARTS:
-        name = TEXT_PARTS[kind]
-        if not isinstance(part.get(name), str):
-            raise bad_value(f"{param}.{name}", part.get(name), "a string")
-    elif not (isinstance(kind, str) and kind in MEDIA_PARTS):
-        raise bad_value(f"{param}.type", kind, "text")
+    part_type = part.get("type")
+    if isinstance(part_type, str) and part_type in TEXT_PARTS:
+        text_field = TEXT_PARTS[part_type]
+        if not isinstance(part.get(text_field), str):
+            raise bad_value(f"{param}.{text_field}", part.get(text_field), "a string")
+    elif not (isinstance(part_type, str) and part_type in MEDIA_PARTS):
+        raise bad_value(f"{param}.type", part_type, "text")
 
 
 def _check_tool_calls(param: str, calls: Json) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from prompts.errors import RequestError
 
 T = TypeVar("T")
-Setup = tuple[Callable[..., Any], tuple[Any, ...]]
+WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a module and its arguments: called in each process, once, for what all work there is given first."""
 
 AFFINITY_BYTES = 2048
@@ -55,14 +55,14 @@ class _TaskResult(NamedTuple):
 class WorkerProcess:
     """Our side of one. It has one user at a time."""
 
-    def __init__(self, setup: Setup, memory_bytes: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, setup: WorkerSetup, memory_bytes: int, executor: ThreadPoolExecutor) -> None:
         self.is_busy = False
         self.last_used_s = 0.0
         self.is_reusable = False
         """For another body: it does not hold so much memory that a fresh one had better take over."""
         self.child: subprocess.Popen[bytes] | None = None
-        self._setup = (memory_bytes, setup)
-        self._threads = threads
+        self._setup_message = (memory_bytes, setup)
+        self._executor = executor
         self._stream: Any = None
         self._killed_children: list[subprocess.Popen[bytes]] = []
 
@@ -71,7 +71,7 @@ class WorkerProcess:
         large goes to the process and comes back in a thread. Raises RequestError that it raised, or
         WorkerProcessError."""
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._threads, self._call, (work, arguments))
+        future = loop.run_in_executor(self._executor, self._call, (work, arguments))
         try:
             rejection, result, self.is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
@@ -101,7 +101,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
             )
             self._stream = parent_socket.makefile("rwb")
-        pickle.dump(self._setup, self._stream)
+        pickle.dump(self._setup_message, self._stream)
 
     def _close_stream(self) -> None:
         """Close the socket to a process that has ended; whoever reads from it has come to its end."""
@@ -129,10 +129,10 @@ class WorkerProcess:
 class WorkerPool:
     """All of one server. `close` them."""
 
-    def __init__(self, setup: Setup, count: int, memory_bytes: int) -> None:
+    def __init__(self, setup: WorkerSetup, process_count: int, memory_bytes: int) -> None:
         """`memory_bytes`: of one process."""
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker-pool")
-        self.processes = [WorkerProcess(setup, memory_bytes, self._threads) for _ in range(count)]
+        self._executor = ThreadPoolExecutor(process_count, thread_name_prefix="worker-pool")
+        self.processes = [WorkerProcess(setup, memory_bytes, self._executor) for _ in range(process_count)]
         self._waiters: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
         """Calls that wait for a process, by tenant, the next one first."""
 
@@ -192,7 +192,7 @@ class WorkerPool:
     def close(self) -> None:
         for process in self.processes:
             process.reap()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def main(fd: int) -> int:
@@ -204,31 +204,31 @@ def main(fd: int) -> int:
             memory_bytes, (setup, setup_arguments) = pickle.load(stream)
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            state = setup(*setup_arguments)
+            setup_result = setup(*setup_arguments)
             while True:
-                _serve_task(stream, state, memory_bytes)
+                _serve_task(stream, setup_result, memory_bytes)
         except (EOFError, OSError):
             return 0
         except MemoryError:
             return 1
 
 
-def _serve_task(stream: Any, state: Any, memory_bytes: int) -> None:
+def _serve_task(stream: Any, setup_result: Any, memory_bytes: int) -> None:
     work, arguments = pickle.load(stream)
     rejection, result = None, None
     try:
-        result = work(state, *arguments)
+        result = work(setup_result, *arguments)
     except RequestError as error:
         rejection = vars(error)
     del arguments
-    pickle.dump(_TaskResult(rejection, result, _resident_bytes() < memory_bytes // 2), stream)
+    pickle.dump(_TaskResult(rejection, result, _read_resident_bytes() < memory_bytes // 2), stream)
     stream.flush()
 
 
-def _resident_bytes() -> int:
+def _read_resident_bytes() -> int:
     """Memory that this process has now; 0 where the system does not tell."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        with open("/proc/self/statm") as statm_file:
+            return int(statm_file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return 0

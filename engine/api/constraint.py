@@ -18,7 +18,7 @@ import msgspec
 
 from engine.api.readers.json_calls import NAME
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
-from prompts.responses import CUSTOM_INPUT, ClientTool
+from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 from simulation.spec import FIRST_TOOL, ScriptTurn
 
@@ -338,7 +338,10 @@ def _tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
 def _custom_tool_content(content: Format, tool: ClientTool) -> Format:
     """The arguments of a custom tool, whose text matches its grammar."""
     if tool.syntax == "regex":
-        schema = {**CUSTOM_INPUT, "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}}}
+        schema = {
+            **CUSTOM_TOOL_SCHEMA,
+            "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}},
+        }
         return {**content, "json_schema": schema}
     begin_by_style = {"json": '{"input": "', "python": 'input="'}
     style = content.get("style", "json")

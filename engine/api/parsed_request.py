@@ -36,10 +36,10 @@ from prompts.anthropic import CountRequest, convert_to_chat, find_media, parse_c
 from prompts.responses import (
     ClientTool,
     ResponsesRequest,
-    client_tools,
-    item_references,
+    find_item_references,
+    find_skipped_item_types,
+    make_client_tools,
     parse_response,
-    skipped_item_types,
 )
 from prompts.responses import convert_to_chat as convert_response_to_chat
 from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
@@ -101,7 +101,7 @@ class ResponseReferences(msgspec.Struct, frozen=True):
 def read_response_references(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ResponseReferences:
     """Raises RequestError."""
     request = parse_response(data)
-    return ResponseReferences(request.previous_response_id, item_references(request))
+    return ResponseReferences(request.previous_response_id, find_item_references(request))
 
 
 def read_response(
@@ -126,8 +126,8 @@ def read_response(
         echoed_fields=_encode_echoed_fields(request),
         should_store=request.store is not False,
         previous_response_id=request.previous_response_id,
-        tools={name: tool for name, tool in client_tools(request.tools).items() if tool != ClientTool(name)},
-        skipped_item_types=skipped_item_types(request),
+        tools={name: tool for name, tool in make_client_tools(request.tools).items() if tool != ClientTool(name)},
+        skipped_item_types=find_skipped_item_types(request),
     )
     try:
         parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)

@@ -16,7 +16,7 @@ from engine.api.content_blocks import BlockEvent, ContentBlock, ContentBlocks, b
 from engine.api.custom_input import CustomInputDecoder
 from engine.api.generation import Generation
 from prompts.errors import RequestError
-from prompts.responses import ClientTool, item_id
+from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
 
 _MARK = "\ue000text\ue000"
@@ -312,7 +312,7 @@ class ResponsesFormatter:
 
     def _item_id(self, block: ContentBlock) -> str:
         prefix = "ctc_" if self._custom_input(block) is not None else _ID_PREFIXES[block.kind]
-        return item_id(prefix, self._generation.id, block.index)
+        return make_item_id(prefix, self._generation.id, block.index)
 
     def _make_usage(self) -> ResponseUsage:
         usage, reasoning_tokens = self._generation.usage(), self._choice.reasoning_tokens

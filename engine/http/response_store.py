@@ -12,7 +12,7 @@ import msgspec
 
 from engine.api.responses import ResponseObject
 from prompts import RequestError
-from prompts.responses import item_response_id
+from prompts.responses import get_response_id_of_item
 
 STORED_MAX = 100_000
 STORED_BYTES_MAX = 256 << 20
@@ -56,7 +56,7 @@ class ResponseStore:
 
     def get_item(self, name: str, param: str) -> bytes:
         """Return an item of a stored response, as JSON. Raises RequestError 404."""
-        stored_response = self._responses.get(item_response_id(name))
+        stored_response = self._responses.get(get_response_id_of_item(name))
         item = (
             None
             if stored_response is None
@@ -65,7 +65,7 @@ class ResponseStore:
         if item is None:
             message = f"{param}: no item {name[:256]!r} of a response that is stored here"
             raise RequestError(message, param=param, code="item_not_found", status=404)
-        self._responses.move_to_end(item_response_id(name))
+        self._responses.move_to_end(get_response_id_of_item(name))
         return msgspec.json.encode(item)
 
     def delete(self, name: str) -> None:

@@ -47,7 +47,7 @@ from engine.process.client import EngineClient, EngineDeadError
 from options.system import raise_file_limit
 from options.tls import server_context
 from prompts import RequestError, Tokenizer, TokenizerError
-from prompts.paths import unknown_path_error
+from prompts.paths import make_unknown_path_error
 
 log = logging.getLogger("engine.server")
 
@@ -148,7 +148,7 @@ def error_response(
 
 def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 404:
-        return unknown_path_error(request.path, served_paths(request.app))
+        return make_unknown_path_error(request.path, served_paths(request.app))
     if error.status == 405:
         allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         message = f"{request.method} {request.path}: expected {allowed_methods}"

@@ -13,54 +13,54 @@ from prompts.history.hosted_tools import format_hosted_call
 from prompts.schemas import Message
 
 Block = dict[str, Any]
-MEDIA: Message = {"type": "file", "file": {}}
+MEDIA_PART: Message = {"type": "file", "file": {}}
 """Part of a chat for a document that is no text."""
 
 
-def is_hosted_block(kind: str) -> bool:
+def is_hosted_block(block_type: str) -> bool:
     """Whether a block of this type tells what Anthropic's servers did: ran a tool, or shortened the history."""
-    return kind.endswith(("_tool_use", "_tool_result")) or kind == "compaction"
+    return block_type.endswith(("_tool_use", "_tool_result")) or block_type == "compaction"
 
 
 def convert_block(block: Block) -> Message:
     """Return a document, a search result or any other block as a part of a chat."""
-    kind = block.get("type")
-    if kind == "document":
-        text = _document_text(block)
-    elif kind == "search_result":
+    block_type = block.get("type")
+    if block_type == "document":
+        text = _read_document_text(block)
+    elif block_type == "search_result":
         text = _join_lines(block.get("title"), block.get("source"), _join_texts(block.get("content")))
-    elif kind == "compaction" and isinstance(block.get("content"), str):
+    elif block_type == "compaction" and isinstance(block.get("content"), str):
         text = str(block["content"])
-    elif kind == "image":
+    elif block_type == "image":
         text = None
     else:
-        text = _hosted_block_text(block)
-    return MEDIA if text is None else {"type": "text", "text": text}
+        text = _format_hosted_block(block)
+    return MEDIA_PART if text is None else {"type": "text", "text": text}
 
 
-def media_kind(block: Block) -> str | None:
+def find_media_kind(block: Block) -> str | None:
     """Return `image` or `document` for a block that is no text; None for any other."""
-    kind = block.get("type")
-    if kind == "image":
+    block_type = block.get("type")
+    if block_type == "image":
         return "image"
-    if kind != "document":
+    if block_type != "document":
         return None
     content = (block.get("source") or {}).get("content")
     inner_parts = content if isinstance(content, list) else ()
     if any(isinstance(part, dict) and part.get("type") == "image" for part in inner_parts):
         return "image"
-    return "document" if _document_text(block) is None else None
+    return "document" if _read_document_text(block) is None else None
 
 
-def _document_text(block: Block) -> str | None:
+def _read_document_text(block: Block) -> str | None:
     """Its title, its context and its text. None where it is a file: a PDF, or one that is elsewhere."""
     source = block.get("source")
     if not isinstance(source, dict):
         return None
-    kind, text = source.get("type"), None
-    if kind == "text" and isinstance(source.get("data"), str):
+    source_type, text = source.get("type"), None
+    if source_type == "text" and isinstance(source.get("data"), str):
         text = source["data"]
-    elif kind == "content":
+    elif source_type == "content":
         text = _join_texts(source.get("content"))
     return None if text is None else _join_lines(block.get("title"), block.get("context"), text)
 
@@ -79,10 +79,10 @@ def _join_lines(*texts: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
-def _hosted_block_text(block: Block) -> str:
+def _format_hosted_block(block: Block) -> str:
     field_names = ("name", "input", "content")
     fields = {name: block[name] for name in field_names if block.get(name) is not None}
     if not fields:
         fields = {name: value for name, value in block.items() if name != "type"}
-    kind = str(block.get("type"))
-    return format_hosted_call(kind, fields) or f"[{kind}]"
+    block_type = str(block.get("type"))
+    return format_hosted_call(block_type, fields) or f"[{block_type}]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from prompts.routing import KINDS
+from prompts.routing import API_KIND_BY_PATH
 from router.decide.core import RouterCore
 from router.decide.workers import Worker, WorkerState
 from router.edge.exchange import Exchange
@@ -15,7 +15,7 @@ log = logging.getLogger("router")
 
 def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
     """Add an ended exchange to the counters."""
-    path = exchange.request.path if exchange.request.path in KINDS else "other"
+    path = exchange.request.path if exchange.request.path in API_KIND_BY_PATH else "other"
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
     # Names that clients make up must not become labels.
     model, worker = "unknown", ""

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from prompts.errors import RequestError, bad_value
-from prompts.routing import KINDS
+from prompts.routing import API_KIND_BY_PATH
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import CacheCounts, Report, families, render
 from router.app.request_reader import RequestReader
@@ -324,7 +324,7 @@ class AdminRoutes:
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
         if path and not path[0].startswith("/v1/"):
-            message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(KINDS)}"
+            message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
             raise RequestError(message, param="path")
         intent, prompt = await self._request_reader.read(request, path[0] if path else None)
         route = self._request_reader.build_route_request(intent, prompt, "explained", self._now())

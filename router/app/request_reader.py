@@ -17,7 +17,7 @@ import msgspec
 
 from prompts.anthropic import CountRequest
 from prompts.errors import bad_value
-from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
@@ -194,7 +194,7 @@ class RequestReader:
         kind, format = _kind_of(request, path), _format_of(request, path)
         if format == "form":
             return self._form_intent(request, *_read_form(request))
-        body_request = read_routing(kind or "other", request.body) if format == "json" else _UNREAD_REQUEST
+        body_request = parse_routing_of_kind(kind or "other", request.body) if format == "json" else _UNREAD_REQUEST
         if kind is None:
             body_request = body_request.replace(kind="completion" if body_request.messages is None else "chat")
         intent = self._make_intent(request, body_request)
@@ -432,7 +432,9 @@ class RequestReader:
             counted_tokens = 0 if token_ids is None else size.tokens
             size = _size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
         output_room = (
-            body_request.output_min if intent.tokens_max is None else max(intent.tokens_max - size.longest_tokens, 0)
+            body_request.output_tokens_min
+            if intent.tokens_max is None
+            else max(intent.tokens_max - size.longest_tokens, 0)
         )
         return RouteRequest(
             request_id=request_id,
@@ -448,8 +450,8 @@ class RequestReader:
             common_tokens=intent.common_tokens,
             output_tokens_max=1
             if body_request.kind == "other"
-            else size.prompt_count * body_request.output_max,  # of others, what is computed is the prompt
-            output_tokens_min=size.prompt_count * min(body_request.output_min, output_room),
+            else size.prompt_count * body_request.output_tokens_max,  # of others, what is computed is the prompt
+            output_tokens_min=size.prompt_count * min(body_request.output_tokens_min, output_room),
             stream=body_request.stream,
             priority=intent.priority,
             worker=intent.worker,
@@ -509,11 +511,11 @@ def conversation_name(session: Session, request: RoutingRequest) -> str:
     return msgspec.json.encode(opening).decode()
 
 
-def _kind_of(request: HttpRequest, path: str | None) -> Kind | None:
+def _kind_of(request: HttpRequest, path: str | None) -> ApiKind | None:
     """Return the kind of a request to this path; None where the body decides."""
     if path is None:
         return None
-    return KINDS.get(path, "other") if request.method == "POST" else "other"
+    return API_KIND_BY_PATH.get(path, "other") if request.method == "POST" else "other"
 
 
 def _format_of(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from prompts.errors import RequestError
-from prompts.paths import unknown_path_error
+from prompts.paths import make_unknown_path_error
 from prompts.worker_fields import has_worker_address
 from router.app.guard import Guard, bearer_token
 from router.app.request_reader import TOKENIZE_PATHS, RequestIntent, RequestReader, is_worker_path
@@ -118,7 +118,7 @@ class RouterApp:
         path = request.path
         if not is_worker_path(path):
             if not self._local_routes.methods_of(path):
-                raise unknown_path_error(path, self._known_paths())
+                raise make_unknown_path_error(path, self._known_paths())
             if not self._local_routes.is_public(request):
                 self._guard(connection, request)
             return connection.peer
@@ -126,7 +126,7 @@ class RouterApp:
         tenant = connection.peer if is_question else self._tenant_of(connection, request)
         methods = self._methods_of(path)
         if methods is None:
-            raise unknown_path_error(
+            raise make_unknown_path_error(
                 path, self._known_paths(), reason="this path is not passed on to workers; --pass-route makes it so"
             )
         if b"websocket" in (request.header(b"upgrade") or b"").lower():

@@ -21,7 +21,7 @@ import msgspec
 
 from options import ConfigError
 from prompts.errors import RequestError
-from prompts.routing import KINDS
+from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dashboard import HTML, security_headers
 from router.app.guard import Guard
@@ -58,7 +58,7 @@ class ShadowApp(RouterApp):
         if not is_worker_path(request.path):
             self._local_routes.handle(connection, request)
             return
-        if request.path in KINDS and request.method == "POST":
+        if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
                 self._forward(connection, request)
                 return

@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
-from prompts.paths import unknown_path_error
+from prompts.paths import make_unknown_path_error
 from router.http.connection import ClientConnection, Responder
 from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
@@ -146,4 +146,4 @@ class Routes:
 
     def _route_error(self, request: HttpRequest) -> RequestError:
         methods = self.methods_of(request.path)
-        return MethodNotAllowed(request, methods) if methods else unknown_path_error(request.path, self.paths())
+        return MethodNotAllowed(request, methods) if methods else make_unknown_path_error(request.path, self.paths())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from prompts.bpe_encoder import begin_alike, digests, digests_among
-from prompts.routing import Kind, RoutingRequest
+from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
 
 BODY_BYTES_MIN = 1024
@@ -69,7 +69,7 @@ class Checkpoint(msgspec.Struct, frozen=True, eq=False):
 class CachedConversation(msgspec.Struct, eq=False):
     """A conversation's body and what was read of it. Not changed once it is in the cache."""
 
-    kind: Kind
+    kind: ApiKind
     messages_start: int
     """Where the body's array of messages begins."""
     template_digest: bytes
@@ -152,7 +152,7 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find_longest_prefix(self, kind: Kind, body: bytes) -> tuple[CachedConversation, Checkpoint] | None:
+    def find_longest_prefix(self, kind: ApiKind, body: bytes) -> tuple[CachedConversation, Checkpoint] | None:
         """Return the conversation with which the body begins, and the furthest checkpoint that both share."""
         by_digest = self._by_digest
         for keys_max in (1, len(body)):  # the first is it, nearly always

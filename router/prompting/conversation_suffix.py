@@ -19,7 +19,7 @@ from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.bpe_encoder import count_openings
 from prompts.chat_rendering import render_chat
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest, convert_source_to_chat, has_media, read_routing
+from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ class SuffixResult:
         )
 
 
-def is_cacheable(kind: Kind | None, size: int) -> bool:
+def is_cacheable(kind: ApiKind | None, size: int) -> bool:
     """Whether a body of so many bytes may be known, or become so."""
     return kind in ("chat", "messages") and BODY_BYTES_MIN <= size <= BODY_BYTES_MAX
 
@@ -400,7 +400,7 @@ def _with_placeholder(body: bytes, start: int, end: int) -> bytes:
     return b"%b%b%b" % (body[: start + 1], _PLACEHOLDER_JSON, body[end:])
 
 
-def _read_suffix(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> SuffixBody | None:
+def _read_suffix(kind: ApiKind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> SuffixBody | None:
     """Read a body with the placeholder in place of its messages before `end`."""
     template = tokenizer.chat_template
     if start + len(body) - end > SUFFIX_BYTES_MAX or template is None:
@@ -409,7 +409,7 @@ def _read_suffix(kind: Kind, start: int, end: int, body: bytes, tokenizer: Token
     if count_openings(data) > SUFFIX_OBJECTS_MAX:
         return None
     try:
-        request = read_routing(kind, data)
+        request = parse_routing_of_kind(kind, data)
         chat = request if request.source is None else convert_source_to_chat(request, template)
     except RequestError:
         return None

@@ -15,8 +15,8 @@ import msgspec
 
 from prompts.bpe_encoder import count_openings
 from prompts.errors import RequestError
-from prompts.responses import item_response_id
-from prompts.routing import RoutedBody, RoutingRequest, check_object, convert_source_to_chat, read_values
+from prompts.responses import get_response_id_of_item
+from prompts.routing import RoutingFields, RoutingRequest, check_object, convert_source_to_chat, make_routing_request
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ _SMALL_FIELDS = tuple(
 )
 _ROUTING_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata_user_id",
-    "truncate_prompt_tokens", "output_max", "output_min",
+    "truncate_prompt_tokens", "output_tokens_max", "output_tokens_min",
 )  # fmt: skip
 """Fields of a RoutingRequest that `read_routing_fields` reads."""
 
@@ -260,10 +260,10 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
     check_object(body)
     fields = decode_json(_routing_decoder, body)
     values = {name: _decode_small_value(getattr(fields, name)) for name in _SMALL_FIELDS}
-    output_max = values.pop("max_output_tokens")  # what Responses call it
+    output_tokens_max = values.pop("max_output_tokens")  # what Responses call it
     if values["max_tokens"] is None:
-        values["max_tokens"] = output_max
-    request = read_values("other", RoutedBody(**values))
+        values["max_tokens"] = output_tokens_max
+    request = make_routing_request("other", RoutingFields(**values))
     return {name: getattr(request, name) for name in _ROUTING_FIELDS} | {
         "stored_response_id": previous
         if isinstance(previous := _decode_small_value(fields.previous_response_id), str)
@@ -275,7 +275,7 @@ def read_routing_fields(body: bytes) -> dict[str, Any]:
 def _find_referenced_response(body: bytes) -> str | None:
     """Return the id of the response that holds the first item which a body only names."""
     reference = _REFERENCE.search(body) if b'"item_reference"' in body else None
-    return None if reference is None else item_response_id((reference[1] or reference[2]).decode())
+    return None if reference is None else get_response_id_of_item((reference[1] or reference[2]).decode())
 
 
 def _decode_small_value(raw: msgspec.Raw) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest, read_routing
+from prompts.routing import ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
@@ -51,7 +51,7 @@ START_S_MAX = 30.0
 class ReadTask(msgspec.Struct):
     """How a worker process reads the body that it has just inspected."""
 
-    kind: Kind
+    kind: ApiKind
     tokenizer_folder: str | None = None
     """Folder of the tokenizer's files; None: only ids that the body brings itself."""
     tokens_max: int | None = None
@@ -109,7 +109,7 @@ class PromptWorkerPool:
     async def read(
         self,
         body: Sequence[bytes],
-        kind: Kind | None,
+        kind: ApiKind | None,
         make_task: Callable[[RoutingRequest], ReadTask],
         is_wanted: Callable[[], bool],
         tenant: str = "",
@@ -161,7 +161,7 @@ class PromptWorkerPool:
         assert self.waiting_bytes == sum(self._tenant_bytes.values())
         assert all(count > 0 for count in self._tenant_bytes.values())
 
-    async def outline_body(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
+    async def outline_body(self, body: Sequence[bytes], kind: ApiKind) -> Outline | None:
         """Outline a whole chat that was read before; None where that fails."""
         try:
             outline: Outline | None = await self.processes.run(
@@ -176,7 +176,7 @@ class PromptWorkerPool:
         self.processes.close_idle(now - self._config.idle_s)
 
     async def _inspect(
-        self, process: WorkerProcess, body: Sequence[bytes], kind: Kind | None
+        self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None
     ) -> tuple[RoutingRequest, FieldSpans]:
         try:
             fields, spans = await process.call(START_S_MAX, _inspect_body, body)
@@ -247,8 +247,8 @@ def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, st
     return time.thread_time() - started_s, result, problem
 
 
-def _outline_body(state: WorkerState, pieces: Sequence[bytes], kind: Kind) -> Outline | None:
-    return outline_chat(read_routing(kind, b"".join(pieces)))
+def _outline_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind) -> Outline | None:
+    return outline_chat(parse_routing_of_kind(kind, b"".join(pieces)))
 
 
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
@@ -256,7 +256,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         raise tokenizer
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
-    request = read_routing(task.kind, body)
+    request = parse_routing_of_kind(task.kind, body)
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
     prompt = read_prompt(request, tokenizer, task.tokens_max)

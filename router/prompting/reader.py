@@ -21,7 +21,7 @@ import msgspec
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest, parse_routing
+from prompts.routing import ApiKind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.conversation_cache import CachedConversation, Checkpoint
@@ -344,7 +344,7 @@ class PromptReader:
         """Run `work` in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def make_task(self, model: str, kind: Kind, tokens_max: int | None) -> ReadTask:
+    def make_task(self, model: str, kind: ApiKind, tokens_max: int | None) -> ReadTask:
         """Return how a worker process is to read a body for this base model."""
         remote_model = model if self.uses_remote_tokenizer(model) else None
         tokenizer = self._tokenizers.get(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prompts.errors import RequestError
-from prompts.paths import nearest_path, unknown_path_error
+from prompts.paths import find_nearest_path, make_unknown_path_error
 
 SERVED = [
     "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages",
@@ -35,12 +35,12 @@ SERVED = [
     ],
 )
 def test_the_path_that_was_meant(path: str, expected_path: str | None) -> None:
-    assert nearest_path(path, SERVED) == expected_path
+    assert find_nearest_path(path, SERVED) == expected_path
 
 
 def test_the_error_says_how_the_base_url_ends() -> None:
     def error_message(path: str) -> str:
-        error = unknown_path_error(path, SERVED)
+        error = make_unknown_path_error(path, SERVED)
         assert (error.status, error.code) == (404, "not_found")
         return error.message
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from prompts.responses import (
     ClientTool,
-    client_tools,
     convert_to_chat,
-    item_id,
-    item_references,
-    item_response_id,
+    find_item_references,
+    find_skipped_item_types,
+    get_response_id_of_item,
+    make_client_tools,
+    make_item_id,
     parse_response,
-    skipped_item_types,
 )
 from prompts.routing import convert_source_to_chat, parse_routing
 from prompts.schemas import ChatRequest
@@ -108,16 +108,16 @@ def test_what_a_server_did_is_told_as_text_or_skipped() -> None:
         {"role": "user", "content": '[local_shell_call_output: {"output":"a.txt"}]'},
         {"role": "assistant", "content": '[a_type_of_tomorrow: {"words":"z"}]'},
     ]  # fmt: skip
-    assert skipped_item_types(request) == ["compaction", "image_generation_call"]
+    assert find_skipped_item_types(request) == ["compaction", "image_generation_call"]
 
 
 def test_items_that_are_only_named_are_brought() -> None:
-    name = item_id("rs_", "resp_0af", 2)
-    assert item_response_id(name) == "resp_0af"
+    name = make_item_id("rs_", "resp_0af", 2)
+    assert get_response_id_of_item(name) == "resp_0af"
     items = [{"role": "user", "content": "q"}, {"type": "item_reference", "id": name}, message_item("a")]
     body = json.dumps({"input": items}).encode()
     request = parse_response(body)
-    assert item_references(request) == {name: "input[1].id"}
+    assert find_item_references(request) == {name: "input[1].id"}
     chat_result = convert_to_chat(request, items={name: reasoning_item("hm")})["messages"]
     assert chat_result[1] == {"role": "assistant", "reasoning": "hm", "content": "a"}
     assert parse_routing("/v1/responses", body).stored_response_id == "resp_0af"
@@ -127,7 +127,7 @@ def test_items_that_are_only_named_are_brought() -> None:
 
 def test_tools_that_may_be_called_are_named_as_models_know_them() -> None:
     tools = [NAMESPACE, PATCH, {"type": "function", "name": "f"}, {"type": "web_search"}]
-    tools_by_name = client_tools(tools)
+    tools_by_name = make_client_tools(tools)
     assert tools_by_name == {
         "fs__read": ClientTool("read", "fs"), "fs__edit": ClientTool("edit", "fs", True),
         "apply_patch": ClientTool("apply_patch", None, True), "f": ClientTool("f"),

@@ -280,7 +280,7 @@ def test_routing_reads_what_it_needs():
     ],
 )
 def test_routing_sees_how_long_an_answer_will_be_at_least(fields, least):
-    assert parse_routing("/v1/completions", json.dumps({"prompt": "x", **fields}).encode()).output_min == least
+    assert parse_routing("/v1/completions", json.dumps({"prompt": "x", **fields}).encode()).output_tokens_min == least
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.bpe_encoder import digests
 from prompts.chat_template import ChatTemplate
-from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting import conversation_suffix
 from router.prompting.conversation_cache import (
@@ -73,8 +73,8 @@ def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
     return Tokenizer.load(folder, template)
 
 
-def read_whole_body(kind: Kind, body: bytes, tokenizer: Tokenizer) -> tuple[RoutingRequest, Any]:
-    request = read_routing(kind, body)
+def read_whole_body(kind: ApiKind, body: bytes, tokenizer: Tokenizer) -> tuple[RoutingRequest, Any]:
+    request = parse_routing_of_kind(kind, body)
     return request, read_prompt(request, tokenizer)
 
 
@@ -97,7 +97,7 @@ def text(rng: random.Random, size: int) -> str:
     return "".join(rng.choice(WORDS) for _ in range(rng.randint(0, size)))
 
 
-def message(rng: random.Random, kind: Kind, place: int) -> dict[str, Any]:
+def message(rng: random.Random, kind: ApiKind, place: int) -> dict[str, Any]:
     """Any kind of turn; some are long, so that what came before is worth knowing."""
     size = rng.choice((3, 30, 3000))
     role = rng.choice(
@@ -125,13 +125,13 @@ def message(rng: random.Random, kind: Kind, place: int) -> dict[str, Any]:
     return chat_message
 
 
-def body_of(rng: random.Random, kind: Kind, messages: list[Any], fields: dict[str, Any]) -> bytes:
+def body_of(rng: random.Random, kind: ApiKind, messages: list[Any], fields: dict[str, Any]) -> bytes:
     body_fields: dict[str, Any] = {"model": "m", "max_tokens": 5}
     body_fields |= {"messages": messages, **fields} if rng.random() < 0.9 else {**fields, "messages": messages}
     return json.dumps(body_fields, ensure_ascii=False, indent=rng.choice((None, None, None, 1))).encode()
 
 
-def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
+def fields_of(rng: random.Random, kind: ApiKind) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if kind == "messages" and rng.random() < 0.7:
         fields["system"] = rng.choice(("Be brief.", [{"type": "text", "text": "Be very brief."}]))
@@ -147,7 +147,7 @@ def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
     return fields
 
 
-def draw_next_messages(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
+def draw_next_messages(rng: random.Random, kind: ApiKind, messages: list[Any]) -> list[Any]:
     """The conversation as its client sends it next."""
     next_messages = list(messages)
     how = rng.random()
@@ -171,7 +171,7 @@ def draw_next_messages(rng: random.Random, kind: Kind, messages: list[Any]) -> l
 )
 @example(seed=217098, kind="messages").via("the last message is a known one of the assistant")
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
-def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
+def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: ApiKind) -> None:
     rng, table, extension_count = random.Random(seed), ConversationCache(1 << 20), 0
     messages: list[Any] = [message(rng, kind, i) for i in range(rng.randint(1, 6))]
     fields = fields_of(rng, kind)
@@ -239,7 +239,7 @@ def long_talk(turns: int, mark: str = "") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages"])
-def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> None:
+def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: ApiKind) -> None:
     """Also where the client marks the last turns, as coding agents do; nothing of the beginning is decoded again."""
     table, talk, sizes = ConversationCache(64 << 20), long_talk(9), []
     for turn in range(6):
@@ -370,7 +370,7 @@ def test_the_table_is_bounded() -> None:
     )
     table.store(huge)
     assert table.find_longest_prefix("chat", huge.body) is None, "one body must not empty it"
-    assert set(KINDS.values()) >= {"chat", "messages"}
+    assert set(API_KIND_BY_PATH.values()) >= {"chat", "messages"}
 
 
 def test_a_beginning_that_others_have_further_is_found_behind_theirs() -> None:

@@ -156,6 +156,6 @@ def test_numbers_and_flags_are_read_as_workers_read_them(
 ) -> None:
     data = json.dumps({"model": "tiny", "prompt": [1], **fields}).encode()
     parsed = parse_routing("/v1/completions", data)
-    assert (parsed.stream, parsed.output_max, parsed.output_min) == (stream, most, least)
+    assert (parsed.stream, parsed.output_tokens_max, parsed.output_tokens_min) == (stream, most, least)
     told = read_routing_fields(data)
-    assert (told["stream"], told["output_max"], told["output_min"]) == (stream, most, least)
+    assert (told["stream"], told["output_tokens_max"], told["output_tokens_min"]) == (stream, most, least)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from prompts.routing import KINDS
+from prompts.routing import API_KIND_BY_PATH
 from router.app.cli import cli
 from router.app.metrics_page import feed_families, render
 
@@ -63,7 +63,7 @@ def test_every_route_is_listed(edge: Any) -> None:
 
     async def scenario() -> None:
         await edge.start()
-        paths = {path for _, path in edge.admin.routes._routes} | set(KINDS)
+        paths = {path for _, path in edge.admin.routes._routes} | set(API_KIND_BY_PATH)
         assert len(paths) > 12
         for path in paths:
             assert f"{written.get(path, path.replace('*', 'ID'))}`" in listed, path

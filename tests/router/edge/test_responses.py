@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prompts.responses import item_id
+from prompts.responses import make_item_id
 
 PATH = b"/v1/responses"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -36,7 +36,7 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
         for _ in range(4):
             await edge.exchange(make_post(body(previous_response_id="resp_b", user="x" * padding), PATH))
         assert counts() == [1, 5, 1]
-        named = {"type": "item_reference", "id": item_id("msg_", "resp_b", 0)}
+        named = {"type": "item_reference", "id": make_item_id("msg_", "resp_b", 0)}
         for item in (named, dict(reversed(named.items()))):
             await edge.exchange(make_post(body(input=[{"role": "user", "content": "x" * padding}, item]), PATH))
         assert counts() == [1, 7, 1]
