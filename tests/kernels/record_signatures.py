@@ -25,23 +25,27 @@ FUNCTIONS = {
 def signature(source: str, name: str) -> list[list[Any]]:
     """[name, whether it must be given, whether it can be given without its name] of each parameter."""
     body: list[Any] = ast.parse(source).body
-    *owners, last = name.split(".")
+    *owners, function_name = name.split(".")
     for owner in owners:
         body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner).body
-    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == last][-1].args
-    positional = [*found.posonlyargs, *found.args]
-    needed = len(positional) - len(found.defaults)
-    rows: list[list[Any]] = [[arg.arg, i < needed, True] for i, arg in enumerate(positional) if arg.arg != "self"]
-    return rows + [[arg.arg, default is None, False] for arg, default in zip(found.kwonlyargs, found.kw_defaults)]
+    arguments = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function_name][-1].args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required_count = len(positional) - len(arguments.defaults)
+    rows: list[list[Any]] = [
+        [arg.arg, i < required_count, True] for i, arg in enumerate(positional) if arg.arg != "self"
+    ]
+    return rows + [
+        [arg.arg, default is None, False] for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults)
+    ]
 
 
 def main() -> None:
-    recorded = {}
+    signatures = {}
     for name, path in FUNCTIONS.items():
         folder = next(Path(folder) for folder in sys.argv[1:] if (Path(folder) / path).is_file())
         source = (folder / path).read_text()
-        recorded[name] = {"from": f"{folder.name}: {path}", "parameters": signature(source, name)}
-    lines = [f'"{name}": {json.dumps(found)}' for name, found in recorded.items()]
+        signatures[name] = {"from": f"{folder.name}: {path}", "parameters": signature(source, name)}
+    lines = [f'"{name}": {json.dumps(entry)}' for name, entry in signatures.items()]
     TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

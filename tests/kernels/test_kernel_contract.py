@@ -44,9 +44,9 @@ def scan_tolerances(ops: Kernels, dtype: torch.dtype) -> tuple[float, float]:
     return TOLERANCE[torch.bfloat16], 5e-3
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    assert found.shape == exact.shape
-    return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    assert actual.shape == exact.shape
+    return ((actual.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
 
 
 def make_pool(
@@ -91,12 +91,12 @@ def test_attention(ops, dtype, rng, window, block_size, per_unit):
         # q, k and v are views into one wider tensor, as after a fused projection
         qkv = torch.randn(batch.token_count, heads + 2 * kv_heads, dim).to(dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        found = ops.attention(q, k, v, kv, layer, ops.plan_attention(batch, rows, kv, window), dim**-0.5)
+        output = ops.attention(q, k, v, kv, layer, ops.plan_attention(batch, rows, kv, window), dim**-0.5)
         expected = exact.attention(
             q.double(), k.double(), v.double(), exact_kv, layer,
             exact.plan_attention(batch, rows, exact_kv, window), dim**-0.5,
         )  # fmt: skip
-        return found, expected
+        return output, expected
 
     fill = [i for i in range(len(lens)) if starts[i] > 1]
     if fill:  # what was cached before this step
@@ -122,10 +122,10 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
     exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
     batch = RaggedBatch.from_positions([n - 1 for n in lens], lens)
     q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
-    found = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
+    output = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
     plan = exact.plan_attention(batch, table, exact_kv, None)
     expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 0, plan, 0.25)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output, expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,12 +145,12 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     longer = first + blocks(per_row[1] - per_row[0])
     other = blocks(1024)
     tables, lens = [], []
-    for prefix, own in (
+    for prefix, own_blocks in (
         [(first, rng.choice((1, 5, 70))) for _ in range(2)] + [(longer, rng.choice((1, 17, 130))) for _ in range(3)]
         + [(other, 40), (other, 1), ([], 1200), ([], 3), (first, 90)]
     ):  # fmt: skip
-        tables.append(prefix + blocks(own))
-        lens.append(len(prefix) * block_size + own)
+        tables.append(prefix + blocks(own_blocks))
+        lens.append(len(prefix) * block_size + own_blocks)
     starts = [n - 1 for n in lens[:-1]] + [lens[-1] - 60]  # the last one is a prompt
     order = [*rng.sample(range(len(lens) - 1), len(lens) - 1), len(lens) - 1]
     table = np.full((len(lens), max(map(len, tables))), 10**6)
@@ -163,10 +163,10 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     )
     q, k, v = (torch.randn(batch.token_count, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
     for window in (None, 600):
-        found = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), dim**-0.5)
+        output = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), dim**-0.5)
         plan = exact.plan_attention(batch, table, exact_kv, window)
         expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, dim**-0.5)
-        assert relative_error(found, expected) < TOLERANCE[dtype]
+        assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])
@@ -174,16 +174,16 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
 def test_norms(ops, dtype, rng, zero_centred, tokens):
     x, residual, weight = torch.randn(3, tokens, 48).to(dtype).unbind()
     weight, exact = weight[0].contiguous(), ReferenceKernels(ops.device)
-    found = ops.rms_norm(x, weight, 1e-6, zero_centred)
-    assert relative_error(found, exact.rms_norm(x.double(), weight.double(), 1e-6, zero_centred)) < TOLERANCE[dtype]
-    normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-6, zero_centred)
+    output = ops.rms_norm(x, weight, 1e-6, zero_centred)
+    assert relative_error(output, exact.rms_norm(x.double(), weight.double(), 1e-6, zero_centred)) < TOLERANCE[dtype]
+    expected_norm, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-6, zero_centred)
     expected, expected_total = exact.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6, zero_centred)
     assert relative_error(total, expected_total) < TOLERANCE[dtype]
-    assert relative_error(normed, expected) < TOLERANCE[dtype]
+    assert relative_error(expected_norm, expected) < TOLERANCE[dtype]
     heads, gains = torch.randn(tokens, 5, 16).to(dtype), torch.randn(3, 16).to(dtype)
-    found = ops.rms_norm(heads[:, 1:4], gains, 1e-6, zero_centred)
+    output = ops.rms_norm(heads[:, 1:4], gains, 1e-6, zero_centred)
     assert (
-        relative_error(found, exact.rms_norm(heads[:, 1:4].double(), gains.double(), 1e-6, zero_centred))
+        relative_error(output, exact.rms_norm(heads[:, 1:4].double(), gains.double(), 1e-6, zero_centred))
         < TOLERANCE[dtype]
     )
 
@@ -206,13 +206,13 @@ def test_norm_and_rotate(ops, dtype, rng, width, zero_centred):
     cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
     sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
     for gains in (torch.randn(4, 16).to(dtype), torch.randn(16).to(dtype)):
-        found = ops.norm_and_rotate(x, gains, 1e-6, zero_centred, cos, sin)
+        output = ops.norm_and_rotate(x, gains, 1e-6, zero_centred, cos, sin)
         gain = gains.double() + (1 if zero_centred else 0)
         normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
         first, second, rest = normed.split([width // 2, width // 2, 16 - width], -1)
         c, s = cos.double()[:, None, : width // 2], sin.double()[:, None, width // 2 :]
         expected = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
-        assert relative_error(found, expected) < TOLERANCE[dtype]
+        assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
 def test_gated_activations(ops, dtype, rng):
@@ -227,11 +227,11 @@ def test_gated_activations(ops, dtype, rng):
 def test_experts(ops, dtype, rng, tokens):
     x, weights = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
     gate_up, down = (torch.randn(6, 40, 32) / 6).to(dtype), (torch.randn(6, 32, 20) / 4).to(dtype)
-    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
-    found = ops.experts(x, gate_up, down, chosen, weights)
+    expert_ids = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
+    output = ops.experts(x, gate_up, down, expert_ids, weights)
     exact = ReferenceKernels(ops.device)
-    expected = exact.experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
-    assert relative_error(found, expected) < 2 * TOLERANCE[dtype]
+    expected = exact.experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
+    assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
 
 
 def test_unknown_backends_are_refused():
@@ -265,7 +265,7 @@ def test_causal_conv(ops, dtype, rng, width, silu):
     bias = torch.randn(24).to(dtype) if rng.random() < 0.5 else None
     tails = strided_states((width - 1, 24), dtype)
     before = tails.clone()
-    found = ops.causal_conv(x, weight, bias, tails, ops.plan_state(batch, units), silu)
+    output = ops.causal_conv(x, weight, bias, tails, ops.plan_state(batch, units), silu)
     for i, unit in enumerate(units):
         part = slice(*batch.query_starts[i : i + 2])
         inputs = torch.cat((before[unit], x[part])).double()
@@ -273,7 +273,7 @@ def test_causal_conv(ops, dtype, rng, width, silu):
             inputs.t()[None], weight.double()[:, None], None if bias is None else bias.double(), groups=24
         )[0].t()
         expected = torch.nn.functional.silu(expected) if silu else expected
-        assert relative_error(found[part], expected) < TOLERANCE[dtype]
+        assert relative_error(output[part], expected) < TOLERANCE[dtype]
         assert torch.equal(tails[unit], torch.cat((before[unit], x[part]))[1 - width :])
     assert untouched(before, tails, units)
 
@@ -320,8 +320,8 @@ def test_state_space(ops, dtype, rng, fast_decay):
     states = strided_states((heads, 8, 16), torch.float32)
     before = states.clone()
     outputs, of_states = scan_tolerances(ops, dtype)
-    found = ops.state_space(x, dt, rate, b, c, skip, states, ops.plan_state(batch, units))
-    assert found.dtype == dtype
+    output = ops.state_space(x, dt, rate, b, c, skip, states, ops.plan_state(batch, units))
+    assert output.dtype == dtype
     for i, at in enumerate(units):
         state = before[at].double()
         expected = []
@@ -331,7 +331,7 @@ def test_state_space(ops, dtype, rng, fast_decay):
             state = state + torch.einsum("hp,hn->hpn", dt[t].double()[:, None] * x[t].double(), into)
             expected.append(torch.einsum("hpn,hn->hp", state, outof) + skip.double()[:, None] * x[t].double())
         part = slice(*batch.query_starts[i : i + 2])
-        assert relative_error(found[part], torch.stack(expected)) < outputs
+        assert relative_error(output[part], torch.stack(expected)) < outputs
         assert relative_error(states[at], state) < of_states
     assert untouched(before, states, units)
 
@@ -344,13 +344,13 @@ def test_gated_norms(ops, dtype, rng):
     def norm(value: torch.Tensor) -> torch.Tensor:
         return value / (value.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
-    found = ops.norm_then_gate(x, gate, weight, 1e-6)
-    assert relative_error(found, norm(x.double()) * weight.double() * gated) < TOLERANCE[dtype]
+    output = ops.norm_then_gate(x, gate, weight, 1e-6)
+    assert relative_error(output, norm(x.double()) * weight.double() * gated) < TOLERANCE[dtype]
     flat, flat_gate = x.view(5, 64), gate.view(5, 64)
     for groups in (1, 4):
         expected = norm((x.double() * gated).view(5, groups, -1)).view(5, 64) * wide_weight.double()
-        found = ops.gate_then_norm(flat, flat_gate, wide_weight, 1e-6, groups)
-        assert relative_error(found, expected) < TOLERANCE[dtype]
+        output = ops.gate_then_norm(flat, flat_gate, wide_weight, 1e-6, groups)
+        assert relative_error(output, expected) < TOLERANCE[dtype]
     assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
 
 
@@ -385,9 +385,9 @@ def test_packed_matrices(rng, packing, shape, tokens):
         pytest.skip("this CPU does not multiply bf16 in hardware")
     assert isinstance(matrix, packing)
     with torch.inference_mode():
-        found = packed_linear(x, matrix, bias)
+        output = packed_linear(x, matrix, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    assert found.dtype == torch.bfloat16
+    assert output.dtype == torch.bfloat16
     # Sums are fp32: what is left is the rounding of the result.
-    assert relative_error(found, exact) < 2.5e-3
+    assert relative_error(output, exact) < 2.5e-3
     assert pack_matrix(weight.float()) is None

@@ -27,9 +27,9 @@ def dtype(request):
     return request.param
 
 
-def relative_error(found, exact):
-    assert found.shape == exact.shape
-    return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+def relative_error(actual, exact):
+    assert actual.shape == exact.shape
+    return ((actual.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
 
 
 def filled_pool(rng, dtype, lens, block_size, per_unit, layers, kv_heads, dim, magnitude=1.0):
@@ -66,13 +66,13 @@ def compare(ops, kv, table, starts, ends, heads, layer, window, scale):
     q, k, v = qkv.split([heads, kv.num_kv_heads, kv.num_kv_heads], 1)
     plan = ops.plan_attention(batch, table, kv, window)
     assert isinstance(plan, _native.AttentionPlan)
-    found = ops.attention(q, k, v, kv, layer, plan, scale)
+    output = ops.attention(q, k, v, kv, layer, plan, scale)
     expected = exact.attention(
         q.double(), k.double(), v.double(), exact_kv, layer, exact.plan_attention(batch, table, exact_kv, window), scale
     )
     assert torch.equal(kv.buffer.double().nan_to_num(7.0), exact_kv.buffer.nan_to_num(7.0))
-    assert found.dtype == q.dtype
-    return relative_error(found, expected)
+    assert output.dtype == q.dtype
+    return relative_error(output, expected)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 256])
@@ -159,8 +159,8 @@ def test_rows_of_any_length(ops, dtype, rng, size):
     exact = ReferenceKernels(CPU)
     x, residual = torch.randn(2, 5, size).to(dtype).unbind()
     weight = torch.randn(size).to(dtype)
-    found = ops.rms_norm(x, weight, 1e-6)
-    assert relative_error(found, exact.rms_norm(x.double(), weight.double(), 1e-6)) < TOLERANCE[dtype]
+    output = ops.rms_norm(x, weight, 1e-6)
+    assert relative_error(output, exact.rms_norm(x.double(), weight.double(), 1e-6)) < TOLERANCE[dtype]
     normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-6)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, ops.rms_norm(total, weight, 1e-6))
@@ -192,8 +192,8 @@ def test_long_contexts_lose_nothing(ops, rng):
     kv.layer_views(0)[1].fill_(0.75)
     q, k = torch.randn(1, 2, 16), torch.randn(1, 1, 16)
     plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), table, kv, None)
-    found = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)
-    assert relative_error(found, torch.full_like(found, 0.75)) < 1e-5
+    output = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)
+    assert relative_error(output, torch.full_like(output, 0.75)) < 1e-5
 
 
 def plan_of(tables: list[list[int]], lens: list[int], window: int | None = None) -> _native.AttentionPlan:

@@ -36,9 +36,9 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return select("cpu", "triton").draw
 
 
-def draws_of(rows: int, vocab: int, **given: float) -> DrawSettings:
+def draws_of(rows: int, vocab: int, **overrides: float) -> DrawSettings:
     """The same for all rows, each with a number of its own."""
-    kinds = {"temperature": 1.0, "min_p": 0.0, "top_k": vocab, "top_p": 1.0} | given
+    kinds = {"temperature": 1.0, "min_p": 0.0, "top_k": vocab, "top_p": 1.0} | overrides
     tensors = {name: torch.full((rows,), float(value)) for name, value in kinds.items()}
     return DrawSettings(
         tensors["temperature"], tensors["min_p"], tensors["top_k"].int(), tensors["top_p"],
@@ -57,9 +57,9 @@ def kept_weights(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     weights = weights * (weights >= settings.min_p.double()[:, None])
     rank = torch.arange(values.shape[1], device=values.device)
     weights = weights * (rank < settings.top_k[:, None])
-    below = weights.cumsum(-1) - weights
-    needed = settings.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
-    weights = weights * ((below < needed) | (settings.top_p[:, None] >= 1.0) | (rank == 0))
+    mass_before = weights.cumsum(-1) - weights
+    target_mass = settings.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
+    weights = weights * ((mass_before < target_mass) | (settings.top_p[:, None] >= 1.0) | (rank == 0))
     weights = torch.where(cold, (rank == 0).double(), weights)
     return torch.zeros_like(weights).scatter_(1, order, weights)
 
@@ -90,10 +90,10 @@ def check(draw: Draw, logits: torch.Tensor, settings: DrawSettings, tolerance: f
         0 if not t else 2 if k < logits.shape[1] or p < 1.0 else 1
         for t, k, p in zip(settings.temperature.tolist(), settings.top_k.tolist(), settings.top_p.tolist(), strict=True)
     ]
-    known = RandomRows(
+    random_rows = RandomRows(
         [i for i, kind in enumerate(kinds) if kind == 1], [i for i, kind in enumerate(kinds) if kind == 2]
     )
-    assert torch.equal(draw(logits, replace(settings, random_rows=known)), tokens)
+    assert torch.equal(draw(logits, replace(settings, random_rows=random_rows)), tokens)
     assert tokens.dtype == torch.int64
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     weights = kept_weights(logits, settings)
@@ -242,5 +242,5 @@ def test_spans_draw_what_one_running_sum_draws() -> None:
         at = torch.rand(64, dtype=torch.float64)
         at[:8], at[8:16] = 0.0, 1.0 - 2.0**-53
         running = weights.double().cumsum(-1)
-        wanted = torch.searchsorted(running, at[:, None] * running[:, -1:], right=True)[:, 0]
-        assert torch.equal(_find_crossing(weights, at), wanted)
+        expected = torch.searchsorted(running, at[:, None] * running[:, -1:], right=True)[:, 0]
+        assert torch.equal(_find_crossing(weights, at), expected)

@@ -30,9 +30,9 @@ pytestmark = (
 interpreter_only = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    assert found.shape == exact.shape
-    return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    assert actual.shape == exact.shape
+    return ((actual.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
 
 
 def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) -> tuple[PagedKV, np.ndarray]:
@@ -68,11 +68,11 @@ def test_decode_over_split_contexts(rng, window):
     batch, exact, exact_kv = RaggedBatch.from_positions([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
     plan = ops.plan_attention(batch, table, kv, window)
     assert plan.splits > 1
-    found = ops.attention(q, k, v, kv, 1, plan, 0.3)
+    output = ops.attention(q, k, v, kv, 1, plan, 0.3)
     expected = exact.attention(
         q.double(), k.double(), v.double(), exact_kv, 1, exact.plan_attention(batch, table, exact_kv, window), 0.3
     )
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output, expected) < 1e-5
 
 
 def test_a_fixed_plan_is_refilled_and_padded(rng):
@@ -91,12 +91,12 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
         ops.refill_decode_plan(fixed, batch, kept, kv)
-        found = ops.attention(q, k, v, kv, 0, fixed, 0.25)
+        output = ops.attention(q, k, v, kv, 0, fixed, 0.25)
         n = len(members)
         plan = exact.plan_attention(batch, table[members], exact_kv, None)
         expected = exact.attention(q[:n].double(), k[:n].double(), v[:n].double(), exact_kv, 0, plan, 0.25)
-        assert relative_error(found[:n], expected) < 1e-5
-        assert torch.equal(found[n:], torch.zeros_like(found[n:]))  # padding attends to nothing
+        assert relative_error(output[:n], expected) < 1e-5
+        assert torch.equal(output[n:], torch.zeros_like(output[n:]))  # padding attends to nothing
         changed = (kv.buffer.nan_to_num(7.0) != before.nan_to_num(7.0)).sum().item()
         assert changed == n * 2 * kv.row_elems  # and stores nothing
 
@@ -128,10 +128,10 @@ def test_a_prompt_that_repeats_one_key(rng):
     states = torch.randn(3, 2, 16, 16)
     exact_states = states.double()
     batch, units = RaggedBatch.from_positions([0], [tokens]), np.array([1])
-    found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
+    output = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
     args = (x.double() for x in (q, k, v, decay, rate))
     expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output, expected) < 1e-5
     assert relative_error(states, exact_states) < 1e-5
 
 
@@ -157,10 +157,10 @@ def test_experts_that_get_none_or_all(rng, routing):
     x, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
     gate_up, down = torch.randn(5, 40, 32) / 6, torch.randn(5, 32, 20) / 4
     first = torch.full((tokens, 1), 3) if routing == "one expert" else torch.randint(0, 2, (tokens, 1))
-    chosen = torch.cat((first, torch.full((tokens, 1), 4)), 1)
-    found = ops.experts(x, gate_up, down, chosen, weights)
-    expected = exact.experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
-    assert relative_error(found, expected) < 1e-5
+    expert_ids = torch.cat((first, torch.full((tokens, 1), 4)), 1)
+    output = ops.experts(x, gate_up, down, expert_ids, weights)
+    expected = exact.experts(x.double(), gate_up.double(), down.double(), expert_ids, weights.double())
+    assert relative_error(output, expected) < 1e-5
 
 
 @interpreter_only
@@ -211,8 +211,8 @@ def test_keys_and_values_far_into_a_large_pool(rng):
     plan = exact.plan_attention(batch, table, twin(near), None)
     expected = exact.attention(q.double(), k.double(), v.double(), twin(near), 0, plan, 0.25)
     plan = ops.plan_attention(batch, table + FAR // unit, far, None)
-    found = ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), far, 0, plan, 0.25)
-    assert relative_error(found, expected) < 1e-2
+    output = ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), far, 0, plan, 0.25)
+    assert relative_error(output, expected) < 1e-2
     slots = [table[0, 2] * 32 + 8, table[1, 1] * 32 + 4]  # of the first key that each sequence stored
     for at, token in zip(slots, (0, 1), strict=True):
         assert torch.equal(far.rows()[FAR // 32 + at], k[token].bfloat16().view(-1))
