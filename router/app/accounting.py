@@ -13,7 +13,7 @@ from router.metrics import Metrics
 log = logging.getLogger("router")
 
 
-def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
+def count_ended_exchange(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
     """Add an ended exchange to the counters."""
     path = exchange.request.path if exchange.request.path in API_KIND_BY_PATH else "other"
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
@@ -24,11 +24,11 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     if route is not None and (worker or core.resolve_model(route.model) is not None):
         model = route.model
     stream = "true" if route is not None and route.stream else "false"
-    ends = metrics.get_ended(path, model, exchange.outcome, worker, stream)
-    ends.count += 1
-    ends.request_s.observe(now - exchange.started_s)
+    ended_requests = metrics.get_ended(path, model, exchange.outcome, worker, stream)
+    ended_requests.count += 1
+    ended_requests.request_s.observe(now - exchange.started_s)
     if exchange.first_byte_s is not None:
-        ends.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
+        ended_requests.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
     if exchange.outcome == "client_gone":
         metrics.client_disconnects += 1
     if route is None or decision is None:
@@ -67,15 +67,15 @@ def count_tokens_of_key(metrics: Metrics, exchange: Exchange) -> None:
     tokens[key, "output"] += output_tokens
 
 
-def log_state(worker: Worker, before: WorkerState | None) -> None:
+def log_state_change(worker: Worker, previous_state: WorkerState | None) -> None:
     """One line for each change of a worker's state."""
     level = logging.WARNING if worker.state is WorkerState.DOWN else logging.INFO
-    old = "new" if before is None else before.value
+    previous_name = "new" if previous_state is None else previous_state.value
     why = f": {worker.state_reason}" if worker.state_reason else ""
-    log.log(level, "worker %s: %s -> %s%s", worker.worker_id, old, worker.state.value, why)
+    log.log(level, "worker %s: %s -> %s%s", worker.worker_id, previous_name, worker.state.value, why)
 
 
-def request_fields(exchange: Exchange, now: float) -> dict[str, object]:
+def make_log_fields(exchange: Exchange, now: float) -> dict[str, object]:
     """What the log says of a request."""
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
     fields: dict[str, object] = {

@@ -27,14 +27,14 @@ from options import ConfigError
 from options.system import raise_file_limit
 from options.tls import client_context
 from prompts.errors import RequestError
-from router.app.accounting import count_end, count_tokens_of_key, log_state, request_fields
+from router.app.accounting import count_ended_exchange, count_tokens_of_key, log_state_change, make_log_fields
 from router.app.admin import AdminRoutes
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, allow_all
 from router.app.listen_addresses import ListenAddresses
 from router.app.request_reader import RequestReader
-from router.app.server import FORWARDED_PATHS, TICK_S, RouterApp
+from router.app.server import FORWARDED_PATHS, TIMER_INTERVAL_S, RouterApp
 from router.app.system import (
     HeapTrimmer,
     collect_old_objects,
@@ -260,7 +260,7 @@ class RouterProcess:
         self._admin.routes.add("GET", "/peer", routes.get_seed, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.get_snapshot, public=False)
         self._admin.routes.add("PUT", "/peers", self._set_peers, public=False)
-        self._core.registry.on_state_change = log_state
+        self._core.registry.on_state_change = log_state_change
         proxy.may_send_key = self._fleet.may_receive_api_key
         proxy.on_worker_lost.append(self._feed.restart_streams)
         proxy.on_failure.append(self._attempt_failed)
@@ -311,7 +311,7 @@ class RouterProcess:
             reasons=self._reasons,
             discover_model=self._fleet.discover_model,
             make_exchange=kind,
-            forwards=not isinstance(self._config, EppConfig),
+            forwards_requests=not isinstance(self._config, EppConfig),
         )
 
     def _start_fleet(self) -> None:
@@ -374,7 +374,7 @@ class RouterProcess:
             except Exception as error:  # noqa: BLE001  whatever it is, the process ends with it
                 failure.set_exception(error)
             else:
-                self._loop.call_later(TICK_S, tick)
+                self._loop.call_later(TIMER_INTERVAL_S, tick)
 
         tick()
         await failure
@@ -434,10 +434,10 @@ class RouterProcess:
         if self._config.edge.api_keys:
             count_tokens_of_key(self._metrics, exchange)
         now = self._now()
-        count_end(self._core, self._metrics, exchange, now)
+        count_ended_exchange(self._core, self._metrics, exchange, now)
         share = self._config.log_requests
         if share and (share >= 1 or random.random() < share):
-            fields = request_fields(exchange, now)
+            fields = make_log_fields(exchange, now)
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     # Ending -------------------------------------------------------------------------------------------------------

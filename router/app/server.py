@@ -53,11 +53,11 @@ FORWARDED_PATHS = {
     "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
 """What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
-TICK_S: Final = 0.02
+TIMER_INTERVAL_S: Final = 0.02
 """How often the core's pending work is looked at."""
 
 
-async def _with_intent(
+async def _await_prompt(
     intent: RequestIntent, tokens: asyncio.Future[TokenizedPrompt]
 ) -> tuple[RequestIntent, TokenizedPrompt]:
     return intent, await tokens
@@ -70,16 +70,16 @@ class RouterApp:
         self,
         proxy: Proxy,
         request_reader: RequestReader,
-        tenants: TenantLimits,
+        tenant_limits: TenantLimits,
         metrics: Metrics,
         config: EdgeConfig,
-        routes: Routes,
+        local_routes: Routes,
         *,
         guard: Guard,
         reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[None]] | None = None,
         make_exchange: Callable[..., Exchange] = Exchange,
-        forwards: bool = True,
+        forwards_requests: bool = True,
     ) -> None:
         """`discover_model`: asks workers for a model that none is known to serve. `make_exchange`: makes what
         carries a request. `forwards`: this address passes requests on to workers."""
@@ -91,24 +91,26 @@ class RouterApp:
         self.now = proxy.now
         self._proxy = proxy
         self._request_reader = request_reader
-        self._tenants = tenants
+        self._tenant_limits = tenant_limits
         self._metrics = metrics
-        self._keys = [key.encode() for key in config.api_keys]
-        self._local_routes = routes
+        self._api_keys = [key.encode() for key in config.api_keys]
+        self._local_routes = local_routes
         request_reader.allowed_fields = proxy.passed_fields = frozenset(config.passed_fields)
         proxy.redacted_keys = build_key_pattern(proxy.passed_fields)
         self._guard = guard
-        self._reasons = reasons
+        self._miss_reasons = reasons
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
         self._discover_model = discover_model
-        forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS) if forwards else {}
+        forwarded_paths = (
+            FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS) if forwards_requests else {}
+        )
         self._forwarded_paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
         self._forwarded_folders = [
             (path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")
         ]
         self._trace_prefix = os.urandom(6).hex()
-        self._traces = 0
-        self._pending: set[asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]] = set()
+        self._trace_count = 0
+        self._read_tasks: set[asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
@@ -122,16 +124,16 @@ class RouterApp:
             if not self._local_routes.is_public(request):
                 self._guard(connection, request)
             return connection.peer
-        is_question = request.method == "OPTIONS"  # a browser's, before it sends the key
-        tenant = connection.peer if is_question else self._tenant_of(connection, request)
-        methods = self._methods_of(path)
+        is_preflight = request.method == "OPTIONS"  # a browser's, before it sends the key
+        tenant = connection.peer if is_preflight else self._authenticate_tenant(connection, request)
+        methods = self._get_allowed_methods(path)
         if methods is None:
             raise make_unknown_path_error(
                 path, self._known_paths(), reason="this path is not passed on to workers; --pass-route makes it so"
             )
         if b"websocket" in (request.header(b"upgrade") or b"").lower():
             raise UpgradeRequired(path)
-        if request.method not in methods and not is_question:
+        if request.method not in methods and not is_preflight:
             raise MethodNotAllowed(request, methods)
         return tenant
 
@@ -140,20 +142,20 @@ class RouterApp:
         path = request.path
         if self._cors is None or not is_worker_path(path):
             return b""
-        return self._cors.headers(request, self._methods_of(path) or ())
+        return self._cors.headers(request, self._get_allowed_methods(path) or ())
 
     def _known_paths(self) -> list[str]:
         """Every path that this address knows."""
         return [*self._forwarded_paths, *self._local_routes.paths()]
 
-    def _methods_of(self, path: str) -> tuple[str, ...] | None:
+    def _get_allowed_methods(self, path: str) -> tuple[str, ...] | None:
         """Under `/v1/`; None where nothing is there."""
         if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
             return LOCAL_PATHS["/v1/models"]
-        return self._forwarded_paths.get(path) or self._folder_methods_of(path)
+        return self._forwarded_paths.get(path) or self._get_folder_methods(path)
 
-    def _tenant_of(self, client: Client, request: HttpRequest) -> str:
-        tenant = self._key_of(request) if self._keys else client.peer
+    def _authenticate_tenant(self, client: Client, request: HttpRequest) -> str:
+        tenant = self._find_key_name(request) if self._api_keys else client.peer
         if tenant is None:
             raise RequestError(
                 "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
@@ -161,7 +163,7 @@ class RouterApp:
             )  # fmt: skip
         return tenant
 
-    def _folder_methods_of(self, path: str) -> tuple[str, ...] | None:
+    def _get_folder_methods(self, path: str) -> tuple[str, ...] | None:
         """Of a folder below which everything is passed on, where the path stays there."""
         for folder, methods in self._forwarded_folders:
             if path.startswith(folder) and path != folder and ".." not in path and "%" not in path:
@@ -172,17 +174,17 @@ class RouterApp:
         """Answer one request now or later."""
         path = request.path
         if request.method == "OPTIONS" and is_worker_path(path):
-            allowed_methods = ", ".join(sorted(["OPTIONS", *(self._methods_of(path) or ())]))
+            allowed_methods = ", ".join(sorted(["OPTIONS", *(self._get_allowed_methods(path) or ())]))
             connection.respond(200, b"", headers=[(b"allow", allowed_methods.encode())])
         elif is_worker_path(path) and path != "/v1/models" and not path.startswith(MODEL_PATH_PREFIX):
-            self._forward(connection, request)
+            self._forward_request(connection, request)
         else:
             self._local_routes.handle(connection, request)
 
     def pick(self, caller: PickerClient, request: HttpRequest) -> None:
         """Choose for a request whose bytes a gateway carries; which paths may pass is the gateway's to say."""
-        caller.tenant = self._tenant_of(caller, request)
-        self._forward(caller, request)
+        caller.tenant = self._authenticate_tenant(caller, request)
+        self._forward_request(caller, request)
 
     def record_rejection(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
@@ -192,14 +194,14 @@ class RouterApp:
 
     # Workers ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, connection: Client, request: HttpRequest) -> None:
+    def _forward_request(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
         reader, path, tenant = self._request_reader, request.path, connection.tenant
         conversation_match = reader.find_conversation(request, path)
         if conversation_match is not None:
             if request.body_bytes - conversation_match[1].body_end > INLINE_BYTES_MAX:
-                exchange = self._open(connection, request, tenant)
-                self._place_when_read(
+                exchange = self._open_exchange(connection, request, tenant)
+                self._route_when_read(
                     exchange,
                     tenant,
                     reader.read_suffix_in_thread(
@@ -207,23 +209,25 @@ class RouterApp:
                     ),
                 )
                 return
-            suffix = reader.read_suffix(request, conversation_match)
-            if suffix is not None:
-                self._place(self._open(connection, request, tenant), tenant, suffix[0], suffix[1])
+            suffix_read = reader.read_suffix(request, conversation_match)
+            if suffix_read is not None:
+                self._route_exchange(
+                    self._open_exchange(connection, request, tenant), tenant, suffix_read[0], suffix_read[1]
+                )
                 return
         if not reader.is_light(request, path):
-            exchange = self._open(connection, request, tenant)
-            self._place_when_read(exchange, tenant, reader.read(request, path, lambda: not exchange.is_done, tenant))
+            exchange = self._open_exchange(connection, request, tenant)
+            self._route_when_read(exchange, tenant, reader.read(request, path, lambda: not exchange.is_done, tenant))
             return
         intent = reader.read_intent(request, path)
-        exchange = self._open(connection, request, tenant)
+        exchange = self._open_exchange(connection, request, tenant)
         tokens = reader.tokenize(intent, request, lambda: not exchange.is_done, tenant)
         if isinstance(tokens, TokenizedPrompt):
-            self._place(exchange, tenant, intent, tokens)
+            self._route_exchange(exchange, tenant, intent, tokens)
         else:
-            self._place_when_read(exchange, tenant, _with_intent(intent, tokens))
+            self._route_when_read(exchange, tenant, _await_prompt(intent, tokens))
 
-    def _place_when_read(
+    def _route_when_read(
         self,
         exchange: Exchange,
         tenant: str,
@@ -233,16 +237,16 @@ class RouterApp:
     ) -> None:
         """Place a request once its prompt was read. Whatever raises ends it."""
         task = asyncio.get_running_loop().create_task(read)
-        self._pending.add(task)
+        self._read_tasks.add(task)
 
         def finish(task: asyncio.Task[tuple[RequestIntent, TokenizedPrompt]]) -> None:
-            self._pending.discard(task)
+            self._read_tasks.discard(task)
             if task.cancelled():
                 return
             failure = task.exception()  # not `result`: what raises here would keep the task, and so itself
             try:
                 if failure is None:
-                    self._place(exchange, tenant, *task.result(), is_rediscovered=is_rediscovered)
+                    self._route_exchange(exchange, tenant, *task.result(), is_rediscovered=is_rediscovered)
                 elif isinstance(failure, RequestError):
                     self._reject(exchange, failure)
                 elif isinstance(failure, Exception):
@@ -265,7 +269,7 @@ class RouterApp:
             request, request.path, lambda: not exchange.is_done, exchange.client.tenant
         )
 
-    def _place(
+    def _route_exchange(
         self,
         exchange: Exchange,
         tenant: str,
@@ -277,11 +281,11 @@ class RouterApp:
         """Hand a request to the core once its prompt was read. `is_rediscovered`: workers were asked for its model."""
         is_unknown = intent.body_request.model is not None and not self._proxy.core.registry.is_known(intent.model)
         if is_unknown and not is_rediscovered and self._discover_model is not None and not exchange.is_done:
-            self._place_when_read(
+            self._route_when_read(
                 exchange, tenant, self._read_after_discovery(exchange, intent.model), is_rediscovered=True
             )
             return
-        fields = self._tenants.apply_key_settings(tenant, exchange.request.path, intent)
+        fields = self._tenant_limits.apply_key_settings(tenant, exchange.request.path, intent)
         if intent.is_renamed:
             fields["model"] = intent.model
         try:
@@ -293,29 +297,29 @@ class RouterApp:
             self._metrics.tokenize_s.observe(tokens.seconds)
         route = self._request_reader.build_route_request(intent, tokens, exchange.request_id, exchange.started_s)
         try:
-            self._tenants.add_prompt_tokens(exchange.request_id, route.prompt_tokens)
+            self._tenant_limits.add_prompt_tokens(exchange.request_id, route.prompt_tokens)
         except RequestError as error:
             self._reject(exchange, error)
         else:
             route.tenant = tenant
-            if self._tenants.shares:
-                route.share = self._tenants.shares.get(tenant, 1.0)
+            if self._tenant_limits.share_by_tenant:
+                route.share = self._tenant_limits.share_by_tenant.get(tenant, 1.0)
             self._proxy.route(exchange, route)
             self._request_reader.store_conversation(intent, tokens, route)
-            if self._reasons is not None and not exchange.is_done:
-                self._reasons.enter(exchange, intent)
+            if self._miss_reasons is not None and not exchange.is_done:
+                self._miss_reasons.enter(exchange, intent)
 
     # Shared -------------------------------------------------------------------------------------------------------
 
-    def _open(self, connection: Client, request: HttpRequest, tenant: str) -> Exchange:
+    def _open_exchange(self, connection: Client, request: HttpRequest, tenant: str) -> Exchange:
         """Raises RequestError where the key has enough in flight."""
-        self._tenants.check_request_limit(tenant)
-        exchange = self._proxy.open(connection, request, self._trace_id(request), self._make_exchange)
-        self._tenants.add_request(tenant, exchange.request_id)
+        self._tenant_limits.check_request_limit(tenant)
+        exchange = self._proxy.open(connection, request, self._make_trace_id(request), self._make_exchange)
+        self._tenant_limits.add_request(tenant, exchange.request_id)
         connection.responder = exchange
         return exchange
 
-    def _trace_id(self, request: HttpRequest) -> bytes:
+    def _make_trace_id(self, request: HttpRequest) -> bytes:
         client_id = request.header(b"x-request-id")
         if client_id is not None and has_worker_address(client_id):
             client_id = None
@@ -332,12 +336,12 @@ class RouterApp:
             and all(33 <= byte < 127 for byte in client_id)
         ):
             return client_id
-        self._traces += 1
-        return b"%s-%x" % (self._trace_prefix.encode(), self._traces)
+        self._trace_count += 1
+        return b"%s-%x" % (self._trace_prefix.encode(), self._trace_count)
 
-    def _key_of(self, request: HttpRequest) -> str | None:
+    def _find_key_name(self, request: HttpRequest) -> str | None:
         """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
         constant time."""
         token = bearer_token(request) or (request.header(b"x-api-key") or b"").strip()
-        matches = [key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
+        matches = [key_name(number) for number, key in enumerate(self._api_keys) if hmac.compare_digest(token, key)]
         return matches[0] if matches else None

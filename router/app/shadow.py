@@ -60,16 +60,18 @@ class ShadowApp(RouterApp):
             return
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
-                self._forward(connection, request)
+                self._forward_request(connection, request)
                 return
             except RequestError:
                 pass  # whoever answers it will say so
         work = connection.responder
-        exchange = work if isinstance(work, MirroredExchange) else self._open(connection, request, connection.tenant)
+        exchange = (
+            work if isinstance(work, MirroredExchange) else self._open_exchange(connection, request, connection.tenant)
+        )
         assert isinstance(exchange, MirroredExchange)
         exchange.answer()
 
-    def _place(
+    def _route_exchange(
         self,
         exchange: Exchange,
         tenant: str,

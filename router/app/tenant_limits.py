@@ -24,50 +24,56 @@ class TenantLimits:
     """Requests and tokens in flight of all API keys of one process."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
-        names = {key: key_name(number) for number, key in enumerate(config.api_keys)}
+        tenant_by_key = {key: key_name(number) for number, key in enumerate(config.api_keys)}
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
         self._priority_min = config.priority_min
-        self._floors = {names[key]: floor for key, floor in config.floors.items() if key in names}
-        self.shares = {names[key]: share for key, share in config.shares.items() if key in names}
+        self._priority_min_by_tenant = {
+            tenant_by_key[key]: floor for key, floor in config.floors.items() if key in tenant_by_key
+        }
+        self.share_by_tenant = {
+            tenant_by_key[key]: share for key, share in config.shares.items() if key in tenant_by_key
+        }
         """Of fair turns, where it is not 1."""
-        self._salts = {name: _salt(key) for key, name in names.items()} if config.tenant_salts else {}
-        self.requests: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self._in_flight: dict[str, tuple[str, int]] = {}
+        self._salt_by_tenant = (
+            {name: _make_salt(key) for key, name in tenant_by_key.items()} if config.tenant_salts else {}
+        )
+        self.requests_in_flight: Counter[str] = Counter()
+        self.tokens_in_flight: Counter[str] = Counter()
+        self._usage_by_request: dict[str, tuple[str, int]] = {}
         """request id -> (tenant, prompt tokens)."""
-        self._has_keys = bool(names)
+        self._has_keys = bool(tenant_by_key)
 
     def check_request_limit(self, tenant: str) -> None:
         """Raises RequestError where a key has too many requests."""
-        if self._has_keys and self.requests[tenant] >= self._requests_max:
-            self._refuse("requests", f"this API key has {self.requests[tenant]} requests in flight")
+        if self._has_keys and self.requests_in_flight[tenant] >= self._requests_max:
+            self._refuse("requests", f"this API key has {self.requests_in_flight[tenant]} requests in flight")
 
     def add_request(self, tenant: str, request_id: str) -> None:
         """Count a request that begins."""
         if self._has_keys:
-            self.requests[tenant] += 1
-            self._in_flight[request_id] = (tenant, 0)
+            self.requests_in_flight[tenant] += 1
+            self._usage_by_request[request_id] = (tenant, 0)
 
     def add_prompt_tokens(self, request_id: str, tokens: int) -> None:
         """Count the tokens of a request's prompt. Raises RequestError where its key has too many in flight."""
-        request = self._in_flight.get(request_id)
-        if request is None:
+        usage = self._usage_by_request.get(request_id)
+        if usage is None:
             return  # its client left, or there are no keys
-        tenant = request[0]
-        if self.tokens[tenant] and self.tokens[tenant] + tokens > self._tokens_max:
-            self._refuse("tokens", f"this API key has prompts of {self.tokens[tenant]} tokens in flight")
-        self.tokens[tenant] += tokens
-        self._in_flight[request_id] = (tenant, tokens)
+        tenant = usage[0]
+        if self.tokens_in_flight[tenant] and self.tokens_in_flight[tenant] + tokens > self._tokens_max:
+            self._refuse("tokens", f"this API key has prompts of {self.tokens_in_flight[tenant]} tokens in flight")
+        self.tokens_in_flight[tenant] += tokens
+        self._usage_by_request[request_id] = (tenant, tokens)
 
     def remove_request(self, request_id: str) -> None:
         """Stop counting a request that ended."""
-        request = self._in_flight.pop(request_id, None)
-        if request is None:
+        usage = self._usage_by_request.pop(request_id, None)
+        if usage is None:
             return
-        tenant, tokens = request
-        for sums, amount in ((self.requests, 1), (self.tokens, tokens)):
+        tenant, tokens = usage
+        for sums, amount in ((self.requests_in_flight, 1), (self.tokens_in_flight, tokens)):
             sums[tenant] -= amount
             if not sums[tenant]:
                 del sums[tenant]
@@ -77,13 +83,16 @@ class TenantLimits:
         Return the fields of its body that say so to the worker."""
         if self._has_keys:
             intent.session = intent.session.of_tenant(tenant)
-        floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
-        if salt is None and intent.priority >= floor and intent.body_request.priority >= floor:
+        priority_min, salt = (
+            self._priority_min_by_tenant.get(tenant, self._priority_min),
+            self._salt_by_tenant.get(tenant),
+        )
+        if salt is None and intent.priority >= priority_min and intent.body_request.priority >= priority_min:
             return {}
         fields: dict[str, object] = {}
-        if intent.body_request.priority < floor:
-            fields["priority"] = floor
-        intent.priority = max(intent.priority, floor)
+        if intent.body_request.priority < priority_min:
+            fields["priority"] = priority_min
+        intent.priority = max(intent.priority, priority_min)
         if salt is not None and path in _SALTED_PATHS:
             client_salt = intent.body_request.cache_salt
             fields["cache_salt"] = salt = salt if client_salt is None else f"{salt}:{client_salt}"
@@ -91,12 +100,12 @@ class TenantLimits:
         return fields
 
     def check_invariants(self) -> None:
-        requests = Counter(tenant for tenant, _ in self._in_flight.values())
+        requests = Counter(tenant for tenant, _ in self._usage_by_request.values())
         tokens: Counter[str] = Counter()
-        for tenant, amount in self._in_flight.values():
+        for tenant, amount in self._usage_by_request.values():
             tokens[tenant] += amount
-        assert requests == self.requests
-        assert +tokens == self.tokens
+        assert requests == self.requests_in_flight
+        assert +tokens == self.tokens_in_flight
 
     def _refuse(self, bound: str, message: str) -> None:
         self._metrics.refused_by_key[bound] += 1
@@ -108,6 +117,6 @@ def key_name(number: int) -> str:
     return f"key {number}"
 
 
-def _salt(key: str) -> str:
+def _make_salt(key: str) -> str:
     """The same in every router, and nothing that leads back to the key."""
     return hmac.new(key.encode(), b"blockcast cache salt", hashlib.sha256).hexdigest()[:32]

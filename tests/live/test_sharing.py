@@ -221,7 +221,7 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         config: ProcessConfig = SCHEMA.build({})
         process = RouterProcess(config, "test")
         assert process._request_reader.model_names is None
-        assert not process._tenants.shares
+        assert not process._tenants.share_by_tenant
         core = process._core
         assert not core._queues_when_busy
         assert core._background_priority == float("inf")

@@ -383,7 +383,7 @@ class Edge:
         return (
             not self.proxy.exchanges
             and not self.index.pins
-            and not self.tenants.requests
+            and not self.tenants.requests_in_flight
             and not self.metrics.request_buffer_bytes
             and self.pool.counts()[0] == self.pool.counts()[1]
         )
