@@ -64,9 +64,9 @@ JSON_PATHS: Final = frozenset(
 """Routes besides those of prompts whose bodies are JSON, and nothing else."""
 OPENING_ITEMS: Final = 256
 """Characters, or ids, of a prompt that tell it from others."""
-ESTIMATE_MAX: Final = 131_072
+ESTIMATED_TOKENS_MAX: Final = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
-_IS_JSON = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
+_JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
 """An object in any encoding of JSON that a worker may read."""
 _UNREAD_REQUEST, _ANY_CHAT = RoutingRequest(kind="other"), RoutingRequest(kind="chat")
 
@@ -85,12 +85,12 @@ class RoutingHeaders:
         """Raises RequestError naming the header that cannot be read."""
         model = None if model_header is None else request.header(model_header)
         self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
-        self.priority = _integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
-        self.deadline_ms = _integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
-        self.ttft_ms = _integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
         self.worker = _decode_header(request.header(b"x-blockcast-worker"))
         self.role = _decode_header(request.header(b"x-blockcast-role"))
-        self.wants_explanation = _integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+        self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
         self.session: NamesByMeaning = names.read_headers(request.headers)
 
 
@@ -98,7 +98,7 @@ class ResolvedModel(NamedTuple):
     """The model that a request names, as workers serve it."""
 
     name: str
-    base: str
+    base_model: str
     """Its base model."""
     lora: str | None = None
     tokens_max: int | None = None
@@ -144,7 +144,7 @@ class RequestIntent(ConversationTurn):
         self.model = model.name
         self.is_renamed = model.name != body_request.model and bool(headers.model or body_request.model)
         """The body names another model, or none where a gateway names one."""
-        self.base_model = model.base
+        self.base_model = model.base_model
         self.lora = model.lora
         self.tokens_max = model.tokens_max
         """What the model takes, where that is known."""
@@ -171,7 +171,7 @@ class RequestReader:
         conversations: ConversationCache | None = None,
     ) -> None:
         self._core = core
-        self._prompts = prompts
+        self._prompt_reader = prompts
         self.worker_pool = worker_pool
         self._session_names = names or SessionNames()
         self.conversations = ConversationCache(0) if conversations is None else conversations
@@ -182,19 +182,21 @@ class RequestReader:
         """Fields of prompts/worker_fields.py that clients may set."""
         self.model_header: bytes | None = None
         """A header whose model counts instead of the body's: a gateway's."""
-        self._scopes: dict[tuple[str, str | None], Scope] = {}
+        self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
         """Whether a request can be read here, by `read_intent` and `tokenize`. If not, `read` has it read elsewhere."""
-        format = _format_of(request, path)
-        return format is None or (len(request.pieces) == 1 and (format == "form" or is_light(request.body)))
+        body_format = _get_body_format(request, path)
+        return body_format is None or (len(request.pieces) == 1 and (body_format == "form" or is_light(request.body)))
 
     def read_intent(self, request: HttpRequest, path: str | None = None) -> RequestIntent:
         """Read what a request sent to `path` (None: its body decides) asks for. Raises RequestError."""
-        kind, format = _kind_of(request, path), _format_of(request, path)
-        if format == "form":
-            return self._form_intent(request, *_read_form(request))
-        body_request = parse_routing_of_kind(kind or "other", request.body) if format == "json" else _UNREAD_REQUEST
+        kind, body_format = _get_request_kind(request, path), _get_body_format(request, path)
+        if body_format == "form":
+            return self._make_form_intent(request, *_read_form(request))
+        body_request = (
+            parse_routing_of_kind(kind or "other", request.body) if body_format == "json" else _UNREAD_REQUEST
+        )
         if kind is None:
             body_request = body_request.replace(kind="completion" if body_request.messages is None else "chat")
         intent = self._make_intent(request, body_request)
@@ -202,7 +204,7 @@ class RequestReader:
             intent.media = read_media(body_request, request.body)
         return intent
 
-    def _form_intent(self, request: HttpRequest, body_request: RoutingRequest, spans: FieldSpans) -> RequestIntent:
+    def _make_form_intent(self, request: HttpRequest, body_request: RoutingRequest, spans: FieldSpans) -> RequestIntent:
         intent = self._make_intent(request, body_request)
         intent.field_spans = spans
         return intent
@@ -211,7 +213,10 @@ class RequestReader:
         """Give fields of the body other values, and take out those that are not the client's to set. What is neither
         JSON nor a form stays. Raises RequestError where the body holds a field twice."""
         if intent.field_spans is None:
-            if not (fields or intent.body_request.has_worker_fields) or _IS_JSON.match(request.pieces[0]) is None:
+            if (
+                not (fields or intent.body_request.has_worker_fields)
+                or _JSON_OBJECT_START.match(request.pieces[0]) is None
+            ):
                 return
             intent.field_spans = locate_fields(request.body)
         spans, allowed_fields = intent.field_spans, self.allowed_fields
@@ -234,15 +239,15 @@ class RequestReader:
 
     def _resolve_alias(
         self,
-        names: ModelNames,
+        model_names: ModelNames,
         name: str,
         body_request: RoutingRequest,
         headers: RoutingHeaders,
         holding_worker: str | None,
     ) -> str:
         worker, registry = holding_worker or headers.worker, self._core.registry
-        return names.resolve(
-            name, lambda: conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
+        return model_names.resolve(
+            name, lambda: make_conversation_name(SessionNames.session_of(headers.session, body_request), body_request),
             lambda model: registry.is_served(model, worker),
         )  # fmt: skip
 
@@ -254,20 +259,24 @@ class RequestReader:
         tenant: str = "",
     ) -> TokenizedPrompt | asyncio.Future[TokenizedPrompt]:
         """Tokenise a request's prompt: at once where that is quick, else later."""
-        prompts, base = self._prompts, intent.base_model
+        prompt_reader, base_model = self._prompt_reader, intent.base_model
         if intent.body_request.kind == "other":
             return TokenizedPrompt(None, 0.0)
-        if prompts.uses_remote_tokenizer(base):
-            return asyncio.ensure_future(prompts.read_remotely(intent.body_request, base, intent.tokens_max))
-        tokenizer, tokens_max = prompts.tokenizer_of(base), intent.tokens_max
-        if prompts.needs_worker_process(base, intent.body_request):
-            task = prompts.make_task(base, intent.body_request.kind, tokens_max)
-            return asyncio.ensure_future(prompts.read_in_worker(request.pieces, base, task, is_wanted, tenant))
+        if prompt_reader.uses_remote_tokenizer(base_model):
+            return asyncio.ensure_future(
+                prompt_reader.read_remotely(intent.body_request, base_model, intent.tokens_max)
+            )
+        tokenizer, tokens_max = prompt_reader.tokenizer_of(base_model), intent.tokens_max
+        if prompt_reader.needs_worker_process(base_model, intent.body_request):
+            task = prompt_reader.make_task(base_model, intent.body_request.kind, tokens_max)
+            return asyncio.ensure_future(
+                prompt_reader.read_in_worker(request.pieces, base_model, task, is_wanted, tenant)
+            )
         if tokenizer is None or intent.body_bytes <= INLINE_BYTES_MAX:
             body = request.body if self._is_worth_caching(request, intent.body_request) else b""
-            return prompts.read(intent.body_request, tokenizer, tokens_max, body)
+            return prompt_reader.read(intent.body_request, tokenizer, tokens_max, body)
         body = request.body if self.conversations.max_bytes else b""
-        return prompts.run_in_thread(lambda: prompts.read(intent.body_request, tokenizer, tokens_max, body))
+        return prompt_reader.run_in_thread(lambda: prompt_reader.read(intent.body_request, tokenizer, tokens_max, body))
 
     async def read(
         self, request: HttpRequest, path: str | None, is_wanted: Callable[[], bool] = lambda: True, tenant: str = ""
@@ -275,31 +284,31 @@ class RequestReader:
         """Read what a request asks for and its tokens, wherever that is best done. Raises RequestError."""
         if self.is_light(request, path):
             intent = self.read_intent(request, path)
-            tokens = self.tokenize(intent, request, is_wanted, tenant)
-            return intent, tokens if isinstance(tokens, TokenizedPrompt) else await tokens
-        if _format_of(request, path) == "form":
-            form = await self._prompts.run_in_thread(partial(_read_form, request))
-            return self._form_intent(request, *form), TokenizedPrompt(None, 0.0)
+            tokenized_prompt = self.tokenize(intent, request, is_wanted, tenant)
+            return intent, tokenized_prompt if isinstance(tokenized_prompt, TokenizedPrompt) else await tokenized_prompt
+        if _get_body_format(request, path) == "form":
+            form_fields = await self._prompt_reader.run_in_thread(partial(_read_form, request))
+            return self._make_form_intent(request, *form_fields), TokenizedPrompt(None, 0.0)
 
         def make_task(body_request: RoutingRequest) -> ReadTask:
             intent = self._make_intent(request, body_request)
             base_model, tokens_max = intent.base_model, intent.tokens_max
-            task = self._prompts.make_task(base_model, body_request.kind, tokens_max)
-            task.is_cached = self.conversations.max_bytes > 0 and not self._prompts.needs_worker_process(
+            task = self._prompt_reader.make_task(base_model, body_request.kind, tokens_max)
+            task.is_cached = self.conversations.max_bytes > 0 and not self._prompt_reader.needs_worker_process(
                 base_model, body_request
             )
             return task
 
         started_s = time.perf_counter()
         body_request, spans, result = await self.worker_pool.read(
-            request.pieces, _kind_of(request, path), make_task, is_wanted, tenant
+            request.pieces, _get_request_kind(request, path), make_task, is_wanted, tenant
         )
         intent = self._make_intent(request, body_request)
         intent.field_spans, intent.media = spans, result.media
         intent.pieces, intent.first_message_digest = request.pieces, result.first_message_digest
         ids: Sequence[int] | None
         if isinstance(result.result, bytes):
-            remote = self._prompts.remote
+            remote = self._prompt_reader.remote
             ids = None if remote is None else (await remote.tokenize(result.result, intent.base_model))[0]
             size = measure_prompts(ids, body_request, intent.tokens_max, result.further_tokens)
             ids = truncate_prompt(ids, body_request, intent.tokens_max)
@@ -318,7 +327,7 @@ class RequestReader:
         """Find the cached conversation that its body continues."""
         if request.body_bytes < BODY_BYTES_MIN or not self.conversations.max_bytes:
             return None
-        kind = _kind_of(request, path)
+        kind = _get_request_kind(request, path)
         return (
             self.conversations.find_longest_prefix(kind, request.body)
             if kind and is_cacheable(kind, request.body_bytes)
@@ -337,13 +346,15 @@ class RequestReader:
     ) -> tuple[RequestIntent, TokenizedPrompt] | None:
         """Read a request with this cached prefix. None where the whole body must be read. Raises RequestError."""
         conversation, checkpoint = match
-        tokenizer_limits = self._tokenizer_of(conversation)
+        tokenizer_limits = self._find_tokenizer(conversation)
         if tokenizer_limits is None:
             return None
-        return self._suffix_intent(
+        return self._make_suffix_intent(
             request,
             conversation,
-            self._prompts.read_suffix(conversation, checkpoint, request.body, tokenizer_limits[0], tokenizer_limits[1]),
+            self._prompt_reader.read_suffix(
+                conversation, checkpoint, request.body, tokenizer_limits[0], tokenizer_limits[1]
+            ),
         )
 
     async def read_suffix_in_thread(
@@ -356,27 +367,36 @@ class RequestReader:
     ) -> tuple[RequestIntent, TokenizedPrompt]:
         """Read a request with this cached prefix in a thread; or as any other body."""
         conversation, checkpoint = match
-        tokenizer_limits, outcome = self._tokenizer_of(conversation), None
+        tokenizer_limits, suffix_read = self._find_tokenizer(conversation), None
         if tokenizer_limits is not None:
-            work = partial(
-                self._prompts.read_suffix,
+            read_work = partial(
+                self._prompt_reader.read_suffix,
                 conversation,
                 checkpoint,
                 request.body,
                 tokenizer_limits[0],
                 tokenizer_limits[1],
             )
-            outcome = self._suffix_intent(request, conversation, await self._prompts.run_in_thread(work))
-        return outcome or await self.read(request, path, is_wanted, tenant)
+            suffix_read = self._make_suffix_intent(
+                request, conversation, await self._prompt_reader.run_in_thread(read_work)
+            )
+        return suffix_read or await self.read(request, path, is_wanted, tenant)
 
-    def _tokenizer_of(self, conversation: CachedConversation) -> tuple[Tokenizer, int | None] | None:
+    def _find_tokenizer(self, conversation: CachedConversation) -> tuple[Tokenizer, int | None] | None:
         """Return the tokenizer of its model, and the tokens that the model takes; None where no worker serves it."""
-        tokenizer, model = self._prompts.tokenizer_of(conversation.model), self._core.resolve_model(conversation.model)
-        if tokenizer is None or model is None or self._prompts.needs_worker_process(conversation.model, _ANY_CHAT):
+        tokenizer, model = (
+            self._prompt_reader.tokenizer_of(conversation.model),
+            self._core.resolve_model(conversation.model),
+        )
+        if (
+            tokenizer is None
+            or model is None
+            or self._prompt_reader.needs_worker_process(conversation.model, _ANY_CHAT)
+        ):
             return None
         return tokenizer, model.max_model_len
 
-    def _suffix_intent(
+    def _make_suffix_intent(
         self,
         request: HttpRequest,
         conversation: CachedConversation,
@@ -384,7 +404,7 @@ class RequestReader:
     ) -> tuple[RequestIntent, TokenizedPrompt] | None:
         if suffix is None:
             return None
-        suffix_result, tokens = suffix
+        suffix_result, tokenized_prompt = suffix
         if self.model_names is not None and self.model_names.has_canaries:
             return None  # which conversation it is may stand in what was not read
         intent = self._make_intent(request, suffix_result.request)
@@ -393,34 +413,34 @@ class RequestReader:
             return None
         intent.fingerprinter = suffix_result.outline
         intent.cached_conversation = conversation
-        if tokens.token_ids is suffix_result.token_ids:
+        if tokenized_prompt.token_ids is suffix_result.token_ids:
             intent.common_tokens = suffix_result.reused_tokens if conversation.is_memory_exact else None
         intent.similar_prompt = cast("PromptMemory | None", conversation.prompt_memory)
-        return intent, tokens
+        return intent, tokenized_prompt
 
-    def store_conversation(self, intent: RequestIntent, tokens: TokenizedPrompt, route: RouteRequest) -> None:
+    def store_conversation(self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, route: RouteRequest) -> None:
         """Cache the conversation of a prompt that was read and routed."""
-        conversation = tokens.conversation
+        conversation = tokenized_prompt.conversation
         if conversation is None:
             return
         conversation.model, conversation.first_message_digest = intent.base_model, intent.digest_first_message()
-        is_own = route.token_ids is conversation.token_ids
-        prompt = self._core.cache_state.query_of(route.request_id)
-        memory = None if prompt is None else self._core.index.remember(prompt.ids)
+        shares_token_ids = route.token_ids is conversation.token_ids
+        prompt_query = self._core.cache_state.query_of(route.request_id)
+        memory = None if prompt_query is None else self._core.index.remember(prompt_query.ids)
         if memory is not None:
-            shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if is_own else 0
+            shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if shares_token_ids else 0
             conversation.prompt_memory, conversation.prompt_memory_bytes, conversation.is_memory_exact = (
                 memory,
                 memory.nbytes - shared_bytes,
-                is_own,
+                shares_token_ids,
             )
-        self.conversations.store(conversation, tokens.predecessor)
+        self.conversations.store(conversation, tokenized_prompt.predecessor)
 
     def build_route_request(
-        self, intent: RequestIntent, tokens: TokenizedPrompt, request_id: str, started_s: float
+        self, intent: RequestIntent, tokenized_prompt: TokenizedPrompt, request_id: str, started_s: float
     ) -> RouteRequest:
         """Build the core's request."""
-        body_request, token_ids, size = intent.body_request, tokens.token_ids, tokens.size
+        body_request, token_ids, size = intent.body_request, tokenized_prompt.token_ids, tokenized_prompt.size
         if body_request.echoes_chat and not self._core.registry.is_blockcast(intent.model):
             token_ids = None  # nothing of it will be reused
         if token_ids is None or size is None:
@@ -430,7 +450,7 @@ class RequestReader:
         if intent.media is not None:
             media_conversation = intent.media.conversation_digest
             counted_tokens = 0 if token_ids is None else size.tokens
-            size = _size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
+            size = _estimate_size_with_media(counted_tokens, intent.media.tokens, intent.tokens_max)
         output_room = (
             body_request.output_tokens_min
             if intent.tokens_max is None
@@ -439,7 +459,7 @@ class RequestReader:
         return RouteRequest(
             request_id=request_id,
             model=intent.model,
-            scope=self._scope_of(intent.base_model, body_request.cache_salt, intent.lora),
+            scope=self._get_scope(intent.base_model, body_request.cache_salt, intent.lora),
             token_ids=token_ids,
             prompt_tokens=size.tokens,
             prompt_count=size.prompt_count,
@@ -466,7 +486,7 @@ class RequestReader:
     def _estimate_tokens(self, intent: RequestIntent) -> int:
         """Estimate the tokens of a prompt that was not tokenised: at most what its model takes, or an image in a body
         would price its worker out."""
-        return min(max(1, intent.body_bytes // CHARS_PER_TOKEN), intent.tokens_max or ESTIMATE_MAX)
+        return min(max(1, intent.body_bytes // CHARS_PER_TOKEN), intent.tokens_max or ESTIMATED_TOKENS_MAX)
 
     def _resolve_model(self, name: str | None) -> ResolvedModel:
         """Resolve the name of a model; without a name, the first model there is."""
@@ -477,25 +497,25 @@ class RequestReader:
             return ResolvedModel(name, name)
         return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len)
 
-    def _scope_of(self, base: str, salt: str | None, lora: str | None) -> Scope:
+    def _get_scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
         """Return the scope of a prompt. Without a salt it is one object for all requests of a model that is served."""
         if salt is not None:
             return Scope(base, salt, lora)
-        scope = self._scopes.get((base, lora))
+        scope = self._scope_by_model.get((base, lora))
         if scope is None:
             scope = Scope(base, None, lora)
             if self._core.resolve_model(lora or base) is not None:
-                self._scopes[base, lora] = scope
+                self._scope_by_model[base, lora] = scope
         return scope
 
 
-def _size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
+def _estimate_size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
     """A prompt's size, estimated with its media: no more than its model takes, and no less than what was counted."""
-    tokens = max(counted_tokens, 1, min(tokens, tokens_max or ESTIMATE_MAX))
+    tokens = max(counted_tokens, 1, min(tokens, tokens_max or ESTIMATED_TOKENS_MAX))
     return PromptSize(tokens, tokens, is_exact=False)
 
 
-def conversation_name(session: Session, request: RoutingRequest) -> str:
+def make_conversation_name(session: Session, request: RoutingRequest) -> str:
     """Return a name that a conversation has in all of its turns: its session's name, else its opening as JSON."""
     if session.name is not None:
         return session.name
@@ -511,21 +531,21 @@ def conversation_name(session: Session, request: RoutingRequest) -> str:
     return msgspec.json.encode(opening).decode()
 
 
-def _kind_of(request: HttpRequest, path: str | None) -> ApiKind | None:
+def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:
     """Return the kind of a request to this path; None where the body decides."""
     if path is None:
         return None
     return API_KIND_BY_PATH.get(path, "other") if request.method == "POST" else "other"
 
 
-def _format_of(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
+def _get_body_format(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
     """How the body of a request to this path is read; None: not at all. What a worker might take for JSON is JSON."""
-    if _kind_of(request, path) != "other":
+    if _get_request_kind(request, path) != "other":
         return "json"
     content_type = request.header(b"content-type")
     if is_form(content_type):
         return "form"
-    if _IS_JSON.match(request.pieces[0]) is not None:
+    if _JSON_OBJECT_START.match(request.pieces[0]) is not None:
         return "json"
     return "json" if request.body_bytes and path in JSON_PATHS else None
 
@@ -545,7 +565,7 @@ def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
     return None if client_fields == fields else client_fields
 
 
-def _integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
+def _parse_integer_header(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:
     value = request.header(name)
     if value is None:
         return None

@@ -82,7 +82,7 @@ class RouterApp:
         forwards_requests: bool = True,
     ) -> None:
         """`discover_model`: asks workers for a model that none is known to serve. `make_exchange`: makes what
-        carries a request. `forwards`: this address passes requests on to workers."""
+        carries a request. `forwards_requests`: this address passes requests on to workers."""
         self._make_exchange = make_exchange
         self.limits = config.limits
         self.budget = proxy.budget
